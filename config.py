@@ -1,0 +1,231 @@
+"""Every knob, declared once: a dataclass field with its help, from which the flags and the checks follow."""
+
+import argparse
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import torch
+
+from norms import KINDS, build_norm, parse_norm_args
+from norms.placement import PLACEMENTS
+
+
+def knob(default: Any, help: str, **argument: Any) -> Any:
+    """A dataclass field that is also a flag; `argument` goes to argparse as it is."""
+    metadata = {"help": help, **argument}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _dashed(name: str) -> str:
+    """The flag of a field, without its two leading dashes."""
+    return {"norm_args": "norm-arg"}.get(name, name.replace("_", "-"))
+
+
+def _check_choices(config: Any) -> None:
+    for knob in dataclasses.fields(config):
+        choices, value = knob.metadata.get("choices"), getattr(config, knob.name)
+        if choices and value not in choices:
+            raise ValueError(f"unknown --{_dashed(knob.name)} {value!r}; choose from {', '.join(choices)}")
+
+
+def require(condition: bool, complaint: str) -> None:
+    """Raise ValueError with `complaint` unless `condition` holds."""
+    if not condition:
+        raise ValueError(complaint)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model: its architecture and its initial weights follow from these fields and a seed.
+
+    Raises ValueError, in one line that names the flag, where the fields do not go together.
+    """
+
+    norm: str = knob("rmsnorm", "kind of norm", choices=KINDS)
+    placement: str = knob("pre", "where the norm stands around a sublayer", choices=PLACEMENTS)
+    qk_norm: str = knob("none", "norm on queries and keys", choices=["none", "head", "full"])
+    norm_args: dict[str, Any] = knob({}, "an argument of the norm, such as eps=1e-5; may be repeated")
+    dim: int = knob(256, "width of the residual stream")
+    layers: int = knob(4, "number of blocks")
+    heads: int = knob(4, "attention heads")
+    kv_heads: int = knob(None, "heads of keys and values, shared among --heads (default: as many)")
+    hidden_dim: int = knob(None, "width inside the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
+    context: int = knob(256, "longest sequence in tokens")
+    vocab_size: int = knob(2048, "number of token ids; the byte tokenizer has 257, whatever is asked for")
+    rope_theta: float = knob(10000.0, "base of the rotary embedding's wavelengths")
+    tie_embeddings: bool = knob(True, "let the output head be the embedding")
+    dropout: float = knob(0.0, "share of activations dropped in training, for small corpora")
+    init: str = knob("normal", "draw weights from N(0, 0.02), or by Xavier's rule", choices=["normal", "xavier"])
+    depth_scaled_init: bool = knob(True, "start what writes into the stream at 1/sqrt(2 layers) of its size")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name in ("dim", "layers", "heads", "kv_heads", "hidden_dim", "context", "vocab_size"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"--{_dashed(name)} must be at least 1, not {value}")
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.hidden_dim is None:
+            object.__setattr__(self, "hidden_dim", math.ceil(self.dim * 8 / 3 / 32) * 32)
+        require(self.dim % self.heads == 0, f"--dim {self.dim} is not divisible by --heads {self.heads}")
+        require(self.head_dim % 2 == 0, f"--dim {self.dim} / --heads {self.heads} is odd: RoPE turns pairs of features")
+        require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
+        require(0 < self.rope_theta < math.inf, f"--rope-theta must be a positive number, not {self.rope_theta}")
+        require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        with torch.device("meta"):  # a trial, which refuses arguments that it cannot use and takes no memory
+            build_norm(self.norm, self.dim, **self.norm_args)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained, on what, and where the run goes. Raises ValueError like `ModelConfig`."""
+
+    data: list[str] = knob(["python"], "python, shakespeare, or paths: text file, folder, .jsonl, any gzipped")
+    tokenizer: str = knob("sentencepiece", "text to ids", choices=["sentencepiece", "bytes"])
+    steps: int = knob(600, "optimizer steps")
+    batch_size: int = knob(32, "sequences in one optimizer step")
+    micro_batch_size: int = knob(
+        None, "sequences that go through the model at once; divides --batch-size (default: all)"
+    )
+    lr: float = knob(3e-3, "peak learning rate")
+    schedule: str = knob("cosine", "learning rate after the warm-up", choices=["cosine", "wsd", "constant"])
+    warmup: int = knob(None, "steps of linear warm-up (default: a twentieth of --steps)")
+    weight_decay: float = knob(0.1, "decay of matrices; never of gains, biases and embeddings")
+    optimizer: str = knob("adamw", "adamw for everything, or muon for the hidden matrices", choices=["adamw", "muon"])
+    clip: float = knob(1.0, "largest norm of the whole gradient; 0 leaves it as it is")
+    seed: int = knob(0, "of the initial draws, the batches and the dropout")
+    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
+    dtype: str = knob("auto", "of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
+    compile: bool = knob(None, "torch.compile the model (default: where it pays within the run)")
+    eval_every: int = knob(200, "steps between evaluations; the last step always has one")
+    save_every: int = knob(200, "steps between checkpoints; the last step always has one")
+    keep: int = knob(2, "checkpoints to keep")
+    log: str = knob("none", "log to this as well", choices=["none", "tensorboard", "wandb"])
+    out: str = knob(None, "folder of the run (default: a new one under runs/)")
+    cache_dir: str = knob(".cache", "where prepared corpora are kept")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if self.micro_batch_size is None:
+            object.__setattr__(self, "micro_batch_size", self.batch_size)
+        if self.warmup is None:
+            object.__setattr__(self, "warmup", self.steps // 20)
+        for name in ("steps", "batch_size", "micro_batch_size", "eval_every", "save_every", "keep"):
+            value = getattr(self, name)
+            require(value > 0, f"--{_dashed(name)} must be at least 1, not {value}")
+        for name in ("warmup", "weight_decay", "clip", "seed"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"--{_dashed(name)} must be a number from 0 up, not {value}")
+        require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
+        require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
+        require(
+            self.batch_size % self.micro_batch_size == 0,
+            f"--batch-size {self.batch_size} is not divisible by --micro-batch-size {self.micro_batch_size}",
+        )
+
+
+FIELDS = [knob.name for config in (ModelConfig, TrainConfig) for knob in dataclasses.fields(config)]
+
+# What differs from the defaults above, which are the preset `tiny`.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "small": dict(dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, steps=3000),
+    "124m": dict(
+        dim=768, layers=12, heads=12, hidden_dim=2048, context=1024, vocab_size=32000,
+        batch_size=480, micro_batch_size=16, lr=6e-4, steps=20000, eval_every=1000, save_every=1000,
+    ),
+    "1b": dict(
+        dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, vocab_size=32000, rope_theta=5e5,
+        batch_size=512, micro_batch_size=8, lr=4e-4, steps=50000, eval_every=1000, save_every=1000,
+    ),
+}  # fmt: skip
+
+
+# What follows from what: a flag that changes the second takes back what preset or file say of the first.
+FOLLOWS = {
+    "hidden_dim": "dim",
+    "kv_heads": "heads",
+    "norm_args": "norm",
+    "micro_batch_size": "batch_size",
+    "warmup": "steps",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one line and exits with 2."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--preset`, `--config` and a flag for every field of both configurations."""
+    parser.add_argument("--preset", choices=PRESETS, help="sizes to start from (default: tiny on a CPU, else small)")
+    parser.add_argument("--config", metavar="RUN.JSON", help="an earlier run's configuration to start from")
+    add_knobs(parser.add_argument_group("model"), ModelConfig)
+    add_knobs(parser.add_argument_group("training"), TrainConfig)
+
+
+def add_knobs(parser: argparse._ActionsContainer, config: type) -> None:
+    """Add a flag for every field of the dataclass `config` to a parser, or to a group of one."""
+    hints = get_type_hints(config)
+    for knob in dataclasses.fields(config):
+        parser.add_argument(f"--{_dashed(knob.name)}", **_argument(knob, hints[knob.name]))
+
+
+def _argument(knob: dataclasses.Field, kind: Any) -> dict[str, Any]:
+    """What argparse is told of a field; a flag that is not given leaves nothing, so that presets show through."""
+    argument = {"dest": knob.name, "default": argparse.SUPPRESS, **knob.metadata}
+    default = knob.default if knob.default_factory is dataclasses.MISSING else " ".join(knob.default_factory())
+    if default not in (None, ""):
+        argument["help"] += f" (default: {default})"
+    if kind is bool:
+        return argument | {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is dict:
+        return argument | {"action": "append", "metavar": "KEY=VALUE"}
+    if get_origin(kind) is list:
+        return argument | {"nargs": "+", "metavar": "NAME|PATH"}
+    return argument | {"type": kind, "metavar": None if "choices" in knob.metadata else kind.__name__.upper()}
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The fields of both configurations from a `run.json`. Raises ValueError if it is missing or something else."""
+    try:
+        run = json.loads(path.read_text())
+        return {**run["model"], **run["training"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ValueError(f"--config {path}: not a readable run.json") from None
+
+
+def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
+    """Put together defaults, preset (`small` on an accelerator), `--config` file and flags, the later over the earlier.
+
+    Raises ValueError for a file that is not a run's configuration and for values that do not fit.
+    """
+    given = dict(PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")])
+    given |= read_run(Path(flags.config)) if flags.config else {}
+    by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
+    changed = {name for name in by_flag if by_flag[name] != given.get(name)}
+    given = {name: value for name, value in given.items() if FOLLOWS.get(name) not in changed} | by_flag
+    if isinstance(given.get("norm_args"), list):
+        given["norm_args"] = parse_norm_args(given.get("norm", ModelConfig.norm), given["norm_args"])
+    if given.get("tokenizer") == "bytes":
+        given["vocab_size"] = 257
+    model_fields = [knob.name for knob in dataclasses.fields(ModelConfig)]
+    try:
+        return (
+            ModelConfig(**{name: value for name, value in given.items() if name in model_fields}),
+            TrainConfig(**{name: value for name, value in given.items() if name not in model_fields}),
+        )
+    except TypeError as error:  # flags have their types already
+        raise ValueError(f"--config {flags.config}: not a configuration of this version: {error}") from None

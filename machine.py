@@ -1,0 +1,72 @@
+"""What the machine at hand can do: its device, the number formats it computes in, its peak speed."""
+
+import contextlib
+import platform
+
+import torch
+
+# Peak dense bf16 speed in FLOP/s by card, from the makers' data sheets, for model FLOPs utilisation (MFU).
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device `name` ("cpu", "cuda", "mps"), or the fastest there is for "auto".
+
+    Raises ValueError for one that this machine lacks.
+    """
+    there_is = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(device for device, there in there_is.items() if there)
+    if not there_is[name]:
+        raise ValueError(f"--device {name}: torch {torch.__version__} finds none here; try --device cpu")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The format of matrix products: `name`, or for "auto" bfloat16 where the device computes in it, else float32.
+
+    Raises ValueError for bfloat16 where the device could only imitate it.
+    """
+    if name == "auto":
+        name = "bfloat16" if has_bfloat16(device) else "float32"
+    if name == "bfloat16" and not has_bfloat16(device):
+        raise ValueError(f"--dtype bfloat16: {describe(device)} does not compute in it; try --dtype float32")
+    return getattr(torch, name)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether `device` multiplies matrices in bfloat16 by its own instructions."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return True
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Matrix products in `dtype`; parameters, norms and the residual stream stay in float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def describe(device: torch.device) -> str:
+    """The name of the card, or of the processor with the threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} {device.type}, {torch.get_num_threads()} threads"
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The card's peak in FLOP/s at bfloat16, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((PEAK_FLOPS[card] for card in sorted(PEAK_FLOPS, key=len, reverse=True) if card in name), None)

@@ -1,0 +1,39 @@
+"""Norms for images, (B, C, H, W). No language model needs them, so they are not offered as a flag."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from norms.layernorm import LayerNorm
+from norms.numerics import check_arguments, upcast
+
+
+class ChannelsFirstLayerNorm(LayerNorm):
+    """LayerNorm over the C channels of each pixel, (B, C, ...) → (B, C, ...), as in ConvNeXt, arXiv 2201.03545."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class InstanceNorm(nn.Module):
+    """(x − μ) / sqrt(σ² + eps) · weight + bias, with μ and the biased σ² over the pixels of each channel of each image.
+
+    (B, C, ...) → (B, C, ...), one weight and bias per channel. Instance Normalization, arXiv 1607.08022. It is
+    sometimes presented as the LayerNorm of convolutional networks, but a channel here knows nothing of the others.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-5):
+        super().__init__()
+        check_arguments(channels, eps=eps)
+        self.eps = eps
+        self.weight, self.bias = nn.Parameter(torch.empty(channels)), nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = upcast(x)
+        normalised = F.layer_norm(h, h.shape[2:], eps=self.eps)
+        return (normalised.movedim(1, -1) * self.weight + self.bias).movedim(-1, 1).to(x.dtype)

@@ -1,0 +1,56 @@
+"""Layer Normalization, arXiv 1607.06450."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from norms.numerics import check_arguments, upcast
+from norms.registry import register
+
+
+@register("layernorm", shift_invariant=True)
+class LayerNorm(nn.Module):
+    """(x − μ) / sqrt(σ² + eps) · weight + bias, with μ and the biased σ² over the trailing axes `normalized_shape`.
+
+    An int means the last axis, of that size; torch.Size and lists name several, such as [C, H, W] for images.
+    In a sequence (B, T, dim) that must be dim alone: statistics over (T, dim) would mix time steps.
+    Computed in fp32 whatever the dtype of x, then cast back once.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+    ):
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        check_arguments(*shape, eps=eps)
+        self.normalized_shape, self.eps = shape, eps
+        self.register_parameter("weight", nn.Parameter(torch.empty(shape)) if elementwise_affine else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(shape)) if elementwise_affine and bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = upcast(x)
+        # The kernel keeps running moments: exact on constant rows, where E[x²] − E[x]² and naive sums are not.
+        y = F.layer_norm(h, self.normalized_shape, eps=self.eps)
+        # Not in the kernel: it sums the gain's gradient over the rows one by one, and loses digits there.
+        if self.weight is not None:
+            y = y * self.weight
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(x.dtype)

@@ -1,0 +1,22 @@
+"""No norm at all: the control that every other kind is compared with."""
+
+from torch import Tensor, nn
+
+from norms.numerics import check_arguments
+from norms.registry import register
+
+
+@register("none", scale_invariant=False, identity=True, per_head=False)
+class NoNorm(nn.Module):
+    """The identity on (..., dim)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        check_arguments(dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """There is nothing to reset."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x

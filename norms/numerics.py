@@ -1,0 +1,19 @@
+"""What every norm agrees on: the precision it computes in, and which arguments it refuses."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def upcast(x: Tensor) -> Tensor:
+    """x in the precision that statistics and gains are computed in: fp32, or float64 where x has that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def check_arguments(*sizes: int, eps: float = 1.0) -> None:
+    """Raise ValueError unless every size is at least 1 and eps is a positive number."""
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"a norm needs at least 1 feature, not {', '.join(map(str, sizes)) or 'none'}")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps of a norm must be a positive number, not {eps}")

@@ -1,0 +1,34 @@
+"""ScaleNorm: Transformers without Tears, arXiv 1910.05895."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from norms.numerics import check_arguments, upcast
+from norms.registry import register
+
+
+@register("scalenorm")
+class ScaleNorm(nn.Module):
+    """weight · x / max(‖x‖, eps) over the last axis, (..., dim) → (..., dim).
+
+    The learnt length is one number, √dim at the start: RMSNorm with a single gain, weight/√dim, for all features.
+    Computed in fp32, then cast back once.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5):
+        super().__init__()
+        check_arguments(dim, eps=eps)
+        self.dim, self.eps = dim, eps
+        self.weight = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, math.sqrt(self.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = upcast(x)
+        # Squares are compared, not lengths: the root's derivative at a zero row would be infinite.
+        squares = h.square().sum(-1, keepdim=True).clamp_min(self.eps**2)
+        return (h * (self.weight * torch.rsqrt(squares))).to(x.dtype)

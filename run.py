@@ -1,0 +1,146 @@
+"""The folder of a run: who may write to it, what is logged into it, and the plot."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such lock, so there nobody checks
+    fcntl = None  # type: ignore[assignment]
+
+from exits import RunInUse
+
+RUNS = Path("runs")
+Tracker = Callable[[dict[str, Any]], None]
+
+
+def new_folder(name: str) -> Path:
+    """The first of runs/NAME, runs/NAME-2, runs/NAME-3, ... that does not exist yet."""
+    folder, number = RUNS / name, 1
+    while folder.exists():
+        number += 1
+        folder = RUNS / f"{name}-{number}"
+    return folder
+
+
+def newest_run() -> Path:
+    """The run that was started or resumed last. Raises ValueError if there is none."""
+    started = {file.stat().st_mtime: file.parent for file in RUNS.glob("*/run.json")}
+    if not started:
+        raise ValueError(f"there is no run in {RUNS}/ yet; start one with python train.py, or name one")
+    return started[max(started)]
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Raise ValueError unless a new run (or with `resume`, an earlier one) can live in `folder`."""
+    if resume:
+        if not (folder / "run.json").is_file():
+            raise ValueError(f"--resume: there is no run in {folder}")
+    elif (folder / "run.json").exists():
+        raise ValueError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another")
+    elif folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
+        raise ValueError(f"--out {folder} is not empty; choose a new folder")
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"--out {folder}: no permission to write in {parent}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run. Raises ValueError where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of `folder`. Raises RunInUse if one is in it."""
+    with open(folder / ".lock", "w") as lock:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunInUse(f"{folder} is in use by another process") from None
+        yield
+
+
+class Log:
+    """`metrics.jsonl` of a run: one JSON object a line, written as it goes, and passed on to the `tracker`.
+
+    Going on from `step` drops what was logged after it, since those steps are taken again.
+    """
+
+    def __init__(self, folder: Path, step: int, tracker: Tracker):
+        self.path, self.tracker = folder / "metrics.jsonl", tracker
+        self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.tracker(row)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`; none if there is no such file. A last line that was cut off is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that nobody ever sees half of it."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def check_tracker(kind: str) -> None:
+    """Raise ValueError if the package that `make_tracker` needs is not installed."""
+    if kind != "none" and find_spec(kind) is None:
+        raise ValueError(f"--log {kind} needs a package that is not here: pip install {kind}")
+
+
+def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
+    """What passes rows on to TensorBoard, to Weights & Biases (here with `WANDB_MODE=offline`), or to nobody."""
+    if kind == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(folder / "tensorboard"))
+
+        def to_tensorboard(row: dict[str, Any]) -> None:
+            for name in row.keys() - {"step"}:
+                writer.add_scalar(name, row[name], row["step"])
+            writer.flush()
+
+        return to_tensorboard
+    if kind == "wandb":
+        import wandb
+
+        tracked = wandb.init(project="normal-llama", name=folder.name, dir=str(folder), config=run)
+        return lambda row: tracked.log({name: row[name] for name in row.keys() - {"step"}}, step=row["step"])
+    return lambda row: None
+
+
+def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw training and validation loss, in nats per token, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, style in (("train_loss", "-"), ("val_loss", "o-")):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

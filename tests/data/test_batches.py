@@ -1,0 +1,322 @@
+"""Which windows a batch holds, what a prepared folder holds, and when it is prepared again."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.batches import Prepared, evaluation_batches, prepare, training_batch
+from data.corpus import SPLITS, open_corpus
+from data.tokenizer import ByteTokenizer, train_tokenizer
+from data.tokens import HEADER_BYTES, open_tokens, write_tokens
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"def f{number}(x):\n    return x + {number}  # é\n" * 3 for number in range(200)]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def starts_of(seed: int, step: int, rows: range, length: int = 10_000, context: int = 16) -> list[int]:
+    """Where windows begin, read off from tokens that count up."""
+    inputs, _ = training_batch(np.arange(length, dtype=np.uint16), seed, step, rows, context)
+    return inputs[:, 0].tolist()
+
+
+def test_training_windows_are_runs_of_tokens_with_the_next_ones_as_targets():
+    tokens = np.random.default_rng(0).integers(0, 60_000, 5000).astype(np.uint16)
+    inputs, targets = training_batch(tokens, seed=1, step=2, rows=range(64), context=32)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (64, 32)
+    windows = {bytes(tokens[start : start + 33]) for start in range(5000 - 32)}
+    for row in torch.cat((inputs, targets[:, -1:]), dim=1).numpy().astype(np.uint16):
+        assert bytes(row) in windows
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_a_row_depends_on_seed_step_and_its_number_alone():
+    whole = starts_of(7, 3, range(64))
+    for rows in (range(1), range(5, 6), range(16, 48), range(63, 64)):
+        assert starts_of(7, 3, rows) == whole[rows.start : rows.stop]
+    torch.manual_seed(0), np.random.seed(0)
+    assert starts_of(7, 3, range(64)) == whole
+
+
+def test_seeds_and_steps_draw_different_windows():
+    draws = {tuple(starts_of(seed, step, range(8))) for seed in range(20) for step in range(20)}
+    assert len(draws) == 400
+
+
+def test_the_windows_of_a_seed_stay_the_same_in_later_versions():
+    """Written down once: a run must be repeatable with a later version of this code and of NumPy."""
+    assert starts_of(0, 0, range(4)) == [923, 7346, 6009, 9948]
+    assert starts_of(1234, 567, range(4)) == [8728, 4352, 2549, 1522]
+
+
+def test_every_window_is_drawn_alike():
+    """16 starts, 64,000 draws: chi-square with 15 degrees of freedom exceeds 44.3 once in 10,000 times."""
+    counts = np.zeros(16)
+    for step in range(10):
+        np.add.at(counts, starts_of(0, step, range(6400), length=20, context=4), 1)
+    assert ((counts - 4000) ** 2 / 4000).sum() < 44.3
+
+
+def test_one_window_is_enough():
+    inputs, targets = training_batch(np.arange(5, dtype=np.uint16), 0, 0, range(3), 4)
+    assert inputs.tolist() == [[0, 1, 2, 3]] * 3 and targets.tolist() == [[1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize("length", [2, 8, 9, 10, 33, 34, 65, 100])
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_evaluation_has_every_token_but_the_first_as_a_target_once(length, batch_size):
+    tokens = np.random.default_rng(0).integers(0, 60_000, length).astype(np.uint16)
+    seen, places = [], []
+    for inputs, targets in evaluation_batches(tokens, 8, batch_size):
+        assert inputs.shape == targets.shape and len(inputs) <= batch_size
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        seen += targets.flatten().tolist()
+        places += inputs.flatten().tolist()
+    assert seen == tokens[1:].tolist()
+    assert places == tokens[:-1].tolist()
+    sizes = [tuple(inputs.shape) for inputs, _ in evaluation_batches(tokens, 8, batch_size)]
+    assert all(size == (batch_size, 8) for size in sizes[:-2])
+
+
+# --- the folder of a prepared corpus ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "code.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def prepare_from(source: Path, kind: str = "sentencepiece", vocab_size: int = 350, context: int = 16) -> Prepared:
+    return prepare([str(source)], kind, vocab_size, source.parent / "cache", context)
+
+
+def folder_of(source: Path) -> Path:
+    (folder,) = (path for path in (source.parent / "cache").iterdir() if path.is_dir())
+    return folder
+
+
+def made(source: Path) -> tuple[int, int]:
+    """Changes when the folder is made again."""
+    status = (folder_of(source) / "val.bin").stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
+def test_token_files_hold_each_document_and_its_end(source, kind):
+    prepared = prepare_from(source, kind)
+    corpus, tokenizer = open_corpus([str(source)], source.parent), prepared.tokenizer
+    assert (tokenizer.kind, tokenizer.vocab_size) == (kind, {"sentencepiece": 350, "bytes": 257}[kind])
+    for split, file in zip(SPLITS, (prepared.train, prepared.val), strict=True):
+        texts = ["".join(document) for document in corpus.documents(split)]
+        assert file.tokens.dtype == np.uint16 and isinstance(file.tokens, np.memmap)
+        ends = np.flatnonzero(file.tokens == tokenizer.end_of_document)
+        pieces = np.split(file.tokens, ends + 1)
+        assert [tokenizer.decode(piece.tolist()) for piece in pieces] == [*texts, ""]
+        assert file.text_bytes == len("".join(texts).encode())
+    assert prepared.val_bytes == prepared.val.text_bytes
+    assert prepared.val_gzip_bytes == len(gzip.compress("".join(texts).encode(), 9))
+    assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
+
+
+def test_the_tokenizer_never_sees_validation_text(source):
+    corpus = open_corpus([str(source)], source.parent)
+    texts = ["".join(document) for document in corpus.documents("train")]
+    assert prepare_from(source).tokenizer.hash == train_tokenizer(texts, 350).hash
+
+
+def test_large_vocabularies_take_four_bytes_a_token(source, tmp_path):
+    class Wide(ByteTokenizer):
+        vocab_size = 70_000
+
+        def encode(self, text):
+            return [69_000 + byte for byte in text.encode()]
+
+    corpus = open_corpus([str(source)], tmp_path)
+    write_tokens(tmp_path / "val.bin", corpus, "val", Wide())
+    tokens = open_tokens(tmp_path / "val.bin", corpus, Wide()).tokens
+    assert tokens.dtype == np.uint32 and tokens.max() > 69_000
+
+
+def test_a_prepared_corpus_is_used_again(source, capfd):
+    first = prepare_from(source)
+    assert f"preparing {folder_of(source)}" in capfd.readouterr().err
+    stamp = made(source)
+    second = prepare_from(source)
+    assert made(source) == stamp
+    assert capfd.readouterr() == ("", "")
+    assert np.array_equal(first.val.tokens, second.val.tokens)
+    assert first.tokenizer.hash == second.tokenizer.hash
+    assert (first.val_bytes, first.val_gzip_bytes) == (second.val_bytes, second.val_gzip_bytes)
+    prepare_from(source, context=32)
+    assert made(source) == stamp, "the context is no part of what is prepared"
+
+
+def test_other_text_or_another_vocabulary_is_prepared_apart(source):
+    hashes = {prepare_from(source).tokenizer.hash, prepare_from(source, vocab_size=351).tokenizer.hash}
+    source.write_text(source.read_text().replace("return", "yield"))
+    changed = prepare_from(source)
+    assert len({changed.tokenizer.hash, *hashes}) == 3
+    assert "yield" in changed.tokenizer.decode(changed.val.tokens.tolist())
+    assert sum(path.is_dir() for path in (source.parent / "cache").iterdir()) == 3
+
+
+def damage_magic(folder: Path) -> None:
+    content = (folder / "val.bin").read_bytes()
+    (folder / "val.bin").write_bytes(b"X" + content[1:])
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / "train.bin", (folder / "train.bin").stat().st_size - 2)
+
+
+def cut_in_the_header(folder: Path) -> None:
+    os.truncate(folder / "val.bin", 40)
+
+
+def lengthen(folder: Path) -> None:
+    with open(folder / "val.bin", "ab") as file:
+        file.write(b"\0\0")
+
+
+def empty_header(folder: Path) -> None:
+    with open(folder / "val.bin", "r+b") as file:
+        file.write(bytes(HEADER_BYTES))
+
+
+def remove_tokens(folder: Path) -> None:
+    (folder / "train.bin").unlink()
+
+
+def remove_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.model").unlink()
+
+
+def other_tokenizer(folder: Path) -> None:
+    train_tokenizer(TEXTS[:50], 350).save(folder)
+
+
+def other_corpus(folder: Path) -> None:
+    content = (folder / "val.bin").read_bytes()
+    at = content.index(b'"corpus": "') + len(b'"corpus": "')
+    (folder / "val.bin").write_bytes(content[:at] + b"x" + content[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        damage_magic,
+        cut_short,
+        cut_in_the_header,
+        lengthen,
+        empty_header,
+        remove_tokens,
+        remove_tokenizer,
+        other_tokenizer,
+        other_corpus,
+    ],
+)
+def test_a_damaged_folder_is_prepared_again(source, harm):
+    prepare_from(source)
+    folder = folder_of(source)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    harm(folder)
+    prepare_from(source)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+PREPARE = "import sys; from pathlib import Path; from data.batches import prepare; prepare([sys.argv[1]], 'bytes', 0, Path(sys.argv[2]), 16)"  # noqa: E501
+
+
+def start_preparing(source: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", PREPARE, str(source), str(source.parent / "cache")]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path):
+    source = tmp_path / "long.txt"
+    source.write_text("".join(f"line {number}\n" for number in range(1_500_000)))
+    process = start_preparing(source)
+    while not list(tmp_path.glob("cache/*.part/train.bin")):
+        assert process.poll() is None, "it was done before it could be killed"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (part,) = tmp_path.glob("cache/*.part")
+    assert not part.with_suffix("").exists()
+    prepared = prepare([str(source)], "bytes", 0, tmp_path / "cache", 16)
+    assert len(prepared.train.tokens) + len(prepared.val.tokens) == source.stat().st_size + 2
+    assert not part.exists()
+
+
+def test_two_preparations_at_once_both_end_well(tmp_path):
+    source = tmp_path / "long.txt"
+    source.write_text("".join(f"line {number}\n" for number in range(200_000)))
+    processes = [start_preparing(source) for _ in range(2)]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert sum("preparing" in error for error in errors) == 1, "the second waits and uses what the first made"
+    prepared = prepare([str(source)], "bytes", 0, tmp_path / "cache", 16)
+    assert len(prepared.train.tokens) + len(prepared.val.tokens) == source.stat().st_size + 2
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_split_shorter_than_one_window_is_refused(source, kind):
+    length = len(prepare_from(source, kind).val.tokens)
+    assert prepare_from(source, kind, context=length - 1)
+    with pytest.raises(ValueError, match=rf"^--data {source}: its validation text .* --context {length} takes .*"):
+        prepare_from(source, kind, context=length)
+
+
+def test_what_cannot_be_long_enough_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path / "short.txt").write_text("short " * 200)
+    with pytest.raises(ValueError, match="its validation text is 121 tokens at most, and --context 256 takes 257"):
+        prepare([str(tmp_path / "short.txt")], "sentencepiece", 2048, tmp_path / "cache", 256)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_vocabulary_that_cannot_be_leaves_no_folder(source):
+    with pytest.raises(ValueError, match=r"^--vocab-size 60000 is more than this text can fill; at most \d+$"):
+        prepare_from(source, vocab_size=60_000)
+    assert not [path for path in (source.parent / "cache").iterdir() if not path.name.endswith((".part", ".lock"))]
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from data.batches import prepare
+prepared = prepare([sys.argv[1]], "sentencepiece", 2048, Path(sys.argv[2]), 256)
+print(prepared.train.text_bytes + prepared.val_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit elsewhere")
+@pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
+def test_a_gigabyte_of_text_is_prepared_in_less_memory(tmp_path, name):
+    """The whole process, PyTorch and all, which takes some 220 MiB by itself."""
+    pages = ["".join(document) for document in open_corpus(["python"], tmp_path).documents("train")]
+    size = 0
+    with open(tmp_path / name, "w") as file:
+        while size < 1e9:
+            for page in pages:
+                text = f"# {size}\n{page}"
+                size += file.write(json.dumps({"text": text}) + "\n" if name.endswith("jsonl") else text)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / name), str(tmp_path / "cache")]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    text_bytes, peak_kib = map(int, output.split())
+    assert text_bytes > 0.9e9
+    assert peak_kib < 800 * 1024

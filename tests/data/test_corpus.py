@@ -1,0 +1,108 @@
+"""How documents are split into training and validation text, and what a corpus's hash depends on."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from data.corpus import Corpus, open_corpus
+
+TEXTS = [f"document {number} é\n" * (number % 7 + 1) for number in range(300)]
+
+
+def jsonl(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def texts_of(corpus: Corpus, split) -> list[str]:
+    return ["".join(document) for document in corpus.documents(split)]
+
+
+def held_out(text: str) -> bool:
+    """DESIGN's rule with all 256 bits."""
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16) < 2**256 // 10
+
+
+def test_documents_in_the_lowest_tenth_of_hashes_are_held_out(tmp_path):
+    corpus = open_corpus([jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path)
+    assert texts_of(corpus, "val") == [text for text in TEXTS if held_out(text)]
+    assert texts_of(corpus, "train") == [text for text in TEXTS if not held_out(text)]
+    assert 15 < len(texts_of(corpus, "val")) < 50
+    for split in ("train", "val"):
+        assert corpus.sizes[split] == sum(len(text.encode()) + 1 for text in texts_of(corpus, split))
+
+
+def test_the_split_does_not_depend_on_order_or_on_how_documents_are_packed(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:03}").write_text(text)
+    one = open_corpus([jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path)
+    backwards = open_corpus([jsonl(tmp_path / "b.jsonl", TEXTS[::-1])], tmp_path)
+    files = open_corpus([str(folder)], tmp_path)
+    two = open_corpus([jsonl(tmp_path / "c.jsonl", TEXTS[:100]), jsonl(tmp_path / "d.jsonl", TEXTS[100:])], tmp_path)
+    for split in ("train", "val"):
+        assert (
+            texts_of(one, split) == texts_of(backwards, split)[::-1] == texts_of(files, split) == texts_of(two, split)
+        )
+    assert one.hash == files.hash == two.hash != backwards.hash
+    assert (files.name, two.name) == ("folder", "c+d")
+
+
+def test_copies_stay_on_one_side(tmp_path):
+    corpus = open_corpus([jsonl(tmp_path / "a.jsonl", TEXTS * 2)], tmp_path)
+    train, val = texts_of(corpus, "train"), texts_of(corpus, "val")
+    assert not set(train) & set(val)
+    assert len(train) + len(val) == 2 * len(TEXTS)
+
+
+@pytest.mark.parametrize("lowest_tenth", [True, False])
+def test_where_the_hashes_hold_out_none_or_all_the_lowest_is_held_out(tmp_path, lowest_tenth):
+    texts = [text for text in TEXTS if held_out(text) == lowest_tenth][:5]
+    corpus = open_corpus([jsonl(tmp_path / "a.jsonl", ["", *texts * 2])], tmp_path)
+    lowest = min(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+    assert texts_of(corpus, "val") == [lowest] * 2, "the lowest and its copy"
+    assert texts_of(corpus, "train") == [text for text in texts * 2 if text != lowest]
+
+
+@pytest.mark.parametrize("unit", ["a", "é", "😀語a\n", "one line\n"])
+@pytest.mark.parametrize("units", [10, 1009, 400_000])
+def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, unit, units):
+    text = unit * units
+    (tmp_path / "a.txt").write_text(text, newline="")
+    corpus = open_corpus([str(tmp_path / "a.txt")], tmp_path)
+    (train,), (val,) = texts_of(corpus, "train"), texts_of(corpus, "val")
+    assert train + val == text
+    assert 0 <= len(train.encode()) - (len(text.encode()) - len(text.encode()) // 10) <= 3
+    assert abs(corpus.sizes["val"] - len(val.encode()) - 1) <= 3
+
+
+def test_two_copies_of_a_single_document_are_cut_alike(tmp_path):
+    corpus = open_corpus([jsonl(tmp_path / "a.jsonl", ["0123456789" * 9] * 2)], tmp_path)
+    assert texts_of(corpus, "train") == [("0123456789" * 9)[:81]] * 2
+    assert texts_of(corpus, "val") == [("0123456789" * 9)[81:]] * 2
+
+
+def test_the_hash_follows_the_text_not_the_file(tmp_path):
+    def digest(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return open_corpus([str(tmp_path / name)], tmp_path).hash
+
+    assert digest("a", "one") == digest("b", "one") != digest("a", "two")
+    assert len(digest("a", "one")) == 64
+
+
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
+def test_a_source_without_text_is_refused(tmp_path, content):
+    (tmp_path / "empty.jsonl").write_text(content)
+    (tmp_path / "full.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"^--data .*empty.jsonl: there is no text in it$"):
+        open_corpus([str(tmp_path / "full.txt"), str(tmp_path / "empty.jsonl")], tmp_path)
+
+
+def test_python_is_the_same_each_time(tmp_path):
+    one, two = (open_corpus(["python"], tmp_path) for _ in range(2))
+    assert one.hash == two.hash and one.name == "python"
+    assert 0.05 < one.sizes["val"] / one.sizes["train"] < 0.2

@@ -1,0 +1,129 @@
+"""What is BatchNorm's own: statistics over batch and time, running ones in evaluation, and the leak of the future."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from norms.batchnorm import BatchNorm
+
+
+def statistics(x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The running mean and variance in evaluation, those of all tokens of x in training."""
+    if "running_mean" in state:
+        return state["running_mean"], state["running_var"]
+    tokens = x.reshape(-1, x.shape[-1])
+    mean = tokens.sum(0) / len(tokens)
+    return mean, (tokens - mean).pow(2).sum(0) / len(tokens)
+
+
+def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
+    mean, variance = statistics(x, state)
+    return (x - mean) / (variance + eps).sqrt() * state["weight"] + state["bias"]
+
+
+def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
+    """LayerNorm's, with each feature's own statistics."""
+    mean, variance = statistics(x, state)
+    std = (variance + norm_args.get("eps", 1e-5)).sqrt()
+    normalised = ((x - mean) / std).abs()
+    return 2 * eps * (1 + mean.abs() / std) * ((1 + normalised) * state["weight"].abs() + state["bias"].abs())
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3 + 1
+
+
+def pair(**norm_args) -> tuple[BatchNorm, torch.nn.BatchNorm1d]:
+    """Ours and torch's with the same random gain and bias."""
+    ours, theirs = BatchNorm(8, **norm_args).double(), torch.nn.BatchNorm1d(8, **norm_args).double()
+    ours.weight.data, ours.bias.data = random(8, seed=1), random(8, seed=2)
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    return ours, theirs
+
+
+def torch_order(x: Tensor) -> Tensor:
+    """(B, T, D) ↔ (B, D, T)."""
+    return x.transpose(1, 2)
+
+
+@pytest.mark.parametrize("norm_args", [{}, {"momentum": 0.3, "eps": 1e-2}, {"momentum": 1.0}], ids=str)
+def test_six_steps_and_an_evaluation_are_those_of_torch(norm_args):
+    ours, theirs = pair(**norm_args)
+    for step in range(6):
+        x = random(4, 5, 8, seed=step) * (step + 1)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = ours(a), torch_order(theirs(torch_order(b)))
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-13)
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-14, atol=1e-14)
+        grad_y = random(4, 5, 8, seed=step + 100)
+        (grad,) = torch.autograd.grad(y, a, grad_y)
+        (expected_grad,) = torch.autograd.grad(expected, b, grad_y)
+        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-13)
+    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    x = random(4, 5, 8, seed=50)
+    torch.testing.assert_close(ours.eval()(x), torch_order(theirs.eval()(torch_order(x))), rtol=0, atol=1e-13)
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, before[name]), f"{name} moved in evaluation"
+
+
+def test_running_statistics_move_by_momentum_towards_mean_and_unbiased_variance():
+    norm, x = BatchNorm(8).double(), random(4, 5, 8)
+    norm(x)
+    tokens = x.view(20, 8)
+    mean = tokens.mean(0)
+    torch.testing.assert_close(norm.running_mean, 0.9 * 0 + 0.1 * mean)
+    torch.testing.assert_close(norm.running_var, 0.9 * 1 + 0.1 * (tokens - mean).pow(2).sum(0) / 19)
+
+
+def test_running_statistics_are_no_part_of_the_graph():
+    norm = BatchNorm(8)
+    norm(random(4, 5, 8, dtype=torch.float32).requires_grad_())
+    assert not norm.running_mean.requires_grad and not norm.running_var.requires_grad
+
+
+def test_running_statistics_of_bf16_activations_are_kept_in_fp32():
+    norm, x = BatchNorm(8), random(64, 64, 8).bfloat16()
+    norm(x)
+    assert norm.running_mean.dtype == torch.float32
+    torch.testing.assert_close(norm.running_mean, 0.1 * x.double().mean((0, 1)).float(), rtol=1e-6, atol=1e-7)
+
+
+def test_in_training_the_past_knows_the_future():
+    """The leak: changing the last token changes the output at every earlier one, in this sequence and in the others."""
+    norm, x = BatchNorm(8), random(2, 6, 8, dtype=torch.float32)
+    changed = x.clone()
+    changed[0, -1] += 1
+    difference = (norm(x) - norm(changed)).abs().amax(-1)
+    assert (difference > 1e-3).all()
+    norm.eval()
+    difference = (norm(x) - norm(changed)).abs().amax(-1)
+    assert difference[0, -1] > 0 and difference.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 8), (8,)])
+def test_one_token_is_too_few_to_train_on(shape):
+    norm = BatchNorm(8)
+    with pytest.raises(ValueError, match="batch of one token"):
+        norm(torch.ones(shape))
+    assert torch.equal(norm.running_mean, torch.zeros(8)) and torch.equal(norm.running_var, torch.ones(8))
+    norm.eval()
+    torch.testing.assert_close(norm(torch.ones(shape)), torch.ones(shape), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, -0.1, 1.5, float("nan")])
+def test_a_momentum_out_of_range_is_refused(momentum):
+    with pytest.raises(ValueError, match="momentum of batchnorm must be above 0 and at most 1"):
+        BatchNorm(8, momentum=momentum)
+
+
+def test_start_values():
+    norm = BatchNorm(3)
+    start = {
+        "weight": torch.ones(3),
+        "bias": torch.zeros(3),
+        "running_mean": torch.zeros(3),
+        "running_var": torch.ones(3),
+    }
+    assert norm.state_dict().keys() == start.keys()
+    assert all(torch.equal(norm.state_dict()[name], tensor) for name, tensor in start.items())

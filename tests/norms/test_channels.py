@@ -1,0 +1,78 @@
+"""Norms for images, against float64 formulas written pixel by pixel and channel by channel, and against torch's."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from norms.channels import ChannelsFirstLayerNorm, InstanceNorm
+
+NORMS = [ChannelsFirstLayerNorm, InstanceNorm]
+
+
+def image() -> Tensor:
+    return torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
+
+
+def randomised(norm: nn.Module) -> Any:
+    for seed, parameter in enumerate(norm.parameters()):
+        parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return norm.double()
+
+
+def standardised(values: Tensor, eps: float = 1e-5) -> Tensor:
+    mean = values.sum() / values.numel()
+    return (values - mean) / ((values - mean).pow(2).sum() / values.numel() + eps).sqrt()
+
+
+def test_layernorm_standardises_the_channels_of_each_pixel():
+    norm, x = randomised(ChannelsFirstLayerNorm(3)), image()
+    y = norm(x)
+    for b in range(2):
+        for i in range(4):
+            for j in range(5):
+                expected = standardised(x[b, :, i, j]) * norm.weight + norm.bias
+                torch.testing.assert_close(y[b, :, i, j], expected, rtol=0, atol=1e-13)
+
+
+def test_instance_norm_standardises_the_pixels_of_each_channel():
+    norm, x = randomised(InstanceNorm(3)), image()
+    y = norm(x)
+    for b in range(2):
+        for c in range(3):
+            expected = standardised(x[b, c]) * norm.weight[c] + norm.bias[c]
+            torch.testing.assert_close(y[b, c], expected, rtol=0, atol=1e-13)
+
+
+def test_instance_norm_is_torchs():
+    norm, x = randomised(InstanceNorm(3)), image().requires_grad_()
+    theirs = nn.InstanceNorm2d(3, affine=True).double()
+    theirs.load_state_dict(norm.state_dict(), strict=True)
+    torch.testing.assert_close(norm(x), theirs(x), rtol=0, atol=1e-13)
+    (grad,) = torch.autograd.grad(norm(x).pow(3).sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(theirs(x).pow(3).sum(), x)[0], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("norm_class", NORMS)
+def test_derivatives_are_those_of_the_forward(norm_class):
+    norm, x = randomised(norm_class(3)), image().requires_grad_()
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, {"weight": weight, "bias": bias}, (x,))
+
+    assert torch.autograd.gradcheck(forward, (x, norm.weight, norm.bias))
+
+
+@pytest.mark.parametrize("norm_class", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_computes_in_fp32_and_keeps_shape_and_dtype(norm_class, dtype):
+    norm, x = norm_class(3), image().to(dtype)
+    assert norm(x).dtype == dtype and norm(x).shape == x.shape
+    assert torch.equal(norm(x), norm(x.float()).to(dtype))
+
+
+@pytest.mark.parametrize("norm_class", NORMS)
+def test_no_channels_are_refused(norm_class):
+    with pytest.raises(ValueError, match="at least 1 feature, not 0"):
+        norm_class(0)

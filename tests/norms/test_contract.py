@@ -1,0 +1,537 @@
+"""The contract of every norm, held against each registered kind according to its traits.
+
+A kind brings its float64 oracle in its own test file beside this one, tests/norms/test_<kind>.py, in torch and
+sharing no code with the norm:
+
+    def oracle(x, state, **norm_args) -> Tensor
+
+`x` (..., dim) is float64 and holds the values the norm was given; `state` has the norm's parameters by name in
+float64 and, when it stands for evaluation, its buffers too. Gradients are taken from it by autograd. The file may
+also define
+
+    def error_bound(x, state, eps, **norm_args) -> Tensor
+
+the absolute error allowed when computing with machine precision `eps`; without it the bound is 4 ulp of the output,
+RMSNorm's (measured: 3.6 for d from 64 to 4096).
+"""
+
+import importlib.util
+import inspect
+import shutil
+import subprocess
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from config import ModelConfig
+from model import Llama
+from norms import KINDS, TRAITS, build_norm
+from norms.placement import PLACEMENTS
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+KIND_NAMES = sorted(KINDS)
+WITH_EPS = [kind for kind in KIND_NAMES if "eps" in inspect.signature(KINDS[kind]).parameters]
+
+each_kind = pytest.mark.parametrize("kind", KIND_NAMES)
+each_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return request.param
+
+
+@cache
+def oracle_file(kind: str) -> ModuleType:
+    """The test file of `kind`, for its oracle."""
+    path = HERE / f"test_{kind}.py"
+    if path.exists():
+        spec = importlib.util.spec_from_file_location(f"oracle_of_{kind}", path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if hasattr(module, "oracle"):
+            return module
+    pytest.fail(f"norm {kind!r} has no float64 oracle: define oracle(x, state, **norm_args) in tests/norms/{path.name}")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Normal draws, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def trained_norm(kind: str, dim: int, training: bool = True, device: str = "cpu", **norm_args) -> Any:
+    """A norm that has been trained for a while: no parameter and no running statistic is at its start value."""
+    norm = build_norm(kind, dim, **norm_args).to(device)
+    norm(3 * random(32, dim, device=device, seed=1) + 1)
+    with torch.no_grad():
+        for seed, parameter in enumerate(norm.parameters()):
+            parameter.add_(0.5 * random(*parameter.shape, device=device, seed=seed + 2))
+    return norm.train(training)
+
+
+def state_of(norm: nn.Module) -> dict[str, Tensor]:
+    """What the oracle is told of `norm`, in float64 on the CPU."""
+    tensors: dict[str, Tensor] = dict(norm.named_parameters())
+    if not norm.training:
+        tensors |= dict(norm.named_buffers())
+    return {name: tensor.detach().cpu().double().requires_grad_() for name, tensor in tensors.items()}
+
+
+def ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance to the next number of `dtype` at each of `y`."""
+    info = torch.finfo(dtype)
+    smallest = torch.full_like(y, info.tiny)
+    return info.eps * torch.exp2(torch.floor(torch.log2(torch.maximum(y.abs(), smallest))))
+
+
+def allowed_error(kind: str, x: Tensor, state: dict[str, Tensor], dtype: torch.dtype, **norm_args) -> Tensor:
+    """The kind's bound in the precision it computes in, and half an ulp for the one cast to `dtype` at the end."""
+    computed_in = torch.promote_types(dtype, torch.float32)
+    y = oracle_file(kind).oracle(x, state, **norm_args)
+    eps = torch.finfo(computed_in).eps
+    if hasattr(oracle_file(kind), "error_bound"):
+        bound = oracle_file(kind).error_bound(x, state, eps, **norm_args)
+    else:
+        bound = 4 * ulp(y, computed_in)
+    if dtype == torch.float64:
+        return 2 * bound  # the oracle rounds as coarsely
+    return bound if dtype == computed_in else bound + 0.5 * ulp(y, dtype)
+
+
+def assert_matches_oracle(kind: str, norm: nn.Module, x: Tensor, y: Tensor | None = None, **norm_args) -> None:
+    """Hold y, or else norm(x), against the oracle with the parameters of `norm`."""
+    y, state = norm(x) if y is None else y, state_of(norm)
+    exact_x = x.detach().cpu().double()
+    error = (y.detach().cpu().double() - oracle_file(kind).oracle(exact_x, state, **norm_args)).abs()
+    worst = (error / allowed_error(kind, exact_x, state, x.dtype, **norm_args)).max().item()
+    assert worst <= 1, f"{worst:.2f} times the error allowed"  # also when it is NaN
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@each_kind
+@pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_has_the_inputs_shape_and_dtype(kind, dtype, parameter_dtype, device):
+    norm = trained_norm(kind, 16, device=device).to(parameter_dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for shape in [(16,), (2, 16), (2, 3, 16), (2, 3, 4, 16)]:
+            x = random(*shape, dtype=dtype, device=device)
+            norm.train(len(shape) > 1)  # one token alone is too few to train BatchNorm on
+            y = norm(x)
+            assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize("dim", [64, 768, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_match_the_oracle(kind, dtype, dim, training, device):
+    norm = trained_norm(kind, dim, training, device)
+    assert_matches_oracle(kind, norm, random(4, 12, dim, dtype=dtype, device=device))
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize("mean", [1.0, 1e3])
+def test_values_match_the_oracle_away_from_zero_mean(kind, training, mean, device):
+    """Where E[x²] − E[x]² loses everything: in fp32 it is off by 0.8 at mean 1e3."""
+    norm = trained_norm(kind, 256, training, device)
+    assert_matches_oracle(kind, norm, random(4, 12, 256, device=device) + mean)
+
+
+@each_kind
+def test_gains_in_bf16_lose_nothing_more_than_their_own_rounding(kind, device):
+    norm = trained_norm(kind, 256, device=device)
+    for parameter in norm.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert_matches_oracle(kind, norm, random(4, 12, 256, device=device))
+
+
+@each_kind
+@each_mode
+def test_autocast_changes_nothing(kind, training, device):
+    norm = trained_norm(kind, 256, training, device)
+    x = random(4, 12, 256, device=device, seed=7).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        inside = norm(x)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, norm(x))
+    (grad,) = torch.autograd.grad(inside.square().sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(norm(x).square().sum(), x)[0])
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize(("rows", "dim", "gain_bound"), [(512, 64, 5e-7), (512, 1024, 5e-7), (8192, 32, 2e-6)])
+def test_gradients_match_the_oracles(kind, training, rows, dim, gain_bound, device):
+    """Bounds relative to the largest gradient; that of a gain is a sum over rows."""
+    norm = trained_norm(kind, dim, training, device)
+    x = random(4, rows // 4, dim, device=device).requires_grad_()
+    grad_y = random(4, rows // 4, dim, device=device, seed=1)
+    norm(x).backward(grad_y)
+
+    exact_x, state = x.detach().cpu().double().requires_grad_(), state_of(norm)
+    oracle_file(kind).oracle(exact_x, state).backward(grad_y.cpu().double())
+
+    error = {"x": relative_error(x.grad, exact_x.grad)}
+    for name, parameter in norm.named_parameters():
+        error[name] = relative_error(parameter.grad, state[name].grad)
+    input_error = error.pop("x")
+    assert all(e <= gain_bound for e in error.values()), error
+    if TRAITS[kind].exact_backward or not training:
+        assert input_error <= 5e-7
+    else:
+        assert input_error > 1e-3
+
+
+def relative_error(a: Tensor | None, exact: Tensor | None) -> float:
+    assert a is not None and exact is not None
+    return ((a.cpu().double() - exact).abs().max() / exact.abs().max()).item()
+
+
+@each_kind
+@each_mode
+def test_first_and_second_derivatives_are_those_of_the_forward(kind, training, device):
+    norm = trained_norm(kind, 5, training, device).double()
+    names = list(dict(norm.named_parameters()))
+    x = random(2, 3, 5, dtype=torch.float64, device=device).requires_grad_()
+
+    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, dict(zip(names, parameters, strict=True)), (x,))
+
+    inputs = (x, *norm.parameters())
+    if TRAITS[kind].exact_backward or not training:
+        assert torch.autograd.gradcheck(forward, inputs)
+        assert torch.autograd.gradgradcheck(forward, inputs)
+    else:
+        assert not torch.autograd.gradcheck(forward, inputs, raise_exception=False)
+
+
+# --- special values --------------------------------------------------------------------------------------------------
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zero_rows_match_the_oracle_and_have_finite_gradients(kind, training, dtype, device):
+    norm = trained_norm(kind, 64, training, device)
+    x = torch.zeros(2, 3, 64, dtype=dtype, device=device, requires_grad=True)
+    assert_matches_oracle(kind, norm, x.detach())
+    # ScaleNorm's true gradient here is √dim/eps, 8e5 times what comes in: for fp16, something small has to come in.
+    norm(x).backward(torch.full_like(x, 1e-2))
+    for tensor in (x, *norm.parameters()):
+        assert tensor.grad is not None and tensor.grad.isfinite().all()
+
+
+@each_kind
+@pytest.mark.parametrize("dim", [16, 100, 768, 4096])
+@pytest.mark.parametrize("value", [1.0, -3e-5, 0.1, 1e3 + 0.7, 1e6 + 0.3, 1e17])
+def test_constant_rows_give_the_bias(kind, value, dim, device):
+    """Only where a shift makes no difference; a naive two-pass variance gives 0.9997 at 1e6 + 0.3."""
+    norm = trained_norm(kind, dim, device=device)
+    y = norm(torch.full((2, 3, dim), value, device=device))
+    bias = dict(norm.named_parameters()).get("bias", torch.zeros(dim, device=device))
+    if TRAITS[kind].shift_invariant:
+        assert torch.equal(y, bias.expand_as(y))
+    else:
+        assert (y - bias).abs().max() > min(abs(value), 1e-2) / 2
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(torch.float16, 65504), (torch.bfloat16, 1e17), (torch.float32, 1e17)], ids=str
+)
+def test_large_values_match_the_oracle(kind, training, dtype, largest, device):
+    norm = trained_norm(kind, 1024, device=device)
+    x = torch.rand(2, 6, 1024, generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
+    x[0, 0, 0], x[0, 0, 1] = 1, -1
+    x = (x * largest).to(device, dtype)
+    norm(x)  # running statistics are of such values too
+    assert_matches_oracle(kind, norm.train(training), x)
+
+
+@each_kind
+@each_mode
+def test_a_nan_poisons_its_own_row_only(kind, training, device):
+    norm = trained_norm(kind, 64, training, device)
+    x = random(2, 6, 64, device=device)
+    x[1, 3, 5] = torch.nan
+    poisoned = norm(x).isnan().any(-1)
+    assert poisoned[1, 3]
+    if TRAITS[kind].per_token or not training:
+        assert poisoned.sum() == 1
+    else:
+        assert poisoned.all()
+
+
+@each_kind
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_width_below_one_is_refused(kind, dim):
+    with pytest.raises(ValueError, match=f"at least 1 feature, not {dim}"):
+        build_norm(kind, dim)
+
+
+@pytest.mark.parametrize("kind", WITH_EPS)
+@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), float("inf")])
+def test_an_eps_that_is_not_positive_is_refused(kind, eps):
+    with pytest.raises(ValueError, match="eps of a norm must be a positive number"):
+        build_norm(kind, 8, eps=eps)
+
+
+# --- invariances and independence, both ways -------------------------------------------------------------------------
+
+
+def with_vanishing_eps(kind: str, dim: int, device: str) -> Any:
+    norm_args: dict[str, Any] = {"eps": 1e-15} if kind in WITH_EPS else {}
+    return trained_norm(kind, dim, device=device, **norm_args)
+
+
+@each_kind
+@pytest.mark.parametrize("power", [-6, -1, 1, 10])
+def test_scaling_by_powers_of_two(kind, power, device):
+    """Exact in binary arithmetic, so what is invariant is so to the bit."""
+    norm, x = with_vanishing_eps(kind, 256, device), random(4, 12, 256, device=device)
+    if TRAITS[kind].scale_invariant:
+        assert torch.equal(norm(x * 2**power), norm(x))
+    else:
+        assert (norm(x * 2**power) - norm(x)).abs().max() > 0.1
+
+
+@each_kind
+@pytest.mark.parametrize("shift", [-8.0, 0.5])
+def test_shifting_every_feature(kind, shift, device):
+    norm, x = trained_norm(kind, 256, device=device), random(4, 12, 256, device=device, dtype=torch.float64)
+    difference = (norm(x + shift) - norm(x)).abs().max()
+    assert difference < 1e-12 if TRAITS[kind].shift_invariant else difference > 0.1
+
+
+@each_kind
+def test_identity(kind, device):
+    norm, x = build_norm(kind, 256).to(device), 3 * random(4, 12, 256, device=device)
+    assert torch.equal(norm(x), x) == TRAITS[kind].identity
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize("dim", [64, 100, 768])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_output_does_not_depend_on_the_others(kind, dtype, dim, training):
+    norm = trained_norm(kind, dim, training)
+    x = random(6, 40, dim, dtype=dtype)
+    whole = norm(x)
+    parts = [slice(0, 1), slice(1, 4), slice(0, 6, 2)]
+    same = [
+        torch.equal(norm(x[part, tokens]), whole[part, tokens]) for part in parts for tokens in parts if part != tokens
+    ]
+    if TRAITS[kind].per_token or not training:
+        assert all(same)
+    else:
+        assert not any(same)
+
+
+def test_traits_agree_with_each_other():
+    for kind, traits in TRAITS.items():
+        assert traits.causal_in_training or not traits.per_token, kind
+        assert not traits.per_head or (traits.per_token and not traits.identity), kind
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+def test_no_token_of_a_model_sees_a_later_one(kind, placement, training):
+    config = ModelConfig(
+        norm=kind, placement=placement, qk_norm="head", dim=32, layers=2, heads=2, context=12, vocab_size=50
+    )
+    model = Llama(config).train(training)
+    tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.add_(0.1 * random(*parameter.shape, seed=seed))
+        model(tokens)  # running statistics are no longer at their start
+        for t in (1, 7, 11):
+            changed = tokens.clone()
+            changed[:, t] = (changed[:, t] + 1) % 50
+            before, after = model(tokens), model(changed)
+            assert not torch.equal(before[:, t], after[:, t])
+            if TRAITS[kind].causal_in_training or not training:
+                assert torch.equal(before[:, :t], after[:, :t])
+            else:
+                assert not torch.equal(before[:, :t], after[:, :t])
+
+
+# --- mechanics -------------------------------------------------------------------------------------------------------
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8), (0, 8)])
+def test_an_empty_batch_passes_and_leaves_no_trace(kind, training, shape, device):
+    norm = trained_norm(kind, 8, training, device)
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    x = torch.empty(shape, device=device, requires_grad=True)
+    y = norm(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    for parameter in norm.parameters():
+        assert parameter.grad is None or torch.equal(parameter.grad, torch.zeros_like(parameter))
+    for name, tensor in norm.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize(
+    "rearrange",
+    [
+        lambda x: x.transpose(0, 1),
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x[:, ::2, 1:],
+        lambda x: x[:1].expand(5, -1, -1),
+        lambda x: x[..., :1].expand(-1, -1, 48),
+    ],
+    ids=["transposed", "features first", "strided", "expanded", "one feature expanded"],
+)
+def test_strides_do_not_matter(kind, training, rearrange, device):
+    x = rearrange(random(7, 48, 48, device=device)).detach().requires_grad_()
+    norm = trained_norm(kind, x.shape[-1], training, device)
+    assert not x.is_contiguous()
+    assert_matches_oracle(kind, norm, x)
+    grad_y = random(*x.shape, device=device, seed=1)
+    (grad,) = torch.autograd.grad(norm(x), x, grad_y)
+    copy = x.detach().contiguous().requires_grad_()
+    (expected,) = torch.autograd.grad(norm(copy), copy, grad_y)
+    assert relative_error(grad, expected.cpu().double()) <= 1e-6
+
+
+@each_kind
+def test_meta_device(kind):
+    with torch.device("meta"):
+        norm: Any = build_norm(kind, 8)
+        assert norm(torch.empty(2, 3, 8)).shape == (2, 3, 8)
+    norm.to_empty(device="cpu")
+    for tensor in norm.state_dict().values():
+        tensor.fill_(torch.nan)
+    norm.reset_parameters()
+    fresh = build_norm(kind, 8)
+    assert norm.state_dict().keys() == fresh.state_dict().keys()
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(norm.state_dict()[name], tensor), name
+
+
+@each_kind
+def test_parameters_have_stable_names_a_dimension_and_fp32(kind):
+    norm = build_norm(kind, 8)
+    assert set(dict(norm.named_parameters())) <= {"weight", "bias", "alpha", "shift"}
+    for parameter in norm.parameters():
+        assert parameter.shape in ((8,), (1,)) and parameter.dtype == torch.float32
+    copy = build_norm(kind, 8)
+    trained = trained_norm(kind, 8)
+    copy.load_state_dict(trained.state_dict(), strict=True)
+    for name, tensor in copy.state_dict().items():
+        assert torch.equal(tensor, trained.state_dict()[name])
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)  # without code generation: a second each instead of ten
+def test_compiled_is_the_same(kind, training, backend, device):
+    assert_compiled_is_the_same(kind, training, backend, device)
+
+
+def test_one_norm_compiles_to_the_end(device):
+    assert_compiled_is_the_same("rmsnorm", True, "inductor", device)
+
+
+def assert_compiled_is_the_same(kind: str, training: bool, backend: str, device: str) -> None:
+    eager = trained_norm(kind, 64, training, device)
+    norm = trained_norm(kind, 64, training, device)
+    compiled = torch.compile(norm, backend=backend, fullgraph=True)
+    x = random(4, 12, 64, device=device, seed=9).requires_grad_()
+    grad_y = random(4, 12, 64, device=device, seed=10)
+    y = compiled(x)
+    assert_matches_oracle(kind, norm, x, y.detach())
+    got = torch.autograd.grad(y, (x, *norm.parameters()), grad_y)
+    expected = torch.autograd.grad(eager(x), (x, *eager.parameters()), grad_y)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert relative_error(ours, theirs.cpu().double()) <= 1e-6
+    for name, tensor in eager.named_buffers():
+        torch.testing.assert_close(dict(norm.named_buffers())[name], tensor)
+
+
+# --- a kind that is added later --------------------------------------------------------------------------------------
+
+NORM_FILE = """
+import torch
+from torch import nn
+from norms.numerics import check_arguments, upcast
+from norms.registry import register
+
+@register("KIND")
+class Norm(nn.Module):
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__()
+        check_arguments(dim, eps=eps)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, 0.5)
+
+    def forward(self, x):
+        h = upcast(x)
+        return (h * torch.rsqrt((h * h).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+"""
+ORACLE_FILE = """
+def oracle(x, state, eps=1e-6):
+    return state["weight"] * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+"""
+
+
+def test_a_new_file_and_its_oracle_are_picked_up(tmp_path):
+    """Three kinds appear in a copy of the project: a right one, one with a wrong sign, and one without an oracle."""
+    for source in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(source, tmp_path)
+    shutil.copytree(ROOT / "norms", tmp_path / "norms")
+    tests = tmp_path / "tests" / "norms"
+    tests.mkdir(parents=True)
+    shutil.copy(__file__, tests)
+    for kind in ("rightnorm", "wrongnorm", "orphannorm"):
+        (tmp_path / "norms" / f"{kind}.py").write_text(NORM_FILE.replace("KIND", kind))
+        (tests / f"test_{kind}.py").write_text(ORACLE_FILE)
+    (tests / "test_orphannorm.py").unlink()
+    (tests / "test_wrongnorm.py").write_text(ORACLE_FILE.replace('state["weight"]', 'state["weight"].abs()'))
+
+    chosen = "not cuda and not compiled and (rightnorm or (values_match and (wrongnorm or orphannorm)))"
+    command = [sys.executable, "-m", "pytest", tests / Path(__file__).name, "-k", chosen]
+    command += ["-q", "-rpf", "--tb=short", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    outcomes = [line for line in run.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))]
+    assert len([line for line in outcomes if "rightnorm" in line]) > 100, run.stdout
+    assert all(line.startswith("PASSED") for line in outcomes if "rightnorm" in line), run.stdout
+    assert all(line.startswith("FAILED") for line in outcomes if "rightnorm" not in line), run.stdout
+    assert "times the error allowed" in run.stdout
+    assert "norm 'orphannorm' has no float64 oracle" in run.stdout

@@ -1,0 +1,57 @@
+"""LayerNorm inside a recurrence, against the recurrence written out in numpy."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from norms.recurrent import LayerNormRNN
+
+
+def cell(inputs: int = 3, hidden: int = 5, eps: float = 1e-5) -> LayerNormRNN:
+    rnn = LayerNormRNN(inputs, hidden, eps)
+    for seed, parameter in enumerate(rnn.parameters()):
+        parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return rnn.double()
+
+
+def sequence() -> Tensor:
+    return torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def test_each_step_is_the_papers_formula():
+    rnn, x = cell(), sequence()
+    weights = {name: tensor.numpy() for name, tensor in rnn.state_dict().items()}
+    for b in range(2):
+        h = np.zeros(5)
+        for t in range(7):
+            a = weights["hidden.weight"] @ h + weights["input.weight"] @ x[b, t].numpy()
+            a = (a - a.mean()) / np.sqrt(((a - a.mean()) ** 2).mean() + 1e-5)
+            h = np.tanh(weights["norm.weight"] * a + weights["norm.bias"])
+            np.testing.assert_allclose(rnn(x)[b, t].detach().numpy(), h, rtol=0, atol=1e-13)
+
+
+def test_goes_on_from_a_state():
+    rnn, x = cell(), sequence()
+    first = rnn(x[:, :3])
+    torch.testing.assert_close(torch.cat([first, rnn(x[:, 3:], first[:, -1])], 1), rnn(x))
+
+
+def test_no_step_sees_a_later_one():
+    rnn, x = cell(), sequence()
+    changed = x.clone()
+    changed[:, 4] += 1
+    assert torch.equal(rnn(x)[:, :4], rnn(changed)[:, :4])
+    assert not torch.equal(rnn(x)[:, 4:], rnn(changed)[:, 4:])
+
+
+def test_derivatives_are_those_of_the_forward():
+    x = sequence()[:, :3].clone().requires_grad_()
+    assert torch.autograd.gradcheck(cell(), x)
+
+
+def test_the_scale_of_the_weights_does_not_matter():
+    """What the norm inside is for: section 5.1 of the paper. A norm on the outputs alone could not do this."""
+    rnn, scaled = cell(eps=1e-30), cell(eps=1e-30)
+    scaled.input.weight.data *= 100
+    scaled.hidden.weight.data *= 100
+    torch.testing.assert_close(rnn(sequence()), scaled(sequence()), rtol=0, atol=1e-10)

@@ -1,0 +1,114 @@
+"""What is RMSNorm's own: the order of cast and gain, eps, its gradient by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from norms.rmsnorm import DivideByRMS, RMSNorm
+
+
+def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-6) -> Tensor:
+    return state["weight"] * x / (x.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt()
+
+
+def norm_and_input(dtype: torch.dtype, **norm_args) -> tuple[Any, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    norm: Any = RMSNorm(512, **norm_args)
+    norm.weight.data.copy_(torch.randn(512, generator=generator))
+    return norm, torch.randn(64, 512, generator=generator).to(dtype)
+
+
+def worst_ulps(y: Tensor, exact: Tensor) -> float:
+    ulp = torch.finfo(y.dtype).eps * torch.exp2(torch.floor(torch.log2(exact.abs())))
+    return ((y.double() - exact).abs() / ulp)[exact.abs() > torch.finfo(y.dtype).tiny].max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_cast_orders_round_once_or_twice(dtype):
+    norm, x = norm_and_input(dtype)
+    llama, _ = norm_and_input(dtype, cast_order="llama")
+    exact = oracle(x.double(), {"weight": norm.weight.detach().double()})
+    assert worst_ulps(norm(x).detach(), exact) <= 0.51
+    assert 0.75 < worst_ulps(llama(x).detach(), exact) <= 1.5
+    assert llama(x).dtype == dtype
+
+
+def test_gains_of_one_cannot_tell_the_cast_orders_apart():
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(RMSNorm(512)(x), RMSNorm(512, cast_order="llama")(x))
+
+
+def test_cast_orders_agree_to_the_bit_in_fp32():
+    norm, x = norm_and_input(torch.float32)
+    llama, _ = norm_and_input(torch.float32, cast_order="llama")
+    assert torch.equal(norm(x), llama(x))
+
+
+@pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_llama_order_is_that_of_transformers_to_the_bit(dtype, gain_dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm, x = norm_and_input(dtype, cast_order="llama")
+    norm.to(gain_dtype)
+    theirs = LlamaRMSNorm(512, eps=1e-6).to(gain_dtype)
+    theirs.load_state_dict(norm.state_dict(), strict=True)
+    assert torch.equal(norm(x), theirs(x).to(dtype))  # theirs leaves the dtype of the gain where that is wider
+
+
+@pytest.mark.parametrize("cast_order", ["fp32", "llama"])
+def test_without_a_gain(cast_order):
+    norm = RMSNorm(512, elementwise_affine=False, cast_order=cast_order)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert not norm.state_dict()
+    torch.testing.assert_close(norm(x), oracle(x, {"weight": torch.ones(512)}), rtol=1e-14, atol=0)
+    norm.reset_parameters()
+
+
+def test_eps_stands_inside_the_root():
+    """Where x² and eps are as large, inside gives 1/√2; outside would give 1000 / 1001."""
+    assert RMSNorm(4, eps=1e-6)(torch.full((4,), 1e-3)).tolist() == pytest.approx([0.5**0.5] * 4, rel=1e-6)
+
+
+def test_gradient_is_at_right_angles_to_the_input_as_eps_vanishes():
+    def along_x(eps: float) -> float:
+        x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+        grad_y = torch.randn(64, 512, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (grad,) = torch.autograd.grad(RMSNorm(512, eps)(x), x, grad_y)
+        return ((x * grad).sum(-1) / (x.norm(dim=-1) * grad.norm(dim=-1))).abs().max().item()
+
+    assert along_x(1e-30) < 1e-14
+    assert along_x(1.0) > 1e-3
+
+
+def test_both_outputs_of_the_hand_written_function_have_exact_derivatives():
+    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: DivideByRMS.apply(x, 0.1), x)
+    assert torch.autograd.gradgradcheck(lambda x: DivideByRMS.apply(x, 0.1), x)
+
+
+def test_hand_written_derivative_equals_autograds_of_the_formula():
+    norm, x = norm_and_input(torch.float64)
+    norm.double()
+    grad_y = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x.requires_grad_()
+    ours = torch.autograd.grad(norm(x), (x, norm.weight), grad_y)
+    formula = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    for a, b in zip(ours, torch.autograd.grad(formula, (x, norm.weight), grad_y), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-14 * b.abs().max().item())
+
+
+def test_why_gains_are_kept_in_fp32():
+    """A hundred updates of 1e-3 move a gain from 1 to 1.1, but leave one in bf16 where it was."""
+    for dtype, end in [(torch.float32, 1.1), (torch.bfloat16, 1.0)]:
+        (gain,) = RMSNorm(1).to(dtype).parameters()
+        for _ in range(100):
+            gain.data += 1e-3
+        assert gain.item() == pytest.approx(end, rel=1e-5)
+
+
+def test_an_unknown_cast_order_is_refused():
+    with pytest.raises(ValueError, match="cast_order of rmsnorm is fp32 or llama, not 'bf16'"):
+        RMSNorm(8, cast_order="bf16")  # type: ignore[arg-type]

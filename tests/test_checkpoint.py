@@ -1,0 +1,377 @@
+"""Checkpoints: whole or absent, verified, bit for bit; and Hugging Face's names."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim import AdamW
+
+from checkpoint import (
+    _sha256,
+    find_checkpoint,
+    from_hugging_face,
+    hugging_face_name,
+    latest_checkpoint,
+    list_checkpoints,
+    load_model,
+    load_training_state,
+    save_checkpoint,
+    to_hugging_face,
+)
+from config import ModelConfig
+from data.tokenizer import ByteTokenizer, train_tokenizer
+from model import Llama
+
+CONFIG = ModelConfig(dim=16, layers=2, heads=2, hidden_dim=24, context=8, vocab_size=257)
+BATCHES = torch.randint(0, 257, (20, 2, 9), generator=torch.Generator().manual_seed(0))
+FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
+
+
+def adamw(model: Llama, **how) -> list:
+    return [AdamW([{"params": [weight]} for weight in model.parameters()], lr=1e-2, **how)]
+
+
+def muon(model: Llama) -> list:
+    matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
+    others = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices, lr=1e-2), AdamW(others, lr=1e-2, fused=True)]
+
+
+def train(model: Llama, optimizers: list, steps: range) -> None:
+    model.train()
+    for step in steps:
+        model.loss(BATCHES[step][:, :-1], BATCHES[step][:, 1:]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def save(run: Path, step: int = 3, keep: int = 2, model: Llama | None = None, trained: bool = True, **trainer) -> Path:
+    model = model or Llama(CONFIG)
+    optimizers = adamw(model)
+    if trained:
+        train(model, optimizers, range(2))
+    return save_checkpoint(run, step, model, ByteTokenizer(), optimizers, trainer, keep)
+
+
+def newest(run: Path) -> Path:
+    found = latest_checkpoint(run)
+    assert found
+    return found
+
+
+def reseal(checkpoint: Path) -> None:
+    """Bring the manifest up to date with files that a test has changed."""
+    names = [name for name in json.loads((checkpoint / "manifest.json").read_text())]
+    (checkpoint / "manifest.json").write_text(json.dumps({name: _sha256(checkpoint / name) for name in names}))
+
+
+def everything(model: Llama, optimizers: list) -> dict[str, torch.Tensor]:
+    state = dict(model.state_dict())
+    for number, optimizer in enumerate(optimizers):
+        for index, own in optimizer.state_dict()["state"].items():
+            state |= {f"{number} {index} {key}": tensor for key, tensor in own.items()}
+    return state
+
+
+# --- saving and resuming ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizers, changes",
+    [
+        (lambda model: adamw(model, fused=True), {}),
+        (lambda model: adamw(model, fused=False), {"tie_embeddings": False}),
+        (lambda model: adamw(model, foreach=False, amsgrad=True), {"norm": "batchnorm"}),
+        pytest.param(
+            muon, {"norm": "batchnorm"}, marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon")
+        ),
+    ],
+    ids=["fused", "foreach untied", "plain batchnorm", "muon batchnorm"],
+)
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, optimizers, changes, stop):
+    config = dataclasses.replace(CONFIG, **changes)
+    straight = Llama(config, seed=1)
+    straight_optimizers = optimizers(straight)
+    train(straight, straight_optimizers, range(stop))
+    save_checkpoint(tmp_path, stop, straight, ByteTokenizer(), straight_optimizers, {"seconds": 0.1 + 0.2}, 1)
+    at_the_stop = {name: tensor.clone() for name, tensor in everything(straight, straight_optimizers).items()}
+    train(straight, straight_optimizers, range(stop, 7))
+
+    resumed = Llama(config, seed=2)
+    resumed_optimizers = optimizers(resumed)
+    train(resumed, resumed_optimizers, range(10, 11))  # what is loaded replaces what is there
+    trainer = load_training_state(newest(tmp_path), resumed, resumed_optimizers)
+    assert trainer["step"] == stop and trainer["seconds"] == 0.1 + 0.2
+    for expected in (at_the_stop, None):
+        expected = expected or everything(straight, straight_optimizers)
+        got = everything(resumed, resumed_optimizers)
+        assert got.keys() == expected.keys()
+        assert all(
+            torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype for name, tensor in expected.items()
+        )
+        train(resumed, resumed_optimizers, range(stop, 7))
+
+
+def test_the_learning_rate_of_the_run_at_hand_stays(tmp_path):
+    checkpoint = save(tmp_path)
+    model = Llama(CONFIG)
+    (optimizer,) = optimizers = adamw(model)
+    optimizer.param_groups[0]["lr"] = 0.125
+    load_training_state(checkpoint, model, optimizers)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    model = Llama(dataclasses.replace(CONFIG, norm="batchnorm"))
+    checkpoint = save(tmp_path, 600, model=model, seconds=2.5)
+    assert checkpoint == tmp_path / "checkpoints" / "step-000600"
+    assert sorted(path.name for path in checkpoint.iterdir()) == FILES
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step-000600"]
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config == {"model": dataclasses.asdict(model.config), "tokenizer": "bytes"}
+    assert json.loads((checkpoint / "trainer.json").read_text()) == {
+        "step": 600,
+        "optimizers": ["AdamW"],
+        "seconds": 2.5,
+    }
+    weights = load_file(checkpoint / "model.safetensors")
+    assert weights.keys() == model.state_dict().keys() - {"lm_head.weight"}  # tied: stored once
+    assert "layers.0.attention_residual.norm.running_var" in weights
+    state = load_file(checkpoint / "optimizer.safetensors")
+    names = [name for name, _ in model.named_parameters()]
+    assert state.keys() == {f"{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loaded_model_is_the_saved_one_ready_to_evaluate(tmp_path, tied):
+    tokenizer = train_tokenizer(["def first(x):\n\treturn x\n" * 20], 300)
+    model = Llama(dataclasses.replace(CONFIG, vocab_size=300, tie_embeddings=tied, norm="batchnorm", dropout=0.5))
+    optimizers = adamw(model)
+    train(model, optimizers, range(3))
+    checkpoint = save_checkpoint(tmp_path, 3, model, tokenizer, optimizers, {}, 1)
+    loaded, loaded_tokenizer = load_model(checkpoint, "cpu")
+    assert not loaded.training and loaded.config == model.config
+    assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == tied
+    assert loaded_tokenizer.hash == tokenizer.hash and loaded_tokenizer.kind == "sentencepiece"
+    tokens = BATCHES[0, :, :8]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens), model.eval()(tokens))
+    train(loaded, adamw(loaded), range(1))  # and it can be trained further
+
+
+def test_older_checkpoints_go_and_the_same_step_is_replaced(tmp_path):
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step, keep=3, trained=False)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-000003", "step-000010"]
+    save(tmp_path, 10, keep=3, trained=False, note="again")
+    assert json.loads((newest(tmp_path) / "trainer.json").read_text())["note"] == "again"
+    save(tmp_path, 11, keep=1, trained=False)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000011"]
+    save(tmp_path, 1_000_000, keep=1, trained=False)  # one more digit
+    assert newest(tmp_path).name == "step-1000000"
+
+
+class FullDisk(ByteTokenizer):
+    def save(self, directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path):
+    earlier = save(tmp_path, 1, keep=1, trained=False)
+    model = Llama(CONFIG)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(tmp_path, step, model, FullDisk(), [], {}, 1)
+        assert list(earlier.parent.iterdir()) == [earlier]
+    load_model(earlier, "cpu")
+
+
+def test_a_disk_that_takes_no_more_is_an_os_error(tmp_path):
+    resource = pytest.importorskip("resource")
+    earlier = save(tmp_path, 1, trained=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # bytes; the weights need more
+    try:
+        with pytest.raises(OSError, match=r"model\.safetensors cannot be written"):
+            save(tmp_path, 2, trained=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(earlier.parent.iterdir()) == [earlier]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
+    delays = random.Random(0)
+    step = 1
+    save(tmp_path, step, trained=False)
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            while True:
+                step += 1
+                save(tmp_path, step, keep=2, trained=False)
+        time.sleep(delays.uniform(0.02, 0.1))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = list_checkpoints(tmp_path)
+        assert found
+        for checkpoint in found:
+            model = Llama(CONFIG)
+            load_training_state(checkpoint, model, adamw(model))
+        step = int(found[-1].name.removeprefix("step-"))
+    save(tmp_path, step + 1, trained=False)
+    assert all(path.name.startswith("step-") for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_a_leftover_of_a_killed_process_is_no_checkpoint_and_goes(tmp_path):
+    whole = save(tmp_path, 1, trained=False)
+    leftover = whole.with_name(".step-000002-unfinished")
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(b"half")
+    assert latest_checkpoint(tmp_path) == whole
+    save(tmp_path, 2, keep=2, trained=False)
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["step-000001", "step-000002"]
+
+
+# --- what is wrong with a checkpoint ---------------------------------------------------------------------------------
+
+
+def one_line(raised: pytest.ExceptionInfo) -> str:
+    line = str(raised.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"])
+@pytest.mark.parametrize("damage", ["cut off", "altered", "gone"])
+def test_a_damaged_file_is_named(tmp_path, name, damage):
+    checkpoint = save(tmp_path)
+    path, content = checkpoint / name, (checkpoint / name).read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        middle = len(content) // 2
+        altered = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        path.write_bytes(content[:-1] if damage == "cut off" else altered)
+    model = Llama(CONFIG)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError) as raised:
+        load_training_state(checkpoint, model, adamw(model))
+    assert str(path) in one_line(raised)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    if name in ("config.json", "model.safetensors"):
+        with pytest.raises(ValueError, match=name):
+            load_model(checkpoint, "cpu")
+    else:
+        load_model(checkpoint, "cpu")  # which needs neither
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "{"])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    checkpoint = save(tmp_path)
+    (checkpoint / "manifest.json").unlink()
+    if content is not None:
+        (checkpoint / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"manifest\.json is missing or damaged"):
+        load_model(checkpoint, "cpu")
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (lambda weights: weights.pop("finish.weight"), "lacks finish.weight"),
+        (lambda weights: weights.update(extra=torch.ones(1)), "has an unknown extra"),
+        (lambda weights: weights.update({"finish.weight": torch.ones(17)}), "has another shape of finish.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(tmp_path, change, complaint):
+    checkpoint = save(tmp_path)
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    save_file(weights, checkpoint / "model.safetensors")
+    reseal(checkpoint)
+    model = Llama(CONFIG)
+    for load in (lambda: load_model(checkpoint, "cpu"), lambda: load_training_state(checkpoint, model, adamw(model))):
+        with pytest.raises(ValueError, match=rf"model\.safetensors is of another model: it {complaint}") as raised:
+            load()
+        one_line(raised)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"model": {"dim": 15}, "tokenizer": "bytes"}, {"model": {"dims": 16}, "tokenizer": "bytes"}, {"model": 3}],
+    ids=str,
+)
+def test_a_config_of_something_else_is_named(tmp_path, config):
+    checkpoint = save(tmp_path)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    reseal(checkpoint)
+    with pytest.raises(ValueError, match=r"config\.json does not describe a model") as raised:
+        load_model(checkpoint, "cpu")
+    one_line(raised)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon")
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    checkpoint = save(tmp_path)
+    model = Llama(CONFIG)
+    with pytest.raises(ValueError, match="is of another --optimizer: AdamW, not Muon, AdamW"):
+        load_training_state(checkpoint, model, muon(model))
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def test_where_a_checkpoint_is_found(tmp_path):
+    runs = tmp_path / "runs"
+    with pytest.raises(ValueError, match=r"no run in .*runs has a checkpoint; train one"):
+        find_checkpoint(None, runs)
+    old, new = (save(runs / name, 1, trained=False) for name in ("b-old", "a-new"))
+    (runs / "z-without-any").mkdir()
+    os.utime(old, (1000, 1000))
+    os.utime(new, (2000, 2000))
+    assert find_checkpoint(None, runs) == new
+    assert find_checkpoint(str(runs / "b-old")) == find_checkpoint(str(old)) == old
+    later = save(runs / "b-old", 2, trained=False)
+    assert find_checkpoint(None, runs) == find_checkpoint(str(runs / "b-old")) == later
+    for wrong in (runs / "z-without-any", runs / "nowhere", later / "config.json"):
+        with pytest.raises(ValueError, match=r"name a run that train\.py made, or one of its checkpoints") as raised:
+            find_checkpoint(str(wrong))
+        assert one_line(raised).startswith(str(wrong))
+
+
+# --- Hugging Face's names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_go_there_and_back(tied):
+    model = Llama(dataclasses.replace(CONFIG, layers=12, tie_embeddings=tied))
+    theirs = to_hugging_face(model)
+    assert theirs["model.layers.11.post_attention_layernorm.weight"] is not None
+    assert theirs["model.norm.weight"].shape == (16,)
+    back = from_hugging_face(theirs)
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
+    if tied:
+        del theirs["lm_head.weight"]
+        assert torch.equal(from_hugging_face(theirs)["lm_head.weight"], model.embed_tokens.weight)
+
+
+def test_what_no_llama_has_is_refused():
+    assert hugging_face_name("layers.3.mlp_residual.norm.weight") == "model.layers.3.post_attention_layernorm.weight"
+    for name in ("layers.0.attention_residual.norm.bias", "rope.cos", "layers.x.mlp.up_proj.weight"):
+        with pytest.raises(ValueError, match="Llama has no weight"):
+            hugging_face_name(name)
+    for changes in ({"placement": "post"}, {"norm": "layernorm"}, {"qk_norm": "head"}):
+        with pytest.raises(ValueError, match="--placement pre --norm rmsnorm"):
+            to_hugging_face(Llama(ModelConfig(**dataclasses.asdict(CONFIG) | changes)))

@@ -1,0 +1,224 @@
+"""The knobs: one flag for each field, what goes over what, and a clear line for each value that does not fit."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+import config
+from config import FIELDS, PRESETS, ModelConfig, Parser, TrainConfig, add_flags, configs_from
+from norms import KINDS
+from norms.placement import PLACEMENTS
+
+
+def parse(flags: str, device: str = "cpu") -> tuple[ModelConfig, TrainConfig]:
+    parser = Parser(prog="train.py")
+    add_flags(parser)
+    return configs_from(parser.parse_args(flags.split()), device)
+
+
+def flag(field: dataclasses.Field) -> str:
+    return "--norm-arg" if field.name == "norm_args" else "--" + field.name.replace("_", "-")
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+BAD_VALUES = {
+    "--dim 100 --heads 3": "--dim 100 is not divisible by --heads 3",
+    "--dim 30 --heads 2": "--dim 30 / --heads 2 is odd: RoPE turns pairs of features",
+    "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
+    "--heads 4 --kv-heads 8": "--heads 4 is not divisible by --kv-heads 8",
+    "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
+    "--batch-size 4 --micro-batch-size 8": "--batch-size 4 is not divisible by --micro-batch-size 8",
+    **{f"--lr {value}": f"--lr must be a positive number, not {float(value)}" for value in ("-1", "0", "nan", "inf")},
+    **{
+        f"--dropout {value}": f"--dropout must be at least 0 and below 1, not {float(value)}"
+        for value in ("-0.1", "1", "2.5", "nan")
+    },
+    **{
+        f"--{name} {value}": f"--{name} must be at least 1, not {value}"
+        for name in ("dim", "layers", "heads", "kv-heads", "hidden-dim", "context", "vocab-size")
+        for value in (0, -8)
+    },
+    **{
+        f"--{name} {value}": f"--{name} must be at least 1, not {value}"
+        for name in ("steps", "batch-size", "micro-batch-size", "eval-every", "save-every", "keep")
+        for value in (0, -1)
+    },
+    **{f"--{name} -1": f"--{name} must be a number from 0 up, not -1" for name in ("warmup", "seed")},
+    "--weight-decay nan": "--weight-decay must be a number from 0 up, not nan",
+    "--clip inf": "--clip must be a number from 0 up, not inf",
+    "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
+    "--seed 9223372036854775808": "--seed must be below 2**63",
+    "--norm-arg eps": "--norm-arg takes key=value, not 'eps'",
+    "--norm-arg epsilon=1": "norm 'rmsnorm' has no argument 'epsilon'; it takes eps",
+    "--norm none --norm-arg eps=1": "norm 'none' has no argument 'eps'; it takes none",
+    "--norm-arg eps=small": "--norm-arg eps takes a number, not 'small'",
+    "--norm-arg eps=0": "eps of a norm must be a positive number, not 0.0",
+    "--norm-arg eps=nan": "eps of a norm must be a positive number, not nan",
+    "--norm-arg cast_order=first": "--norm-arg cast_order takes fp32 or llama, not 'first'",
+    "--norm layernorm --norm-arg bias=maybe": "--norm-arg bias takes true or false, not 'maybe'",
+    "--config nowhere/run.json": "--config nowhere/run.json: not a readable run.json",
+}
+
+
+@pytest.mark.parametrize("flags, complaint", BAD_VALUES.items())
+def test_a_value_that_does_not_fit_is_one_clear_line(flags, complaint):
+    with pytest.raises(ValueError) as raised:
+        parse(flags)
+    assert complaint in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        ("--norm batch", f"argument --norm: invalid choice: batch (choose from {', '.join(KINDS)})"),
+        ("--placement up", f"argument --placement: invalid choice: up (choose from {', '.join(PLACEMENTS)})"),
+        ("--preset huge", f"argument --preset: invalid choice: huge (choose from {', '.join(PRESETS)})"),
+        ("--qk-norm both", "argument --qk-norm: invalid choice: both (choose from none, head, full)"),
+        ("--optimizer sgd", "argument --optimizer: invalid choice: sgd (choose from adamw, muon)"),
+        ("--dim wide", "argument --dim: invalid int value: wide"),
+        ("--steps 1.5", "argument --steps: invalid int value: 1.5"),
+        ("--lr fast", "argument --lr: invalid float value: fast"),
+        ("--lr", "argument --lr: expected one argument"),
+        ("--dimension 3", "unrecognized arguments: --dimension 3"),
+    ],
+)
+def test_what_argparse_refuses_is_one_line_and_exit_code_2(flags, complaint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(flags)
+    line = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert line.replace("'", "") == f"train.py: error: {complaint}\n"  # Python versions differ in what they quote
+
+
+@pytest.mark.parametrize("name, wrong", [("norm", "batch"), ("placement", "between"), ("init", "zero")])
+def test_code_that_makes_a_configuration_hears_the_choices(name, wrong):
+    choices = next(field.metadata["choices"] for field in dataclasses.fields(ModelConfig) if field.name == name)
+    with pytest.raises(ValueError, match=f"unknown --{name} '{wrong}'; choose from {', '.join(choices)}"):
+        ModelConfig(**{name: wrong})
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": 3, "training": {}}', '{"model": {}}', "\u00e9\udc80"])
+def test_a_file_that_is_no_run(tmp_path, content):
+    path = tmp_path / "run.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"--config .*run\.json: not a readable run\.json"):
+        parse(f"--config {path}")
+
+
+@pytest.mark.parametrize("model, training", [({"dim": "wide"}, {}), ({"width": 3}, {}), ({}, {"lr": [1]})], ids=str)
+def test_a_run_of_another_version(tmp_path, model, training):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"model": model, "training": training}))
+    with pytest.raises(ValueError, match=r"--config .*run\.json: not a configuration of this version: ") as raised:
+        parse(f"--config {path}")
+    assert "\n" not in str(raised.value)
+
+
+# --- fields, flags, presets ------------------------------------------------------------------------------------------
+
+
+def test_every_field_is_a_flag_with_its_help_and_default(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for owner in (ModelConfig, TrainConfig):
+        for field in dataclasses.fields(owner):
+            assert f" {flag(field)}" in text
+            words = field.metadata["help"]
+            default = {"data": "python", "norm_args": None}.get(field.name, field.default)
+            if default is not None:
+                words += f" (default: {default})"
+            elif field.name != "norm_args":
+                assert "default: " in words  # which follows from other fields
+            assert words.replace(" ", "") in text.replace(" ", "")  # argparse breaks lines after hyphens too
+    assert len(FIELDS) == len(set(FIELDS))
+
+
+def test_every_flag_reaches_its_field():
+    """One value per flag that differs from the default, and lands in the field of that name."""
+    values = {
+        "norm": "layernorm", "placement": "post", "qk_norm": "full", "dim": 48, "layers": 3, "heads": 6, "kv_heads": 3,
+        "hidden_dim": 17, "context": 12, "vocab_size": 400, "rope_theta": 123.5, "tie_embeddings": False,
+        "dropout": 0.25, "init": "xavier", "depth_scaled_init": False,
+        "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 8,
+        "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "muon",
+        "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "compile": True, "eval_every": 5,
+        "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere", "cache_dir": "elsewhere",
+    }  # fmt: skip
+    flags = "--norm-arg bias=false --norm-arg eps=0.5"
+    for name, value in values.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags += f" --{dashed}" if value else f" --no-{dashed}"
+        else:
+            flags += f" --{dashed} {' '.join(value) if isinstance(value, list) else value}"
+    model, training = parse(flags)
+    got = dataclasses.asdict(model) | dataclasses.asdict(training)
+    assert got == values | {"norm_args": {"bias": False, "eps": 0.5}}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid_and_say_only_what_differs(preset):
+    model, training = parse(f"--preset {preset}")
+    got = dataclasses.asdict(model) | dataclasses.asdict(training)
+    plain = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
+    for name, value in PRESETS[preset].items():
+        assert got[name] == value
+        assert value != plain[name], f"{name} is the default already"
+
+
+def test_defaults_that_follow_from_other_fields():
+    assert ModelConfig().kv_heads == ModelConfig().heads
+    for dim in (128, 256, 384, 768):
+        hidden = ModelConfig(dim=dim, heads=4).hidden_dim
+        assert hidden % 32 == 0 and 0 <= hidden - dim * 8 / 3 < 32
+    assert ModelConfig(dim=4096, heads=32).hidden_dim == 10944
+    assert TrainConfig(batch_size=24).micro_batch_size == 24
+    assert TrainConfig(steps=1000).warmup == 50
+    assert parse("--tokenizer bytes --vocab-size 5000")[0].vocab_size == 257
+
+
+def test_each_configuration_has_its_own_lists():
+    assert TrainConfig().data is not TrainConfig().data
+    assert ModelConfig().norm_args is not ModelConfig().norm_args
+
+
+def test_flags_go_over_file_over_preset_over_defaults(tmp_path):
+    path = tmp_path / "run.json"
+    earlier_model, earlier_training = ModelConfig(dim=64, norm_args={"eps": 0.5}), TrainConfig(steps=77, lr=0.25)
+    path.write_text(
+        json.dumps({"model": dataclasses.asdict(earlier_model), "training": dataclasses.asdict(earlier_training)})
+    )
+    assert parse(f"--config {path}") == (earlier_model, earlier_training)
+    assert parse(f"--config {path} --preset 1b") == (earlier_model, earlier_training)
+    model, training = parse(f"--config {path} --lr 0.125 --norm-arg eps=0.75")
+    assert model == dataclasses.replace(earlier_model, norm_args={"eps": 0.75})
+    assert training == dataclasses.replace(earlier_training, lr=0.125)
+    assert parse("--preset small --steps 9")[1].steps == 9
+    assert parse("--preset small --steps 9")[0].dim == PRESETS["small"]["dim"]
+
+
+def test_the_preset_fits_the_device():
+    assert parse("")[0].dim == ModelConfig().dim
+    assert parse("", "cuda")[0].dim == parse("", "mps")[0].dim == PRESETS["small"]["dim"]
+    assert parse("--preset tiny", "cuda")[0].dim == ModelConfig().dim
+
+
+def test_a_norms_arguments_have_its_types():
+    assert parse("--norm-arg eps=1e-3 --norm-arg cast_order=llama")[0].norm_args == {"eps": 1e-3, "cast_order": "llama"}
+    assert parse("--norm layernorm --norm-arg bias=true")[0].norm_args == {"bias": True}
+    assert math.isclose(parse("--norm batchnorm --norm-arg momentum=0.25")[0].norm_args["momentum"], 0.25)
+
+
+def test_a_new_knob_is_a_new_flag(capsys):
+    @dataclasses.dataclass
+    class Extra:
+        speed: float = config.knob(1.5, "how fast")
+
+    parser = Parser(prog="x")
+    config.add_knobs(parser, Extra)
+    assert vars(parser.parse_args([])) == {}
+    assert parser.parse_args(["--speed", "2"]).speed == 2.0

@@ -1,0 +1,445 @@
+"""The model against hand-written float64 formulas and against transformers' Llama; its draws, cache and names.
+
+Tolerances: fp32 carries 6e-8 per operation; sums over up to 100 products of numbers near 1, a few layers deep,
+come to some 1e-6. Where a test says 1e-5 it leaves room for that and for nothing that matters.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import math
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint import from_hugging_face, hugging_face_name, to_hugging_face
+from config import ModelConfig
+from model import ROLES, Block, Llama, Rope, attend, precompute_freqs_cis, rotate, weights_by_role
+from norms import KINDS
+from norms.placement import PLACEMENTS
+
+SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
+
+
+def vivid(config: ModelConfig, seed: int = 0) -> Llama:
+    """A model with weights so large that attention is sharp and every part of it shows in the logits."""
+    model = Llama(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise * 1.5 / math.sqrt(weight.shape[-1]))
+    return model.eval()
+
+
+# --- an independent forward pass: numpy, float64, one token and one head at a time ------------------------------------
+
+
+def rms(x: np.ndarray, gain: np.ndarray, eps: float = 1e-6) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
+
+
+def turned(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """RoPE on one head by complex numbers: feature i is the real part and i + D/2 the imaginary one."""
+    half = len(x) // 2
+    z = x[:half] + 1j * x[half:]
+    z = z * np.exp(1j * position * theta ** (-np.arange(half) / half))
+    return np.concatenate([z.real, z.imag])
+
+
+def oracle_attention(x: np.ndarray, weights: dict[str, np.ndarray], config: ModelConfig) -> np.ndarray:
+    size = config.head_dim
+    q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
+    if config.qk_norm == "full":
+        q, k = rms(q, weights["q_norm.norm.weight"]), rms(k, weights["k_norm.norm.weight"])
+    outputs = np.zeros_like(q)
+    for head in range(config.heads):
+        mine = slice(head * size, (head + 1) * size)
+        shared = head // (config.heads // config.kv_heads)
+        theirs = slice(shared * size, (shared + 1) * size)
+        queries, keys = q[:, mine], k[:, theirs]
+        if config.qk_norm == "head":
+            queries, keys = rms(queries, weights["q_norm.weight"]), rms(keys, weights["k_norm.weight"])
+        for t in range(len(x)):
+            query = turned(queries[t], t, config.rope_theta)
+            scores = [query @ turned(keys[s], s, config.rope_theta) / math.sqrt(size) for s in range(t + 1)]
+            shares = np.exp(np.array(scores) - max(scores))
+            outputs[t, mine] = shares / shares.sum() @ v[: t + 1, theirs]
+    return outputs @ weights["o_proj.weight"].T
+
+
+def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
+    """Logits of one sequence under placement `pre` with rmsnorm."""
+    weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
+    x = weights["embed_tokens.weight"][tokens.numpy()]
+    for layer in range(model.config.layers):
+        start = f"layers.{layer}."
+        block = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start)}
+        attention = {name.removeprefix("self_attn."): weight for name, weight in block.items()}
+        x = x + oracle_attention(rms(x, block["attention_residual.norm.weight"]), attention, model.config)
+        h = rms(x, block["mlp_residual.norm.weight"])
+        gate, up = h @ block["mlp.gate_proj.weight"].T, h @ block["mlp.up_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp.down_proj.weight"].T
+    return rms(x, weights["finish.weight"]) @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_heads": 1},
+        {"kv_heads": 4, "tie_embeddings": False},
+        {"rope_theta": 100.0, "layers": 3},
+        {"qk_norm": "head"},
+        {"qk_norm": "full"},
+    ],
+    ids=str,
+)
+def test_whole_model_matches_the_hand_written_forward(changes):
+    model = vivid(dataclasses.replace(SMALL, **changes))
+    with torch.no_grad():
+        logits = model(TOKENS)
+    for row in range(len(TOKENS)):
+        np.testing.assert_allclose(logits[row].numpy(), oracle_logits(model, TOKENS[row]), rtol=1e-5, atol=2e-5)
+
+
+def test_loss_is_the_mean_of_minus_log_probability():
+    model = vivid(SMALL)
+    logits = oracle_logits(model, TOKENS[0][:-1])
+    targets = TOKENS[0][1:].numpy()
+    expected = np.mean([np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, targets, strict=True)])
+    with torch.no_grad():
+        assert float(model.loss(TOKENS[:1, :-1], TOKENS[:1, 1:])) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parity_with_transformers(tied):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+            num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-3, tie_word_embeddings=tied,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0}, attn_implementation="eager",
+        )
+    ).eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise / math.sqrt(weight.shape[-1]))
+    config = ModelConfig(
+        dim=48, layers=3, heads=6, kv_heads=2, hidden_dim=80, context=32, vocab_size=61, rope_theta=500.0,
+        norm_args={"eps": 1e-3}, tie_embeddings=tied,
+    )  # fmt: skip
+    ours = Llama(config).eval()
+    ours.load_state_dict(from_hugging_face(theirs.state_dict()))
+    tokens = torch.randint(0, 61, (3, 32), generator=generator)
+    with torch.no_grad():
+        assert (ours(tokens) - theirs(tokens).logits).abs().max() <= 1e-5
+    back = to_hugging_face(ours)
+    assert back.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_draws_go_by_the_hugging_face_names_of_the_checkpoint():
+    config = dataclasses.replace(SMALL, tie_embeddings=False)
+    model = Llama(config)
+    drawn = {name for _, name, _ in weights_by_role(model)}
+    matrices = {hugging_face_name(name) for name, weight in model.named_parameters() if weight.ndim == 2}
+    assert drawn == matrices
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads, new, size = q.shape[1:]
+    seen = k.shape[2]
+    rows = []
+    for head in range(heads):
+        shared = head * k.shape[1] // heads
+        for t in range(new):
+            until = seen - new + t + 1
+            shares = torch.softmax(k[:, shared, :until] @ q[:, head, t, :, None] / size**0.5, dim=1)
+            rows.append((shares * v[:, shared, :until]).sum(1))
+    return torch.stack(rows, 1).view(q.shape)
+
+
+@pytest.mark.parametrize("heads, kv_heads, new, seen", [(4, 4, 5, 5), (6, 2, 5, 5), (4, 1, 1, 7), (6, 3, 3, 8)])
+def test_attention_values_and_gradients(heads, kv_heads, new, seen):
+    generator = torch.Generator().manual_seed(heads * seen)
+    shapes = [(2, heads, new, 8), (2, kv_heads, seen, 8), (2, kv_heads, seen, 8)]
+    exact = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    single = [tensor.detach().float().requires_grad_() for tensor in exact]
+    q, k, v = single
+    expected, got = attention_by_hand(*exact), attend(q, k, v)
+    along = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
+    expected_gradients = torch.autograd.grad((expected * along).sum(), exact)
+    gradients = torch.autograd.grad((got * along.float()).sum(), single)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("norm", KINDS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_logit_depends_on_a_later_token(norm, placement):
+    model = vivid(dataclasses.replace(SMALL, norm=norm, placement=placement))
+    changed = TOKENS.clone()
+    changed[:, 5] = 1
+    with torch.no_grad():
+        before, after = model(TOKENS), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(-1).all()
+
+
+# --- rotary positions ------------------------------------------------------------------------------------------------
+
+
+def test_the_rope_table_has_the_signature_and_values_of_the_article():
+    assert list(inspect.signature(precompute_freqs_cis).parameters) == ["dim", "end", "theta"]
+    assert inspect.signature(precompute_freqs_cis).parameters["theta"].default == 10000.0
+    cos, sin = precompute_freqs_cis(6, 200_000, 50.0)
+    assert cos.shape == sin.shape == (200_000, 3) and cos.dtype == sin.dtype == torch.float32
+    for position in (0, 1, 7, 199_999):
+        for pair in range(3):
+            angle = position * 50.0 ** (-2 * pair / 6)
+            # fp32 rounds to 6e-8; an angle formed in fp32 would be off by up to 0.008 at the last position
+            assert float(cos[position, pair]) == pytest.approx(math.cos(angle), abs=1e-7)
+            assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_rotation_is_multiplication_of_halves_as_complex_numbers():
+    x = torch.randn(2, 9, 3, 8, generator=torch.Generator().manual_seed(0))
+    got = rotate(x, precompute_freqs_cis(8, 9, 30.0))
+    for b, t, h in np.ndindex(2, 9, 3):
+        np.testing.assert_allclose(got[b, t, h], turned(x[b, t, h].double().numpy(), t, 30.0), atol=1e-6)
+
+
+def test_rotation_keeps_norms_and_depends_on_distance_only():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 16, generator=generator).expand(1, 50, 1, 16) for _ in "qk")
+    table = precompute_freqs_cis(16, 50)
+    turned_q, turned_k = rotate(q, table), rotate(k, table)
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
+    scores = turned_q[0, :, 0] @ turned_k[0, :, 0].T
+    for distance in range(-20, 21, 5):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
+    assert scores[0].std() > 0.1  # and on distance it does depend
+
+
+def test_rotation_is_computed_in_fp32_and_returns_the_dtype_it_got():
+    x = torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    table = precompute_freqs_cis(16, 40)
+    got = rotate(x, table)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, rotate(x.float(), table).bfloat16())
+
+
+def test_the_table_survives_meta_and_casts_and_is_in_no_checkpoint():
+    cos, sin = precompute_freqs_cis(6, 16, 10000.0)
+    with torch.device("meta"):
+        model = Llama(SMALL)
+    model.to_empty(device="cpu")
+    for same in (model, Llama(SMALL).bfloat16(), Llama(SMALL).half().float(), Rope(6, 16, 10000.0).double()):
+        rope = same.rope if isinstance(same, Llama) else same
+        assert torch.equal(rope.cos, cos) and torch.equal(rope.sin, sin)
+    assert not [name for name in model.state_dict() if "rope" in name]
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [[8], [1] * 8, [5, 1, 1, 1], [2, 3, 3], [1, 6, 1]], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"placement": "post", "kv_heads": 4, "qk_norm": "head"}], ids=str)
+def test_cached_forward_equals_the_uncached_one(chunks, changes):
+    model = vivid(dataclasses.replace(SMALL, **changes))
+    cache = model.new_cache()
+    with torch.no_grad():
+        parts = [model(part, cache) for part in TOKENS.split(chunks, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_more_tokens_than_the_context_are_refused():
+    model = vivid(SMALL)
+    with pytest.raises(ValueError, match="17 tokens are more than the model's context of 16"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 16, dtype=torch.long), cache)
+    with pytest.raises(ValueError, match="17 tokens"):
+        model(torch.zeros(1, 1, dtype=torch.long), cache)
+
+
+# --- initial weights -------------------------------------------------------------------------------------------------
+
+WIDE = ModelConfig(dim=256, layers=3, heads=4, kv_heads=2, context=8, vocab_size=300, tie_embeddings=False)
+
+
+def test_a_draw_is_a_function_of_seed_name_and_shape():
+    model, seed, ours = Llama(SMALL, seed=7), 7, "layers.1.mlp.up_proj.weight"
+    name, weight = f"model.{ours}", model.get_parameter(ours)
+    digest = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    assert torch.equal(weight, torch.randn(weight.shape, generator=generator) * 0.02)
+    assert not torch.equal(weight, model.get_parameter(ours.replace("1", "0")))
+    assert not torch.equal(weight, Llama(SMALL, seed=8).get_parameter(ours))
+
+
+def test_arms_that_differ_in_norm_placement_or_depth_start_alike_and_touch_no_random_state():
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    base = Llama(dataclasses.replace(SMALL, depth_scaled_init=False))
+    assert torch.equal(state, torch.get_rng_state())
+    for changes in (
+        {"norm": "layernorm"},
+        {"placement": "post"},
+        {"norm": "batchnorm"},
+        {"layers": 5},
+        {"qk_norm": "full"},
+    ):
+        torch.manual_seed(99)
+        other = Llama(dataclasses.replace(SMALL, depth_scaled_init=False, **changes))
+        theirs = {name: weight for _, name, weight in weights_by_role(other)}
+        assert all(torch.equal(weight, theirs[name]) for _, name, weight in weights_by_role(base)), changes
+
+
+@pytest.mark.parametrize("init", ["normal", "xavier"])
+@pytest.mark.parametrize("depth_scaled", [True, False])
+def test_standard_deviations_go_by_role(init, depth_scaled):
+    model = Llama(dataclasses.replace(WIDE, init=init, depth_scaled_init=depth_scaled))
+    seen = set()
+    for role, _, weight in weights_by_role(model):
+        expected = 0.02
+        if init == "xavier" and role != "embedding":
+            expected = math.sqrt(2 / sum(weight.shape))
+        elif init == "normal" and depth_scaled and role in ("attention_out", "down"):
+            expected = 0.02 / math.sqrt(2 * 3)
+        # the standard deviation of 32768 draws or more has a relative error of at most 0.4 %
+        assert float(weight.detach().double().std()) == pytest.approx(expected, rel=0.02), role
+        assert abs(float(weight.detach().double().mean())) < 0.02 * expected
+        seen.add(role)
+    assert seen == {"embedding", "head", *ROLES}
+
+
+def test_roles_name_the_matrices_they_say():
+    """Against the data flow, not the names: the roles' shapes, and that "down" and "attention_out" write the stream."""
+    model = Llama(WIDE)
+    shapes = {role: tuple(weight.shape) for role, _, weight in weights_by_role(model)}
+    assert shapes["key"] == shapes["value"] == (128, 256) and shapes["query"] == shapes["attention_out"] == (256, 256)
+    assert shapes["gate"] == shapes["up"] == (WIDE.hidden_dim, 256) and shapes["down"] == (256, WIDE.hidden_dim)
+    weights = {name: weight for _, name, weight in weights_by_role(model)}
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        for layer in range(WIDE.layers):
+            weights[f"model.layers.{layer}.self_attn.o_proj.weight"].zero_()
+            weights[f"model.layers.{layer}.mlp.down_proj.weight"].zero_()
+        assert torch.equal(model(tokens), model.lm_head(model.finish(model.embed_tokens(tokens))))
+
+
+def test_a_meta_model_takes_no_memory_and_takes_weights():
+    with torch.device("meta"):
+        model = Llama(SMALL)
+    assert all(weight.is_meta for weight in model.parameters())
+    source = vivid(SMALL)
+    model.load_state_dict(source.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(TOKENS), source(TOKENS))
+
+
+# --- names, dropout, shape of the code -------------------------------------------------------------------------------
+
+BLOCK_KEYS = [
+    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+]  # fmt: skip
+NORM_KEYS = ["attention_residual.norm.weight", "mlp_residual.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "changes, in_block, outside",
+    [
+        ({}, NORM_KEYS, ["finish.weight"]),
+        ({"placement": "post"}, NORM_KEYS, []),
+        ({"norm": "none"}, [], []),
+        ({"norm": "layernorm"}, [*NORM_KEYS, *(key.replace("weight", "bias") for key in NORM_KEYS)],
+         ["finish.weight", "finish.bias"]),
+        ({"qk_norm": "head"}, [*NORM_KEYS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"], ["finish.weight"]),
+        ({"qk_norm": "full"}, [*NORM_KEYS, "self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"],
+         ["finish.weight"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_state_dict_keys(changes, in_block, outside):
+    keys = Llama(dataclasses.replace(SMALL, layers=2, **changes)).state_dict().keys()
+    blocks = {f"layers.{layer}.{key}" for layer in range(2) for key in [*BLOCK_KEYS, *in_block]}
+    assert keys == blocks | {"embed_tokens.weight", "lm_head.weight", *outside}
+
+
+def test_a_tied_head_is_the_embedding():
+    model = Llama(SMALL)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert len(list(Llama(dataclasses.replace(SMALL, tie_embeddings=False)).parameters())) == (
+        len(list(model.parameters())) + 1
+    )
+
+
+def test_dropout_is_off_in_evaluation_and_seeded_in_training():
+    plain, model = vivid(SMALL), vivid(dataclasses.replace(SMALL, dropout=0.4))
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return model(TOKENS)
+
+    assert torch.equal(logits(0), logits(1))
+    with torch.no_grad():
+        assert torch.equal(logits(0), plain(TOKENS))
+    model.train()
+    assert torch.equal(logits(0), logits(0))
+    assert not torch.equal(logits(0), logits(1))
+
+
+def test_dropout_reaches_embedding_attention_and_mlp():
+    model = vivid(dataclasses.replace(SMALL, dropout=0.5)).train()
+    x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
+    attention, mlp, rope = (
+        model.get_submodule("layers.0.self_attn"),
+        model.get_submodule("layers.0.mlp"),
+        model.rope(0, 8),
+    )
+    torch.manual_seed(0)
+    for dropped in (model.dropout(x), attention(x, rope), mlp(x)):
+        zeros = (dropped == 0).float().mean()
+        assert 0.35 < zeros < 0.65  # of 384 values; the standard deviation is 0.026
+    outputs = [attention(x, rope) for _ in range(2)]
+    kept = (outputs[0] != 0) & (outputs[1] != 0)
+    assert not torch.allclose(outputs[0][kept], outputs[1][kept])  # the attention's shares were dropped as well
+
+
+def test_a_block_is_two_statements():
+    source = textwrap.dedent(inspect.getsource(Block.forward))
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef) and len(function.body) == 2
+
+
+@pytest.mark.slow
+def test_compiled_model_equals_the_eager_one():
+    model = vivid(SMALL)
+    compiled = torch.compile(model.loss)
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
+    losses = []
+    for loss in (model.loss, compiled):
+        model.zero_grad()
+        value = loss(inputs, targets)
+        value.backward()
+        losses.append(
+            (value.detach(), [torch.clone(weight.grad) for weight in model.parameters() if weight.grad is not None])
+        )
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)

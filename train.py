@@ -1,0 +1,360 @@
+"""Train a LLaMA: `python train.py`. Reads from top to bottom: the command, the loop, what the loop calls."""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from tqdm import tqdm
+
+from checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
+from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, read_run
+from data.batches import Prepared, evaluation_batches, prepare, training_batch
+from exits import NotFinite, Stopped, bad_input, exit_codes
+from generate import Sampling, sample_text
+from machine import autocast, describe, peak_flops, pick_device, pick_dtype
+from model import Llama
+from optim import learning_rate, make_optimizers
+from run import Log, check_folder, check_tracker, locked, make_folder, make_tracker, new_folder, newest_run, plot_loss, write_whole
+
+LOG_EVERY = 10  # steps between two rows of training loss
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAMPLE_PROMPT = 16  # tokens: samples go on from where the validation text begins
+SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> None:
+    flags = parse(arguments)
+    with bad_input():
+        run = settle(flags)
+        make_folder(run.folder)
+    with exit_codes("--micro-batch-size, --context or --dim"), locked(run.folder):
+        if flags.eval_only:
+            evaluate_only(run)
+        else:
+            with bad_input():
+                trainer = Trainer(run)
+            trainer.train()
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm, and where that stands, are flags.")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out (default: the newest run)")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint of the run in --out")
+    add_flags(parser)
+    return parser.parse_args(arguments)
+
+
+@dataclass
+class Run:
+    """All that a run is made from."""
+
+    folder: Path
+    model_config: ModelConfig
+    config: TrainConfig
+    device: torch.device
+    dtype: torch.dtype
+    data: Prepared
+
+
+def settle(flags: argparse.Namespace) -> Run:
+    """Turn flags into a run, with the cheap checks first. Raises ValueError for what does not fit."""
+    earlier = flags.resume or flags.eval_only
+    if earlier:
+        folder = Path(flags.out) if hasattr(flags, "out") else newest_run()
+        check_folder(folder, resume=True)
+        flags.config = folder / "run.json"
+    device = pick_device(getattr(flags, "device", "auto"))
+    model_config, config = configs_from(flags, device.type)
+    dtype = pick_dtype(config.dtype, device)
+    if not earlier:
+        source = "+".join(Path(name).stem for name in config.data)
+        folder = Path(config.out or new_folder(f"{source}-{model_config.norm}-{model_config.placement}"))
+        check_folder(folder, resume=False)
+    else:
+        check_same_model(folder, model_config)
+    check_tracker(config.log)
+    data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
+    return Run(folder, model_config, config, device, dtype, data)
+
+
+def check_same_model(folder: Path, model_config: ModelConfig) -> None:
+    """Raise ValueError, naming the fields, if the run in `folder` is of another model."""
+    there, asked = read_run(folder / "run.json"), dataclasses.asdict(model_config)
+    differing = [f"{name} {there[name]}, not {asked[name]}" for name in asked if there[name] != asked[name]]
+    if differing:
+        raise ValueError(f"the model in {folder} has {'; '.join(differing)}")
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A model on its way through the steps of a run, from its newest checkpoint or from the start."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.model = Llama(run.model_config, run.config.seed).to(run.device)
+        self.optimizers = make_optimizers(self.model, run.config)
+        self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
+        self.loss = torch.compile(self.model.loss) if run.config.compile else self.model.loss
+        self.meter = Meter(run.device)
+        self.step, self.seconds = 0, 0.0
+        if checkpoint := latest_checkpoint(run.folder):
+            state = load_training_state(checkpoint, self.model, self.optimizers)
+            self.step, self.seconds = state["step"], state["seconds"]
+            self.scaler.load_state_dict(state["scaler"])
+
+    def train(self) -> None:
+        config = self.run.config
+        if self.step >= config.steps:
+            print(f"the run in {self.run.folder} is finished: all {config.steps} steps are done")
+            return
+        self.open_log()
+        with stop_requests() as stop:
+            while self.step < config.steps and not stop:
+                self.update(learning_rate(config, self.step))
+                self.step += 1
+                last = self.step == config.steps
+                evaluation_due = last or self.step % config.eval_every == 0
+                save_due = last or self.step % config.save_every == 0 or stop
+                if evaluation_due or save_due or self.step % LOG_EVERY == 0:
+                    self.log_training()
+                if evaluation_due:
+                    self.log_evaluation()
+                if save_due:
+                    self.save()
+        self.bar.close()
+        if stop:
+            raise Stopped(stop[0])
+        self.conclude()
+
+    def update(self, rate: float) -> None:
+        """One optimizer step at learning rate `rate`, on the batch that belongs to this step."""
+        run, config = self.run, self.run.config
+        torch.manual_seed(config.seed + 1_000_003 * self.step)  # so that a resumed run drops the same activations
+        rows = range(config.batch_size)
+        batch = training_batch(run.data.train.tokens, config.seed, self.step, rows, run.model_config.context)
+        inputs, targets = (ids.to(run.device).split(config.micro_batch_size) for ids in batch)
+        loss = torch.zeros((), device=run.device)
+        for micro_inputs, micro_targets in zip(inputs, targets, strict=True):
+            with autocast(run.device, run.dtype):
+                micro_loss = self.loss(micro_inputs, micro_targets) / len(inputs)
+            self.scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        overflow_is_normal = self.scaler.is_enabled()  # the scaler leaves such a step out and scales less after it
+        self.meter.add(self.step + 1, loss, grad_norm, loss if overflow_is_normal else loss + grad_norm)
+
+    def open_log(self) -> None:
+        run = self.run
+        description = describe_run(run, self.model)
+        write_whole(run.folder / "run.json", json.dumps(description, indent=2) + "\n")
+        self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
+        self.clock = Clock(self.seconds)
+        self.bar = tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
+        self.bar.write(
+            f"{description['parameters']:,} parameters, {run.model_config.norm}, {run.model_config.placement}-norm, "
+            f"on {description['device']} in {description['training']['dtype']}; the run is {run.folder}"
+        )
+
+    def log_training(self) -> None:
+        config = self.run.config
+        try:
+            steps, loss, grad_norm = self.meter.read()
+        except NotFinite as diverged:
+            self.log.add(step=diverged.step, not_finite=True)
+            raise
+        tokens_per_step = config.batch_size * self.run.model_config.context
+        speed = steps * tokens_per_step / self.clock.lap()
+        self.log.add(
+            step=self.step,
+            tokens=self.step * tokens_per_step,
+            seconds=round(self.clock.seconds(), 3),
+            train_loss=loss,
+            lr=learning_rate(config, self.step - 1),
+            grad_norm=grad_norm,
+            tokens_per_second=round(speed, 1),
+        )
+        shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
+        if peak := peak_flops(self.run.device):
+            shown["MFU"] = f"{speed * flops_per_token(self.model) / peak:.1%}"
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(self.step - self.bar.n)
+
+    def log_evaluation(self) -> None:
+        run = self.run
+        with self.clock.stopped():
+            val_loss, val_bpb = evaluate(self.model, run)
+            self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
+            plot_loss(self.log.rows, run.folder / "loss.png")
+            prompt = run.data.val.tokens[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
+            text = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
+            with open(run.folder / "samples.txt", "a") as file:
+                file.write(f"----- step {self.step} -----\n{text}\n")
+        self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
+
+    def save(self) -> None:
+        with self.clock.stopped():
+            state = {"step": self.step, "seconds": self.clock.seconds(), "scaler": self.scaler.state_dict()}
+            save_checkpoint(
+                self.run.folder,
+                self.step,
+                self.model,
+                self.run.data.tokenizer,
+                self.optimizers,
+                state,
+                self.run.config.keep,
+            )
+
+    def conclude(self) -> None:
+        run, last = self.run, self.log.rows[-1]
+        gzip_bpb = 8 * run.data.val_gzip_bytes / run.data.val_bytes
+        print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 needs {gzip_bpb:.4f} bits per byte for the same text")
+        print(f"done in {self.clock.seconds():.0f} s; look at {run.folder}/loss.png and samples.txt, or run")
+        print(f"python generate.py --checkpoint {run.folder}")
+
+
+# --- what the loop calls ---------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Loss and gradient norm since the last reading, kept on the device: to read them is to wait for it."""
+
+    def __init__(self, device: torch.device):
+        self.steps = 0
+        self.loss = torch.zeros((), device=device)
+        self.grad_norm = torch.zeros((), device=device)
+        self.first_bad_step = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor, must_be_finite: Tensor) -> None:
+        self.steps += 1
+        self.loss += loss
+        self.grad_norm = grad_norm
+        newly_bad = (self.first_bad_step == 0) & ~must_be_finite.isfinite()
+        self.first_bad_step.masked_fill_(newly_bad, step)
+
+    def read(self) -> tuple[int, float, float]:
+        """Steps, their mean loss, and the last gradient norm, since the reading before. Raises NotFinite."""
+        if bad_step := int(self.first_bad_step):
+            raise NotFinite(bad_step)
+        steps, loss = self.steps, float(self.loss) / self.steps
+        self.steps = 0
+        self.loss.zero_()
+        return steps, loss, float(self.grad_norm)
+
+
+class Clock:
+    """Seconds of the run as a whole, and of training alone."""
+
+    def __init__(self, seconds: float):
+        self.started = time.perf_counter() - seconds
+        self.lap_started = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Of the whole run, those before it was resumed included."""
+        return time.perf_counter() - self.started
+
+    def lap(self) -> float:
+        """Of training since the last call, without the time when the clock was stopped."""
+        now = time.perf_counter()
+        lap, self.lap_started = now - self.lap_started, now
+        return lap
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.lap_started += time.perf_counter() - began
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM add themselves to, so that the step at hand ends and is saved."""
+    requests: list[int] = []
+    earlier = {number: signal.signal(number, lambda number, frame: requests.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield requests
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+@torch.inference_mode()
+def evaluate(model: Llama, run: Run) -> tuple[float, float]:
+    """Loss on the whole validation text, in nats per token and in bits per UTF-8 byte.
+
+    Every token but the first is predicted once, from those before it in its window of one context.
+    """
+    training = model.training
+    model.eval()
+    nats, tokens = 0.0, 0
+    batch_size = run.config.micro_batch_size
+    for inputs, targets in evaluation_batches(run.data.val.tokens, run.model_config.context, batch_size):
+        with autocast(run.device, run.dtype):
+            loss = model.loss(inputs.to(run.device), targets.to(run.device))
+        nats += float(loss) * targets.numel()
+        tokens += targets.numel()
+    model.train(training)
+    first_bytes = int(run.data.tokenizer.token_bytes[run.data.val.tokens[0]])
+    return nats / tokens, nats / math.log(2) / (run.data.val_bytes - first_bytes)
+
+
+def evaluate_only(run: Run) -> None:
+    """Print the loss of the newest checkpoint."""
+    with bad_input():
+        checkpoint = find_checkpoint(str(run.folder))
+        model, _ = load_model(checkpoint, run.device)
+    val_loss, val_bpb = evaluate(model, run)
+    print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
+
+
+def flops_per_token(model: Llama) -> float:
+    """Multiplications and additions of forward and backward: 6 for each weight of a product, and causal attention's."""
+    config = model.config
+    products = sum(weight.numel() for weight in model.layers.parameters() if weight.ndim == 2)
+    products += config.vocab_size * config.dim
+    return 6 * products + 6 * config.layers * config.dim * config.context
+
+
+def describe_run(run: Run, model: Llama) -> dict[str, Any]:
+    """What `run.json` says: all that is needed to repeat the run, and to know what it ran on."""
+    training = dataclasses.asdict(run.config) | {"dtype": str(run.dtype).removeprefix("torch.")}
+    training.pop("out")  # the folder may be moved
+    return {
+        "model": dataclasses.asdict(run.model_config),
+        "training": training,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
+        "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "device": describe(run.device),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+if __name__ == "__main__":
+    main()
