@@ -24,7 +24,7 @@ from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, re
 from data.batches import Prepared, evaluation_batches, prepare, training_batch
 from exits import NotFinite, Stopped, bad_input, exit_codes
 from generate import Sampling, sample_text
-from machine import autocast, describe, peak_flops, pick_device, pick_dtype
+from machine import autocast, describe, keep_memory, peak_flops, pick_device, pick_dtype
 from model import Llama
 from optim import learning_rate, make_optimizers
 from run import Log, check_folder, check_tracker, locked, make_folder, make_tracker, new_folder, newest_run, plot_loss, write_whole
@@ -40,6 +40,7 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
+    keep_memory()
     with bad_input():
         run = settle(flags)
         make_folder(run.folder)

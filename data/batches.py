@@ -26,7 +26,7 @@ try:
 except ImportError:  # Windows has no such lock, so there nobody checks
     fcntl = None  # type: ignore[assignment]
 
-VERSION = 2  # of what is in a prepared folder; one more whenever the same text would give other tokens
+VERSION = 3  # of what is in a prepared folder; one more whenever the same text would give other tokens
 
 
 @dataclass(frozen=True)

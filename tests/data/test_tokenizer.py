@@ -152,16 +152,10 @@ def test_whitespace_has_pieces(learnt):
 
 
 def test_pieces_stay_within_words(learnt):
-    for token in range(learnt.vocab_size):
-        if not learnt._pieces.is_byte(token):
-            piece = learnt.decode([token])
-            assert len(tokenizers.WORD.findall(piece)) <= 1, piece
-            assert re.fullmatch(r"\s*(\w*|[^\w\s]*\s*)", piece), piece
-
-
-@given(text=STRINGS)
-def test_words_leave_nothing_out(text):
-    assert "".join(tokenizers.WORD.findall(text)) == text
+    pieces = [learnt.decode([token]) for token in range(learnt.vocab_size) if not learnt._pieces.is_byte(token)]
+    assert " self" in pieces and "):\n" in pieces and " " * 8 in pieces
+    for piece in pieces:
+        assert re.fullmatch(r" +| ?([a-zA-Z]*|[^a-zA-Z ]*)", piece), piece
 
 
 def test_training_is_repeatable():
