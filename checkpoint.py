@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from config import ModelConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import Llama
+from run import newest_run
 
 CONFIG, MODEL, OPTIMIZER, TRAINER, MANIFEST = (
     "config.json",
@@ -112,16 +113,12 @@ def latest_checkpoint(run: Path) -> Path | None:
     return next(reversed(list_checkpoints(run)), None)
 
 
-def find_checkpoint(where: str | None, runs: Path = Path("runs")) -> Path:
-    """`where` itself if it is a checkpoint, else the last one of that run; for None, of the newest run in `runs`.
+def find_checkpoint(where: str | None) -> Path:
+    """`where` itself if it is a checkpoint, else the last one of the run `where`; for None, of the newest run.
 
     Raises ValueError if there is none.
     """
-    if where is None:
-        last_ones = [last for run in runs.glob("*") if (last := latest_checkpoint(run))]
-        if not last_ones:
-            raise ValueError(f"no run in {runs} has a checkpoint; train one (python train.py), or say --checkpoint DIR")
-        return max(last_ones, key=lambda path: path.stat().st_mtime_ns)
+    where = where or str(newest_run())
     folder = Path(where)
     if (folder / MANIFEST).is_file():
         return folder

@@ -34,6 +34,12 @@ def _check_choices(config: Any) -> None:
             raise ValueError(f"unknown --{_dashed(knob.name)} {value!r}; choose from {', '.join(choices)}")
 
 
+def _check_size(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    require(value is None or value > 0, f"--{_dashed(name)} must be at least 1, not {value}")
+    require(value is None or value < 2**31, f"--{_dashed(name)} must be below 2**31, not {value}")
+
+
 def require(condition: bool, complaint: str) -> None:
     """Raise ValueError with `complaint` unless `condition` holds."""
     if not condition:
@@ -62,13 +68,14 @@ class ModelConfig:
     tie_embeddings: bool = knob(True, "let the output head be the embedding")
     dropout: float = knob(0.0, "share of activations dropped in training, for small corpora")
     init: str = knob("normal", "draw weights from N(0, 0.02), or by Xavier's rule", choices=["normal", "xavier"])
-    depth_scaled_init: bool = knob(True, "start what writes into the stream at 1/sqrt(2 layers) of its size")
+    depth_scaled_init: bool = knob(
+        True, "start what writes into the stream at 1/sqrt(2 layers) of its size; --init normal only"
+    )
 
     def __post_init__(self) -> None:
         _check_choices(self)
         for name in ("dim", "layers", "heads", "kv_heads", "hidden_dim", "context", "vocab_size"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{_dashed(name)} must be at least 1, not {value}")
+            _check_size(self, name)
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden_dim is None:
@@ -92,27 +99,27 @@ class TrainConfig:
 
     data: list[str] = knob(["python"], "python, shakespeare, or paths: text file, folder, .jsonl, any gzipped")
     tokenizer: str = knob("sentencepiece", "text to ids", choices=["sentencepiece", "bytes"])
-    steps: int = knob(600, "optimizer steps")
-    batch_size: int = knob(32, "sequences in one optimizer step")
+    steps: int = knob(320, "optimizer steps")
+    batch_size: int = knob(16, "sequences in one optimizer step")
     micro_batch_size: int = knob(
         None, "sequences that go through the model at once; divides --batch-size (default: all)"
     )
-    lr: float = knob(3e-3, "peak learning rate")
+    lr: float = knob(0.01, "peak learning rate")
     schedule: str = knob("cosine", "learning rate after the warm-up", choices=["cosine", "wsd", "constant"])
     warmup: int = knob(None, "steps of linear warm-up (default: a twentieth of --steps)")
     weight_decay: float = knob(0.1, "decay of matrices; never of gains, biases and embeddings")
-    optimizer: str = knob("adamw", "adamw for everything, or muon for the hidden matrices", choices=["adamw", "muon"])
+    optimizer: str = knob("muon", "adamw for everything, or muon for the blocks' matrices", choices=["muon", "adamw"])
     clip: float = knob(1.0, "largest norm of the whole gradient; 0 leaves it as it is")
     seed: int = knob(0, "of the initial draws, the batches and the dropout")
     device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
     dtype: str = knob("auto", "of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
     compile: bool = knob(None, "torch.compile the model (default: where it pays within the run)")
-    eval_every: int = knob(200, "steps between evaluations; the last step always has one")
-    save_every: int = knob(200, "steps between checkpoints; the last step always has one")
+    eval_every: int = knob(160, "steps between evaluations; the last step always has one")
+    save_every: int = knob(160, "steps between checkpoints; the last step always has one")
     keep: int = knob(2, "checkpoints to keep")
     log: str = knob("none", "log to this as well", choices=["none", "tensorboard", "wandb"])
-    out: str = knob(None, "folder of the run (default: a new one under runs/)")
-    cache_dir: str = knob(".cache", "where prepared corpora are kept")
+    out: str = knob("", "folder of the run (default: a new one under runs/)", metavar="DIR")
+    cache_dir: str = knob(".cache", "where prepared corpora are kept", metavar="DIR")
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -121,8 +128,8 @@ class TrainConfig:
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
         for name in ("steps", "batch_size", "micro_batch_size", "eval_every", "save_every", "keep"):
-            value = getattr(self, name)
-            require(value > 0, f"--{_dashed(name)} must be at least 1, not {value}")
+            _check_size(self, name)
+        require(all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         for name in ("warmup", "weight_decay", "clip", "seed"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"--{_dashed(name)} must be a number from 0 up, not {value}")
@@ -134,19 +141,22 @@ class TrainConfig:
         )
 
 
-FIELDS = [knob.name for config in (ModelConfig, TrainConfig) for knob in dataclasses.fields(config)]
+FIELDS = get_type_hints(ModelConfig) | get_type_hints(TrainConfig)
 
 # What differs from the defaults above, which are the preset `tiny`.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
-    "small": dict(dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, steps=3000),
+    "small": dict(
+        dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, steps=3000,
+        eval_every=500, save_every=500,
+    ),
     "124m": dict(
         dim=768, layers=12, heads=12, hidden_dim=2048, context=1024, vocab_size=32000,
-        batch_size=480, micro_batch_size=16, lr=6e-4, steps=20000, eval_every=1000, save_every=1000,
+        batch_size=480, micro_batch_size=12, lr=6e-4, optimizer="adamw", steps=20000, eval_every=1000, save_every=1000,
     ),
     "1b": dict(
         dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, vocab_size=32000, rope_theta=5e5,
-        batch_size=512, micro_batch_size=8, lr=4e-4, steps=50000, eval_every=1000, save_every=1000,
+        batch_size=512, micro_batch_size=8, lr=4e-4, optimizer="adamw", steps=50000, eval_every=1000, save_every=1000,
     ),
 }  # fmt: skip
 
@@ -156,7 +166,7 @@ FOLLOWS = {
     "hidden_dim": "dim",
     "kv_heads": "heads",
     "norm_args": "norm",
-    "micro_batch_size": "batch_size",
+    "vocab_size": "tokenizer",
     "warmup": "steps",
 }
 
@@ -195,37 +205,45 @@ def _argument(knob: dataclasses.Field, kind: Any) -> dict[str, Any]:
         return argument | {"action": "append", "metavar": "KEY=VALUE"}
     if get_origin(kind) is list:
         return argument | {"nargs": "+", "metavar": "NAME|PATH"}
-    return argument | {"type": kind, "metavar": None if "choices" in knob.metadata else kind.__name__.upper()}
+    return {"type": kind, "metavar": None if "choices" in knob.metadata else kind.__name__.upper()} | argument
 
 
 def read_run(path: Path) -> dict[str, Any]:
     """The fields of both configurations from a `run.json`. Raises ValueError if it is missing or something else."""
     try:
         run = json.loads(path.read_text())
-        return {**run["model"], **run["training"]}
+        given = {**run["model"], **run["training"]}
     except (OSError, ValueError, TypeError, KeyError):
         raise ValueError(f"--config {path}: not a readable run.json") from None
+    for name, value in given.items():
+        require(name in FIELDS, f"--config {path}: this version has no {name!r}")
+        kind = get_origin(FIELDS[name]) or FIELDS[name]
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        require(fits or value is None, f"--config {path}: {name} is {value!r}, where a {kind.__name__} belongs")
+    return given
 
 
 def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
-    """Put together defaults, preset (`small` on an accelerator), `--config` file and flags, the later over the earlier.
+    """Put together defaults, then preset (`small` on an accelerator) or `--config` file, then flags.
 
     Raises ValueError for a file that is not a run's configuration and for values that do not fit.
     """
-    given = dict(PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")])
-    given |= read_run(Path(flags.config)) if flags.config else {}
+    require(not (flags.preset and flags.config), "--preset or --config, not both: each says all that flags leave open")
+    if flags.config:
+        given = read_run(Path(flags.config))
+    else:
+        given = PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     changed = {name for name in by_flag if by_flag[name] != given.get(name)}
     given = {name: value for name, value in given.items() if FOLLOWS.get(name) not in changed} | by_flag
+    if "micro_batch_size" not in by_flag and given.get("batch_size", 0) % (given.get("micro_batch_size") or 1):
+        del given["micro_batch_size"]
     if isinstance(given.get("norm_args"), list):
         given["norm_args"] = parse_norm_args(given.get("norm", ModelConfig.norm), given["norm_args"])
     if given.get("tokenizer") == "bytes":
         given["vocab_size"] = 257
-    model_fields = [knob.name for knob in dataclasses.fields(ModelConfig)]
-    try:
-        return (
-            ModelConfig(**{name: value for name, value in given.items() if name in model_fields}),
-            TrainConfig(**{name: value for name, value in given.items() if name not in model_fields}),
-        )
-    except TypeError as error:  # flags have their types already
-        raise ValueError(f"--config {flags.config}: not a configuration of this version: {error}") from None
+    in_model = get_type_hints(ModelConfig)
+    return (
+        ModelConfig(**{name: value for name, value in given.items() if name in in_model}),
+        TrainConfig(**{name: value for name, value in given.items() if name not in in_model}),
+    )

@@ -52,22 +52,23 @@ class Sampling:
 
 def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
-    with bad_input():
-        require(flags.samples >= 1, f"--samples must be at least 1, not {flags.samples}")
-        require(all(flags.stop), "--stop must not be empty")
-        names = [field.name for field in dataclasses.fields(Sampling)]
-        sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
-        device = pick_device(flags.device)
-        # On a CPU autocast would convert every weight, which takes longer than to multiply one token by it.
-        dtype = pick_dtype("float32" if flags.dtype == "auto" and device.type == "cpu" else flags.dtype, device)
-        prompt = read_prompt(flags.prompt)
-        checkpoint = find_checkpoint(flags.checkpoint)
-        model, tokenizer = load_model(checkpoint, device)
-        ids = tokenizer.encode(prompt)
-        check_room(ids, sampling, model.config.context)
-    with exit_codes("--samples or --tokens"), autocast(device, dtype):
+    with exit_codes("--samples or --tokens"):
+        with bad_input():
+            require(flags.samples >= 1, f"--samples must be at least 1, not {flags.samples}")
+            require(all(flags.stop), "--stop must not be empty")
+            names = [field.name for field in dataclasses.fields(Sampling)]
+            sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
+            device = pick_device(flags.device)
+            # On a CPU autocast would convert every weight, which takes longer than to multiply one token by it.
+            dtype = pick_dtype("float32" if flags.dtype == "auto" and device.type == "cpu" else flags.dtype, device)
+            prompt = read_prompt(flags.prompt)
+            checkpoint = find_checkpoint(flags.checkpoint)
+            model, tokenizer = load_model(checkpoint, device)
+            ids = tokenizer.encode(prompt)
+            check_room(ids, sampling, model.config.context)
         print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
-        show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop), flags.samples)
+        with autocast(device, dtype):
+            show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop), flags.samples)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -91,6 +92,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def read_prompt(prompt: str) -> str:
     """The text of `--prompt`, from standard input for "-". Raises ValueError if it is not UTF-8."""
+    require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
         return raw.decode()

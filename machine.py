@@ -3,7 +3,10 @@
 import contextlib
 import ctypes
 import platform
+import re
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -23,7 +26,7 @@ PEAK_FLOPS = {
 def keep_memory() -> None:
     """Have glibc keep freed memory for the next tensor: handing it back and taking it anew costs a fifth of a step.
 
-    Does nothing where the C library is another one. For the CPU only; CUDA memory has its own allocator.
+    Does nothing where the C library is another one.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc and hasattr(libc, "mallopt"):
@@ -62,8 +65,14 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        imitated = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported()
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not imitated
     return True
+
+
+def compile_pays(device: torch.device, steps: int) -> bool:
+    """Whether `torch.compile`, about a minute, is won back within so many steps: on a CPU seldom, so never unasked."""
+    return device.type == "cuda" and steps >= 500 and find_spec("triton") is not None
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -75,12 +84,18 @@ def describe(device: torch.device) -> str:
     """The name of the card, or of the processor with the threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()} {device.type}, {torch.get_num_threads()} threads"
+    return f"{_processor()} ({device.type}, {torch.get_num_threads()} threads)"
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The card's peak in FLOP/s at bfloat16, or None where it is not known."""
-    if device.type != "cuda":
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The card's peak in FLOP/s in half precision, or None where it is not known."""
+    if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
     return next((PEAK_FLOPS[card] for card in sorted(PEAK_FLOPS, key=len, reverse=True) if card in name), None)

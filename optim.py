@@ -3,10 +3,11 @@
 import math
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from config import TrainConfig
-from model import Llama
+from model import Llama, weights_by_role
 
 FINAL_SHARE = 0.0  # of the peak learning rate, at the end of `cosine` and `wsd`
 WSD_DECAY = 0.2  # share of all steps in which `wsd` goes down
@@ -19,7 +20,7 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     Muon's updates are scaled to the root mean square of AdamW's (arXiv 2502.16982), so both take the same rate.
     Raises ValueError if this torch has no Muon.
     """
-    hidden = [weight for weight in model.layers.parameters() if weight.ndim == 2]
+    hidden = hidden_matrices(model)
     chosen = {id(weight) for weight in hidden}
     others = [weight for weight in model.parameters() if id(weight) not in chosen]
     adamw_groups = [{"params": others, "weight_decay": 0.0}]
@@ -33,6 +34,11 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
         adamw_groups.append({"params": hidden, "weight_decay": config.weight_decay})
     optimizers.append(torch.optim.AdamW(adamw_groups, lr=config.lr, betas=(0.9, 0.95), fused=True))
     return optimizers
+
+
+def hidden_matrices(model: Llama) -> list[Tensor]:
+    """The matrices inside the blocks: all that is drawn, but for embedding and head."""
+    return [weight for role, _, weight in weights_by_role(model) if role not in ("embedding", "head")]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +21,19 @@ RUNS = Path("runs")
 Tracker = Callable[[dict[str, Any]], None]
 
 
-def new_folder(name: str) -> Path:
-    """The first of runs/NAME, runs/NAME-2, runs/NAME-3, ... that does not exist yet."""
-    folder, number = RUNS / name, 1
-    while folder.exists():
-        number += 1
-        folder = RUNS / f"{name}-{number}"
-    return folder
-
-
 def newest_run() -> Path:
     """The run that was started or resumed last. Raises ValueError if there is none."""
-    started = {file.stat().st_mtime: file.parent for file in RUNS.glob("*/run.json")}
+    started = {file.stat().st_mtime_ns: file.parent for file in RUNS.glob("*/run.json")}
     if not started:
         raise ValueError(f"there is no run in {RUNS}/ yet; start one with python train.py, or name one")
     return started[max(started)]
 
 
-def check_folder(folder: Path, resume: bool) -> None:
-    """Raise ValueError unless a new run (or with `resume`, an earlier one) can live in `folder`."""
-    if resume:
+def check_folder(folder: Path, earlier: bool) -> None:
+    """Raise ValueError unless `folder` holds an `earlier` run, or else can take a new one."""
+    if earlier:
         if not (folder / "run.json").is_file():
-            raise ValueError(f"--resume: there is no run in {folder}")
+            raise ValueError(f"there is no run in {folder} to go on with or to evaluate")
     elif (folder / "run.json").exists():
         raise ValueError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another")
     elif folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
@@ -50,12 +43,19 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise ValueError(f"--out {folder}: no permission to write in {parent}")
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of a run. Raises ValueError where that is not possible."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from None
+def make_folder(out: Path | None, name: str) -> Path:
+    """Make `out`, or the first of runs/NAME, runs/NAME-2, ... that nobody has. Raises ValueError if that fails."""
+    candidates = [out] if out else (RUNS / (f"{name}-{number}" if number > 1 else name) for number in count(1))
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=folder == out)
+            return folder
+        except FileExistsError:
+            if folder == out:
+                raise ValueError(f"--out {folder} is a file") from None
+        except OSError as error:
+            raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from None
+    raise AssertionError("numbers do not end")
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class Log:
-    """`metrics.jsonl` of a run: one JSON object a line, written as it goes, and passed on to the `tracker`.
+    """`metrics.jsonl` of a run, one JSON object a line as it goes, which the `tracker` gets too; and `samples.txt`.
 
     Going on from `step` drops what was logged after it, since those steps are taken again.
     """
@@ -80,18 +80,34 @@ class Log:
         self.path, self.tracker = folder / "metrics.jsonl", tracker
         self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self.samples = folder / "samples.txt"
+        if self.samples.exists():
+            write_whole(self.samples, samples_until(step, self.samples.read_text()))
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
         self.tracker(row)
+
+    def add_sample(self, step: int, text: str) -> None:
+        with self.samples.open("a") as file:
+            file.write(f"----- step {step} -----\n{text}\n")
+
+
+def samples_until(step: int, text: str) -> str:
+    """The part of a `samples.txt` from the first `step` steps."""
+    later = (found.start() for found in re.finditer(r"^----- step (\d+) -----$", text, re.M) if int(found[1]) > step)
+    return text[: next(later, len(text))]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`; none if there is no such file. A last line that was cut off is left out."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 from checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
@@ -24,13 +25,25 @@ from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, re
 from data.batches import Prepared, evaluation_batches, prepare, training_batch
 from exits import NotFinite, Stopped, bad_input, exit_codes
 from generate import Sampling, sample_text
-from machine import autocast, describe, keep_memory, peak_flops, pick_device, pick_dtype
+from machine import autocast, compile_pays, describe, keep_memory, peak_flops, pick_device, pick_dtype
 from model import Llama
-from optim import learning_rate, make_optimizers
-from run import Log, check_folder, check_tracker, locked, make_folder, make_tracker, new_folder, newest_run, plot_loss, write_whole
+from norms import TRAITS
+from optim import hidden_matrices, learning_rate, make_optimizers
+from run import (
+    Log,
+    check_folder,
+    check_tracker,
+    locked,
+    make_folder,
+    make_tracker,
+    newest_run,
+    plot_loss,
+    write_whole,
+)
 
 LOG_EVERY = 10  # steps between two rows of training loss
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MOST_EVALUATED = 1 << 20  # tokens of the validation text, from its beginning
 SAMPLE_PROMPT = 16  # tokens: samples go on from where the validation text begins
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
@@ -40,16 +53,16 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
-    keep_memory()
-    with bad_input():
-        run = settle(flags)
-        make_folder(run.folder)
-    with exit_codes("--micro-batch-size, --context or --dim"), locked(run.folder):
+    with exit_codes("--micro-batch-size, --context or --dim"):
+        with bad_input():
+            run = settle(flags)
         if flags.eval_only:
             evaluate_only(run)
-        else:
+            return
+        with locked(run.folder):
             with bad_input():
-                trainer = Trainer(run)
+                check_folder(run.folder, flags.resume)
+                trainer = Trainer(run, flags.resume)
             trainer.train()
 
 
@@ -75,40 +88,58 @@ class Run:
 
 def settle(flags: argparse.Namespace) -> Run:
     """Turn flags into a run, with the cheap checks first. Raises ValueError for what does not fit."""
+    out = Path(flags.out) if hasattr(flags, "out") else None
     earlier = flags.resume or flags.eval_only
     if earlier:
-        folder = Path(flags.out) if hasattr(flags, "out") else newest_run()
-        check_folder(folder, resume=True)
-        flags.config = folder / "run.json"
-    device = pick_device(getattr(flags, "device", "auto"))
-    model_config, config = configs_from(flags, device.type)
+        out = out or (Path(flags.config).parent if flags.config else newest_run())
+        flags.config = out / "run.json"
+    if out:
+        check_folder(out, earlier)
+    model_config, config = configs_from(flags, pick_device(getattr(flags, "device", "auto")).type)
+    device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    if not earlier:
-        source = "+".join(Path(name).stem for name in config.data)
-        folder = Path(config.out or new_folder(f"{source}-{model_config.norm}-{model_config.placement}"))
-        check_folder(folder, resume=False)
-    else:
-        check_same_model(folder, model_config)
+    compiled = compile_pays(device, config.steps) if config.compile is None else config.compile
+    dtype_name = str(dtype).removeprefix("torch.")
+    config = dataclasses.replace(config, device=device.type, dtype=dtype_name, compile=compiled, out="")
     check_tracker(config.log)
+    if not TRAITS[model_config.norm].per_token and config.micro_batch_size * model_config.context < 2:
+        raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
+    if earlier:
+        check_same_settings(flags.config, model_config, config)
+    if device.type == "cpu":
+        keep_memory()
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
+    if earlier:
+        check_same_text(flags.config, data)
+    folder = make_folder(out, f"{data.corpus_name}-{model_config.norm}-{model_config.placement}")
     return Run(folder, model_config, config, device, dtype, data)
 
 
-def check_same_model(folder: Path, model_config: ModelConfig) -> None:
-    """Raise ValueError, naming the fields, if the run in `folder` is of another model."""
-    there, asked = read_run(folder / "run.json"), dataclasses.asdict(model_config)
-    differing = [f"{name} {there[name]}, not {asked[name]}" for name in asked if there[name] != asked[name]]
+def check_same_settings(run_file: Path, model_config: ModelConfig, config: TrainConfig) -> None:
+    """Raise ValueError, naming the fields, if the run described in `run_file` has another model or other batches."""
+    there = read_run(run_file)
+    asked = dataclasses.asdict(model_config)
+    asked |= {name: getattr(config, name) for name in ("data", "tokenizer", "seed", "batch_size", "optimizer")}
+    differing = [f"{name} {there[name]}, not {asked[name]}" for name in asked if there.get(name) != asked[name]]
     if differing:
-        raise ValueError(f"the model in {folder} has {'; '.join(differing)}")
+        raise ValueError(f"the run in {run_file.parent} has {'; '.join(differing)}")
+
+
+def check_same_text(run_file: Path, data: Prepared) -> None:
+    """Raise ValueError if text or tokenizer are no longer those of the run described in `run_file`."""
+    there = json.loads(run_file.read_text())
+    for name, now in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
+        if there[name]["hash"] != now:
+            raise ValueError(f"the {name} of the run in {run_file.parent} is no longer the same: was the text changed?")
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """A model on its way through the steps of a run, from its newest checkpoint or from the start."""
+    """A model on its way through the steps of a run: from the start, or with `resume` from its newest checkpoint."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, resume: bool = False):
         self.run = run
         self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.optimizers = make_optimizers(self.model, run.config)
@@ -116,37 +147,59 @@ class Trainer:
         self.loss = torch.compile(self.model.loss) if run.config.compile else self.model.loss
         self.meter = Meter(run.device)
         self.step, self.seconds = 0, 0.0
-        if checkpoint := latest_checkpoint(run.folder):
+        if resume and (checkpoint := latest_checkpoint(run.folder)):
             state = load_training_state(checkpoint, self.model, self.optimizers)
             self.step, self.seconds = state["step"], state["seconds"]
-            self.scaler.load_state_dict(state["scaler"])
+            if state["scaler"]:
+                self.scaler.load_state_dict(state["scaler"])
 
     def train(self) -> None:
         config = self.run.config
         if self.step >= config.steps:
             print(f"the run in {self.run.folder} is finished: all {config.steps} steps are done")
             return
-        self.open_log()
-        with stop_requests() as stop:
-            while self.step < config.steps and not stop:
+        with self.opened_log(), stop_requests() as stop:
+            while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
                 self.step += 1
                 last = self.step == config.steps
                 evaluation_due = last or self.step % config.eval_every == 0
-                save_due = last or self.step % config.save_every == 0 or stop
+                save_due = last or self.step % config.save_every == 0
                 if evaluation_due or save_due or self.step % LOG_EVERY == 0:
                     self.log_training()
                 if evaluation_due:
                     self.log_evaluation()
                 if save_due:
                     self.save()
-        self.bar.close()
-        if stop:
-            raise Stopped(stop[0])
+                if stop:
+                    if not save_due:
+                        self.save()
+                    raise Stopped(stop[0])
         self.conclude()
 
     def update(self, rate: float) -> None:
         """One optimizer step at learning rate `rate`, on the batch that belongs to this step."""
+        clip, scaled = self.run.config.clip, self.scaler.is_enabled()
+        loss = self.accumulate_gradients()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        grad_norm = get_total_norm(weight.grad for weight in self.model.parameters() if weight.grad is not None)
+        if clip:
+            clip_grads_with_norm_(self.model.parameters(), clip, grad_norm)
+        overflow = scaled and not grad_norm.isfinite()  # normal in float16: leave the step out, and scale less
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            if not overflow:
+                self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        if scaled and self.scaler.get_scale() < 1:
+            raise NotFinite(self.step + 1)
+        self.meter.add(self.step + 1, loss, grad_norm, loss if scaled else loss + grad_norm)
+
+    def accumulate_gradients(self) -> Tensor:
+        """Gradients of the batch that belongs to this step, micro-batch by micro-batch; returns its mean loss."""
         run, config = self.run, self.run.config
         torch.manual_seed(config.seed + 1_000_003 * self.step)  # so that a resumed run drops the same activations
         rows = range(config.batch_size)
@@ -158,37 +211,32 @@ class Trainer:
                 micro_loss = self.loss(micro_inputs, micro_targets) / len(inputs)
             self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            self.scaler.step(optimizer)
-            optimizer.zero_grad()
-        self.scaler.update()
-        overflow_is_normal = self.scaler.is_enabled()  # the scaler leaves such a step out and scales less after it
-        self.meter.add(self.step + 1, loss, grad_norm, loss if overflow_is_normal else loss + grad_norm)
+        return loss
 
-    def open_log(self) -> None:
+    # What the loop does now and then.
+
+    @contextmanager
+    def opened_log(self) -> Iterator[None]:
+        """Describe the run, start its clock and its bar; note a divergence, which ends the run, in the log."""
         run = self.run
         description = describe_run(run, self.model)
         write_whole(run.folder / "run.json", json.dumps(description, indent=2) + "\n")
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
         self.clock = Clock(self.seconds)
-        self.bar = tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
-        self.bar.write(
-            f"{description['parameters']:,} parameters, {run.model_config.norm}, {run.model_config.placement}-norm, "
-            f"on {description['device']} in {description['training']['dtype']}; the run is {run.folder}"
-        )
+        with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
+            self.bar.write(
+                f"{description['parameters']:,} parameters, {run.model_config.norm} {run.model_config.placement}-norm, "
+                f"on {description['device']} in {run.config.dtype}; the run is {run.folder}"
+            )
+            try:
+                yield
+            except NotFinite as diverged:
+                self.log.add(step=diverged.step, not_finite=True)
+                raise
 
     def log_training(self) -> None:
         config = self.run.config
-        try:
-            steps, loss, grad_norm = self.meter.read()
-        except NotFinite as diverged:
-            self.log.add(step=diverged.step, not_finite=True)
-            raise
+        steps, loss, grad_norm = self.meter.read()
         tokens_per_step = config.batch_size * self.run.model_config.context
         speed = steps * tokens_per_step / self.clock.lap()
         self.log.add(
@@ -197,11 +245,11 @@ class Trainer:
             seconds=round(self.clock.seconds(), 3),
             train_loss=loss,
             lr=learning_rate(config, self.step - 1),
-            grad_norm=grad_norm,
+            grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # of a step that float16 left out
             tokens_per_second=round(speed, 1),
         )
         shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
-        if peak := peak_flops(self.run.device):
+        if peak := peak_flops(self.run.device, self.run.dtype):
             shown["MFU"] = f"{speed * flops_per_token(self.model) / peak:.1%}"
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(self.step - self.bar.n)
@@ -210,31 +258,30 @@ class Trainer:
         run = self.run
         with self.clock.stopped():
             val_loss, val_bpb = evaluate(self.model, run)
+            if not math.isfinite(val_loss):
+                raise NotFinite(self.step)
             self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
             plot_loss(self.log.rows, run.folder / "loss.png")
             prompt = run.data.val.tokens[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
-            text = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
-            with open(run.folder / "samples.txt", "a") as file:
-                file.write(f"----- step {self.step} -----\n{text}\n")
+            with autocast(run.device, run.dtype):
+                self.log.add_sample(self.step, sample_text(self.model, run.data.tokenizer, prompt, SAMPLE))
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
     def save(self) -> None:
+        """Write a checkpoint. Raises NotFinite rather than save a weight that is not finite."""
+        if not torch.stack([weight.detach().isfinite().all() for weight in self.model.parameters()]).all():
+            raise NotFinite(self.step)
         with self.clock.stopped():
+            run = self.run
             state = {"step": self.step, "seconds": self.clock.seconds(), "scaler": self.scaler.state_dict()}
             save_checkpoint(
-                self.run.folder,
-                self.step,
-                self.model,
-                self.run.data.tokenizer,
-                self.optimizers,
-                state,
-                self.run.config.keep,
+                run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep
             )
 
     def conclude(self) -> None:
         run, last = self.run, self.log.rows[-1]
         gzip_bpb = 8 * run.data.val_gzip_bytes / run.data.val_bytes
-        print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 needs {gzip_bpb:.4f} bits per byte for the same text")
+        print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 needs {gzip_bpb:.4f} bits per byte for the validation text")
         print(f"done in {self.clock.seconds():.0f} s; look at {run.folder}/loss.png and samples.txt, or run")
         print(f"python generate.py --checkpoint {run.folder}")
 
@@ -294,9 +341,18 @@ class Clock:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM add themselves to, so that the step at hand ends and is saved."""
+    """A list that SIGINT and SIGTERM add themselves to, so that the step at hand ends and is saved.
+
+    Who asks a second time is not kept waiting.
+    """
     requests: list[int] = []
-    earlier = {number: signal.signal(number, lambda number, frame: requests.append(number)) for number in STOP_SIGNALS}
+
+    def request(number: int, frame: object) -> None:
+        if requests:
+            raise KeyboardInterrupt
+        requests.append(number)
+
+    earlier = {number: signal.signal(number, request) for number in STOP_SIGNALS}
     try:
         yield requests
     finally:
@@ -306,22 +362,23 @@ def stop_requests() -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def evaluate(model: Llama, run: Run) -> tuple[float, float]:
-    """Loss on the whole validation text, in nats per token and in bits per UTF-8 byte.
+    """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
-    Every token but the first is predicted once, from those before it in its window of one context.
+    Every token but the first is predicted once, from those before it in its window of one context. An
+    end-of-document token adds its loss and no bytes.
     """
     training = model.training
     model.eval()
-    nats, tokens = 0.0, 0
-    batch_size = run.config.micro_batch_size
-    for inputs, targets in evaluation_batches(run.data.val.tokens, run.model_config.context, batch_size):
+    nats, tokens, utf8_bytes = 0.0, 0, 0
+    val = run.data.val.tokens[: MOST_EVALUATED + 1]
+    for inputs, targets in evaluation_batches(val, run.model_config.context, run.config.micro_batch_size):
         with autocast(run.device, run.dtype):
             loss = model.loss(inputs.to(run.device), targets.to(run.device))
         nats += float(loss) * targets.numel()
         tokens += targets.numel()
+        utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
     model.train(training)
-    first_bytes = int(run.data.tokenizer.token_bytes[run.data.val.tokens[0]])
-    return nats / tokens, nats / math.log(2) / (run.data.val_bytes - first_bytes)
+    return nats / tokens, nats / math.log(2) / utf8_bytes
 
 
 def evaluate_only(run: Run) -> None:
@@ -336,18 +393,15 @@ def evaluate_only(run: Run) -> None:
 def flops_per_token(model: Llama) -> float:
     """Multiplications and additions of forward and backward: 6 for each weight of a product, and causal attention's."""
     config = model.config
-    products = sum(weight.numel() for weight in model.layers.parameters() if weight.ndim == 2)
-    products += config.vocab_size * config.dim
+    products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
     return 6 * products + 6 * config.layers * config.dim * config.context
 
 
 def describe_run(run: Run, model: Llama) -> dict[str, Any]:
     """What `run.json` says: all that is needed to repeat the run, and to know what it ran on."""
-    training = dataclasses.asdict(run.config) | {"dtype": str(run.dtype).removeprefix("torch.")}
-    training.pop("out")  # the folder may be moved
     return {
         "model": dataclasses.asdict(run.model_config),
-        "training": training,
+        "training": dataclasses.asdict(run.config),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
         "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},

@@ -145,6 +145,8 @@ def _vocabulary_error(message: str, vocab_size: int) -> Exception:
         return ValueError(f"--vocab-size {vocab_size} is more than this text can fill; at most {most[1]}")
     if least := re.search(r"smaller than required_chars.* vs (\d+)", message):
         return ValueError(f"--vocab-size {vocab_size} cannot hold the text's characters; at least {least[1]}")
+    if vocab_size < 300:  # too few for the bytes alone, which the trainer says in several ways
+        return ValueError(f"--vocab-size {vocab_size} cannot hold every byte; at least 300")
     return RuntimeError(message)
 
 

@@ -40,6 +40,7 @@ def register(kind: str, **traits: bool) -> Callable[[Norm], Norm]:
     """
 
     def add(cls: Norm) -> Norm:
+        assert kind not in KINDS, f"two norms are called {kind}"
         KINDS[kind], TRAITS[kind] = cls, Traits(**traits)
         return cls
 

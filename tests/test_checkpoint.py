@@ -332,18 +332,22 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
-def test_where_a_checkpoint_is_found(tmp_path):
-    runs = tmp_path / "runs"
-    with pytest.raises(ValueError, match=r"no run in .*runs has a checkpoint; train one"):
-        find_checkpoint(None, runs)
+def test_where_a_checkpoint_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = Path("runs")
+    with pytest.raises(ValueError, match=r"no run in runs/ yet; start one"):
+        find_checkpoint(None)
     old, new = (save(runs / name, 1, trained=False) for name in ("b-old", "a-new"))
-    (runs / "z-without-any").mkdir()
-    os.utime(old, (1000, 1000))
-    os.utime(new, (2000, 2000))
-    assert find_checkpoint(None, runs) == new
+    for number, run in enumerate((runs / "b-old", runs / "a-new"), 1):
+        (run / "run.json").touch()
+        os.utime(run / "run.json", (1000 * number, 1000 * number))
+    assert find_checkpoint(None) == new
     assert find_checkpoint(str(runs / "b-old")) == find_checkpoint(str(old)) == old
     later = save(runs / "b-old", 2, trained=False)
-    assert find_checkpoint(None, runs) == find_checkpoint(str(runs / "b-old")) == later
+    assert find_checkpoint(str(runs / "b-old")) == later
+    os.utime(runs / "b-old" / "run.json")
+    assert find_checkpoint(None) == later
+    (runs / "z-without-any").mkdir()
     for wrong in (runs / "z-without-any", runs / "nowhere", later / "config.json"):
         with pytest.raises(ValueError, match=r"name a run that train\.py made, or one of its checkpoints") as raised:
             find_checkpoint(str(wrong))

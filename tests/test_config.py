@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_a_value_that_does_not_fit_is_one_clear_line(flags, complaint):
         ("--placement up", f"argument --placement: invalid choice: up (choose from {', '.join(PLACEMENTS)})"),
         ("--preset huge", f"argument --preset: invalid choice: huge (choose from {', '.join(PRESETS)})"),
         ("--qk-norm both", "argument --qk-norm: invalid choice: both (choose from none, head, full)"),
-        ("--optimizer sgd", "argument --optimizer: invalid choice: sgd (choose from adamw, muon)"),
+        ("--optimizer sgd", "argument --optimizer: invalid choice: sgd (choose from muon, adamw)"),
         ("--dim wide", "argument --dim: invalid int value: wide"),
         ("--steps 1.5", "argument --steps: invalid int value: 1.5"),
         ("--lr fast", "argument --lr: invalid float value: fast"),
@@ -108,13 +109,51 @@ def test_a_file_that_is_no_run(tmp_path, content):
         parse(f"--config {path}")
 
 
-@pytest.mark.parametrize("model, training", [({"dim": "wide"}, {}), ({"width": 3}, {}), ({}, {"lr": [1]})], ids=str)
-def test_a_run_of_another_version(tmp_path, model, training):
+FOREIGN = {
+    "dim is 'wide', where a int belongs": {"dim": "wide"},
+    "dim is 32.0, where a int belongs": {"dim": 32.0},
+    "tie_embeddings is 'no', where a bool belongs": {"tie_embeddings": "no"},
+    "norm_args is [1], where a dict belongs": {"norm_args": [1]},
+    "this version has no 'width'": {"width": 3},
+    "lr is [1], where a float belongs": {"lr": [1]},
+    "steps is 3.5, where a int belongs": {"steps": 3.5},
+    "steps is True, where a int belongs": {"steps": True},
+    "cache_dir is 3, where a str belongs": {"cache_dir": 3},
+}
+
+
+@pytest.mark.parametrize("complaint, fields", FOREIGN.items())
+def test_a_run_of_another_version(tmp_path, complaint, fields):
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({"model": model, "training": training}))
-    with pytest.raises(ValueError, match=r"--config .*run\.json: not a configuration of this version: ") as raised:
+    path.write_text(json.dumps({"model": {}, "training": fields}))
+    with pytest.raises(ValueError, match=re.escape(f"--config {path}: {complaint}")) as raised:
         parse(f"--config {path}")
     assert "\n" not in str(raised.value)
+
+
+def test_a_run_of_an_earlier_version_takes_the_defaults(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"model": {"dim": 64, "rope_theta": 500}, "training": {}}))
+    assert parse(f"--config {path}") == (ModelConfig(dim=64, rope_theta=500.0), TrainConfig())
+
+
+@pytest.mark.parametrize("flag", ["dim", "hidden-dim", "vocab-size", "steps"])
+def test_sizes_have_an_end(flag):
+    with pytest.raises(ValueError, match=rf"--{flag} must be below 2\*\*31"):
+        parse(f"--{flag} 10000000000000000000")
+
+
+def test_what_follows_from_a_flag_is_worked_out_anew(tmp_path):
+    path = tmp_path / "run.json"
+    model, training = ModelConfig(dim=64, heads=4, vocab_size=257), TrainConfig(tokenizer="bytes", batch_size=8)
+    path.write_text(json.dumps({"model": dataclasses.asdict(model), "training": dataclasses.asdict(training)}))
+    assert parse(f"--config {path} --dim 128")[0] == dataclasses.replace(model, dim=128, hidden_dim=352)
+    assert parse(f"--config {path} --heads 8")[0].kv_heads == 8
+    assert parse(f"--config {path} --tokenizer sentencepiece")[0].vocab_size == ModelConfig().vocab_size
+    assert parse(f"--config {path} --batch-size 8")[1] == training
+    assert parse("--preset 124m --batch-size 480")[1].micro_batch_size == PRESETS["124m"]["micro_batch_size"]
+    assert parse("--preset 124m --batch-size 60")[1].micro_batch_size == PRESETS["124m"]["micro_batch_size"]
+    assert parse("--preset 124m --batch-size 7")[1].micro_batch_size == 7
 
 
 # --- fields, flags, presets ------------------------------------------------------------------------------------------
@@ -193,7 +232,8 @@ def test_flags_go_over_file_over_preset_over_defaults(tmp_path):
         json.dumps({"model": dataclasses.asdict(earlier_model), "training": dataclasses.asdict(earlier_training)})
     )
     assert parse(f"--config {path}") == (earlier_model, earlier_training)
-    assert parse(f"--config {path} --preset 1b") == (earlier_model, earlier_training)
+    with pytest.raises(ValueError, match="--preset or --config, not both"):
+        parse(f"--config {path} --preset 1b")
     model, training = parse(f"--config {path} --lr 0.125 --norm-arg eps=0.75")
     assert model == dataclasses.replace(earlier_model, norm_args={"eps": 0.75})
     assert training == dataclasses.replace(earlier_training, lr=0.125)

@@ -310,6 +310,7 @@ def test_the_prompt_and_what_follows_go_to_standard_output(run, model, capsys):
 def test_the_newest_run_several_samples_and_a_prompt_from_standard_input(run, model, capsys, monkeypatch):
     monkeypatch.chdir(run.parent.parent)
     (run.parent.parent / "runs").symlink_to(run.parent)
+    (run / "run.json").touch()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é = ".encode()), encoding="latin-1"))
     command.main(
         ["--prompt", "-", "--tokens", "9", "--samples", "3", "--seed", "4", "--temperature", "1", "--device", "cpu"]
@@ -378,7 +379,7 @@ def test_bad_prompts(run, capsys, monkeypatch):
 
 def test_no_run_at_all(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "no run in runs has a checkpoint; train one" in refused(["--device", "cpu"], capsys)
+    assert "no run in runs/ yet; start one" in refused(["--device", "cpu"], capsys)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

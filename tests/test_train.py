@@ -5,9 +5,11 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,6 @@ from torch import nn
 import train
 from checkpoint import find_checkpoint
 from config import ModelConfig, TrainConfig
-from data.batches import training_batch
 from machine import has_bfloat16
 from model import Llama, weights_by_role
 from norms import KINDS, TRAITS, register
@@ -53,6 +54,11 @@ def command(text: Path, tmp_path: Path):
 
 def rows(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_whole(run: Path) -> list[dict]:
+    """Those rows of the log that end in a line end."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
 
 
 def fingerprint(run: Path) -> list[str]:
@@ -113,22 +119,35 @@ def test_every_kind_and_placement_trains(kind, placement, command):
     assert losses[-1] < losses[0] < 1.2 * math.log(257)
 
 
-def test_arms_start_alike_and_see_the_same_batches(text):
-    """Every kind and placement starts from the same draws: the hash of all matrices is one and the same."""
-    seen = set()
+def test_arms_start_alike_and_see_the_same_batches(command, monkeypatch):
+    """Whatever the norm and the placement: one hash of all matrices as drawn, one of all tokens trained on."""
+    draws, batches = set(), set()
+    accumulate, loss = train.Trainer.accumulate_gradients, Llama.loss
+    seen = hashlib.sha256()
+
+    def watch_draws(trainer):
+        if trainer.step == 0:
+            placement = PLACEMENTS[trainer.model.config.placement]
+            drawn = hashlib.sha256()
+            for role, name, weight in weights_by_role(trainer.model):
+                unscaled = weight.detach() / placement.init_gain(role, trainer.model.config.layers)
+                drawn.update(name.encode() + unscaled.numpy().round(6).tobytes())
+            draws.add(drawn.hexdigest())
+        return accumulate(trainer)
+
+    def watch_batches(model, tokens, targets):
+        if model.training:
+            seen.update(tokens.numpy().tobytes() + targets.numpy().tobytes())
+        return loss(model, tokens, targets)
+
+    monkeypatch.setattr(train.Trainer, "accumulate_gradients", watch_draws)
+    monkeypatch.setattr(Llama, "loss", watch_batches)
     for kind in sorted(KINDS):
-        for placement, rules in PLACEMENTS.items():
-            config = ModelConfig(norm=kind, placement=placement, dim=32, heads=2, vocab_size=257, context=32)
-            digest = hashlib.sha256()
-            for role, name, weight in weights_by_role(Llama(config, seed=5)):
-                unscaled = weight.detach() / rules.init_gain(role, config.layers)
-                digest.update(name.encode() + unscaled.numpy().round(5).tobytes())
-            seen.add(digest.hexdigest())
-    assert len(seen) == 1
-    tokens = torch.arange(1000).numpy().astype("uint16")
-    inputs, targets = training_batch(tokens, 5, 7, range(8), 32)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert torch.equal(training_batch(tokens, 5, 7, range(3, 5), 32)[0], inputs[3:5])
+        for placement in PLACEMENTS:
+            seen = hashlib.sha256()
+            command(f"--norm {kind} --placement {placement} --steps 4 --seed 5", f"{kind}-{placement}")
+            batches.add(seen.hexdigest())
+    assert len(draws) == len(batches) == 1
 
 
 def test_a_norm_registered_on_the_fly_can_be_trained_with(command):
@@ -176,6 +195,59 @@ def test_only_the_matrices_of_the_blocks_decay(optimizer):
     assert decays.keys() == dict(model.named_parameters()).keys()
     for name, decay in decays.items():
         assert decay == (0.3 if "_proj" in name else 0.0), name
+
+
+def test_each_step_takes_the_rate_of_the_schedule(command, monkeypatch):
+    """Read off the optimizer after each step, beside what the log says."""
+    rates, update = [], train.Trainer.update
+
+    def update_and_look(trainer, rate):
+        update(trainer, rate)
+        rates.append({group["lr"] for each in trainer.optimizers for group in each.param_groups})
+
+    monkeypatch.setattr(train.Trainer, "update", update_and_look)
+    run = command("--steps 20 --warmup 5 --lr 0.01 --optimizer muon")
+    config = TrainConfig(steps=20, warmup=5, lr=0.01)
+    assert rates == [{learning_rate(config, step)} for step in range(20)]
+    assert [row["lr"] for row in rows(run) if "lr" in row] == [learning_rate(config, step) for step in (9, 19)]
+
+
+def test_the_first_update_is_adams(command):
+    """After one step of Adam from rest every gain has moved by the learning rate: 1 ± lr, less eps."""
+    run = command("--steps 1 --warmup 0 --lr 0.005 --optimizer adamw")
+    model, _ = train.load_model(find_checkpoint(str(run)), "cpu")
+    gains = torch.cat([weight.detach() for weight in model.parameters() if weight.ndim == 1])
+    moved = (gains - 1).abs()
+    assert moved.max() < 0.00501 and moved.median() > 0.0049
+
+
+def test_muon_s_update_has_the_size_of_adam_s(command):
+    """match_rms_adamw: 0.2 · lr in root mean square, whatever the shape, give or take what five iterations leave."""
+    run = command("--steps 1 --warmup 0 --lr 0.005 --weight-decay 0 --optimizer muon")
+    after, _ = train.load_model(find_checkpoint(str(run)), "cpu")
+    before = Llama(after.config, seed=0)
+    for (role, _, new), (_, _, old) in zip(weights_by_role(after), weights_by_role(before), strict=True):
+        if role not in ("embedding", "head"):
+            size = (new - old).square().mean().sqrt().item()
+            assert 0.6 * 0.2 * 0.005 < size < 1.3 * 0.2 * 0.005, role
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_are_of_the_dtype_and_the_stream_is_not(dtype, command, monkeypatch):
+    if dtype == "bfloat16" and not has_bfloat16(torch.device("cpu")):
+        pytest.skip("this processor does not compute in bfloat16")
+    seen = set()
+    accumulate = train.Trainer.accumulate_gradients
+
+    def watch(trainer):
+        block = trainer.model.layers[0]
+        block.mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.add(("product", output.dtype)))
+        block.register_forward_hook(lambda module, inputs, output: seen.add(("stream", output.dtype)))
+        return accumulate(trainer)
+
+    monkeypatch.setattr(train.Trainer, "accumulate_gradients", watch)
+    command(f"--steps 1 --dtype {dtype}")
+    assert seen == {("product", getattr(torch, dtype)), ("stream", torch.float32)}
 
 
 def test_schedules():
@@ -226,6 +298,51 @@ def test_resuming_keeps_every_kind_of_state(flags, command):
     assert fingerprint(command(f"--resume --steps 12 {flags}", "stopped")) == fingerprint(straight)
 
 
+def test_resuming_keeps_the_scale_of_float16(command, monkeypatch):
+    """A scale that overflows at first, so that what the scaler has learnt matters; it skips both optimizers alike."""
+    init = train.GradScaler.__init__
+    monkeypatch.setattr(
+        train.GradScaler, "__init__", lambda scaler, device, enabled: init(scaler, device, 2.0**40, enabled=enabled)
+    )
+    flags = "--steps 40 --dtype float16 --optimizer muon --clip 0 --schedule constant"
+    straight = command(flags, "straight")
+    command(flags.replace("40", "12"), "stopped")
+    resumed = command(f"--resume {flags}", "stopped")
+    assert fingerprint(resumed) == fingerprint(straight)
+    training = [row for row in rows(straight) if "train_loss" in row]
+    assert training[0]["grad_norm"] is None and training[-1]["grad_norm"] is not None
+    assert training[-1]["train_loss"] < training[0]["train_loss"]
+
+
+def test_what_was_logged_after_the_checkpoint_is_logged_anew(command):
+    """As after a power cut between two checkpoints."""
+    straight = command("--steps 30 --save-every 10 --eval-every 10 --keep 3", "straight")
+    samples = (straight / "samples.txt").read_text()
+    shutil.rmtree(straight / "checkpoints/step-000030")
+    shutil.rmtree(straight / "checkpoints/step-000020")
+    with open(straight / "metrics.jsonl", "a") as file:
+        file.write('{"step": 30, "train_l')
+    losses = [row for row in rows_whole(straight) if "val_loss" in row]
+    resumed = command("--resume", "straight")
+    assert [row for row in rows(resumed) if "val_loss" in row] == losses
+    assert [row["step"] for row in rows(resumed) if "train_loss" in row] == [10, 20, 30]
+    assert (resumed / "samples.txt").read_text() == samples
+
+
+def test_only_so_many_checkpoints_are_kept(command):
+    run = command("--steps 8 --save-every 2 --keep 3")
+    assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["4", "6", "8"]
+
+
+def test_evaluation_drops_nothing_and_repeats_itself(command):
+    run = train.settle(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
+    model, _ = train.load_model(find_checkpoint(str(run.folder)), run.device)
+    state = torch.get_rng_state()
+    losses = {train.evaluate(model.train(mode), run) for mode in (True, False)}
+    assert len(losses) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_resuming_a_finished_run_says_so(command, capsys):
     run = command("--steps 5")
     before = fingerprint(run)
@@ -271,9 +388,31 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing_bad(command, c
     assert all(weight.isfinite().all() for model in kept for weight in model.parameters())
 
 
+@pytest.mark.parametrize("flags", ["--eval-every 1 --norm none --lr 3e4", "--lr 1e39 --save-every 1 --eval-every 50"])
+def test_divergence_that_an_evaluation_or_a_save_sees_first(flags, command, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        command(f"--steps 40 --warmup 0 --clip 0 --optimizer adamw {flags}")
+    assert ended.value.code == 5
+    assert [set(row) for row in rows(tmp_path / "run") if "not_finite" in row] == [{"step", "not_finite"}]
+    for path in (tmp_path / "run").glob("checkpoints/*"):
+        assert all(weight.isfinite().all() for weight in train.load_model(path, "cpu")[0].parameters())
+
+
+def test_a_gradient_that_is_not_finite_counts(command, monkeypatch, tmp_path):
+    """The loss stays finite: the root of zero has an infinite slope."""
+    loss = Llama.loss
+    monkeypatch.setattr(
+        Llama, "loss", lambda model, *batch: loss(model, *batch) + (model.embed_tokens.weight[0, 0] * 0).sqrt()
+    )
+    with pytest.raises(SystemExit) as ended:
+        command("--steps 20")
+    assert ended.value.code == 5
+    assert {"step": 1, "not_finite": True} in rows(tmp_path / "run")
+
+
 def test_running_out_of_memory_names_the_knobs(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        command("--vocab-size 257 --hidden-dim 1000000000000")
+        command("--hidden-dim 2000000000")
     assert ended.value.code == 3
     assert "--micro-batch-size" in capsys.readouterr().err
 
@@ -308,12 +447,13 @@ BAD_INPUT = {
     "--data missing.txt": "missing.txt",
     "--context 100000000": "--context",
     "--tokenizer sentencepiece --vocab-size 30000": "--vocab-size",
-    "--resume": "there is no run",
+    "--resume": "there is no run in",
     "--eval-only": "there is no run",
     "--config missing.json": "missing.json",
     "--device cuda": "--device cuda",
     "--nonsense": "--nonsense",
-    "--log wandb": "pip install wandb",
+    "--norm batchnorm --context 1 --batch-size 1": "at least 2 tokens",
+    "--tokenizer sentencepiece --vocab-size 1": "--vocab-size 1 cannot hold every byte",
 }
 
 
@@ -339,6 +479,36 @@ def test_resuming_another_model_names_what_differs(command, capsys):
     assert "norm rmsnorm, not layernorm; layers 2, not 3" in capsys.readouterr().err
 
 
+def test_resuming_on_other_text_is_refused(command, capsys, text):
+    run = command("--steps 5")
+    for flags, complaint in {"--seed 3": "seed 0, not 3", "--batch-size 4": "batch_size 8, not 4"}.items():
+        with pytest.raises(SystemExit) as ended:
+            command(f"--resume {flags}")
+        assert ended.value.code == 2 and complaint in capsys.readouterr().err
+    text.write_text(text.read_text() + "one more line\n")
+    for flags in ("--resume", "--eval-only"):
+        with pytest.raises(SystemExit) as ended:
+            train.main([flags, "--out", str(run)])
+        assert ended.value.code == 2 and "no longer the same" in capsys.readouterr().err
+
+
+def test_a_run_can_be_repeated_and_evaluated_from_its_description(command, capsys, tmp_path):
+    first = command("--steps 5 --norm layernorm --norm-arg bias=false")
+    train.main(["--config", str(first / "run.json"), "--out", str(tmp_path / "again")])
+    assert fingerprint(first) == fingerprint(tmp_path / "again")
+    capsys.readouterr()
+    train.main(["--eval-only", "--config", str(first / "run.json")])
+    assert str(first) in capsys.readouterr().out
+
+
+def test_runs_without_a_folder_get_one_each(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        train.main(f"{SIZES} --data {text} --steps 2".split())
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["text-rmsnorm-pre", "text-rmsnorm-pre-2"]
+    train.main(["--eval-only"])
+
+
 def test_a_folder_that_holds_something_else_is_not_touched(command, capsys, tmp_path):
     command("--steps 5")
     with pytest.raises(SystemExit) as ended:
@@ -349,6 +519,13 @@ def test_a_folder_that_holds_something_else_is_not_touched(command, capsys, tmp_
     with pytest.raises(SystemExit) as ended:
         command("--steps 5", "letters")
     assert ended.value.code == 2 and "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_named(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command("--steps 5 --log wandb")
+    assert ended.value.code == 2 and "pip install wandb" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="everything is writable for root")

@@ -6,7 +6,18 @@ from torch import Tensor, nn
 
 from norms import KINDS
 from norms.layernorm import LayerNorm
-from norms.mlp import NormMLP, flowers
+from norms.mlp import NormMLP
+
+
+def flowers(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A made-up problem of the size of Iris: (150, 4) measurements of 50 flowers of each of three kinds, and the kinds.
+
+    One kind lies apart and the other two overlap a little, as Iris's do.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.tensor([[5.0, 3.4, 1.5, 0.3], [5.9, 2.8, 4.2, 1.3], [6.6, 3.0, 5.6, 2.0]])
+    kinds = torch.arange(3).repeat_interleave(50)
+    return centres[kinds] + 0.35 * torch.randn(150, 4, generator=generator), kinds
 
 
 def test_is_linear_norm_relu_linear():
