@@ -10,8 +10,11 @@ from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from norms import KINDS, build_norm, parse_norm_args
+from norms import KINDS, build_norm, is_a, parse_norm_args
 from norms.placement import PLACEMENTS
+
+LARGEST = 2**31 - 1  # of any size; C++ and the file formats count in such numbers
+MOST_WEIGHTS = 10**11  # with gradients and momentum more than a TB, which no single device has
 
 
 def knob(default: Any, help: str, **argument: Any) -> Any:
@@ -34,10 +37,12 @@ def _check_choices(config: Any) -> None:
             raise ValueError(f"unknown --{_dashed(knob.name)} {value!r}; choose from {', '.join(choices)}")
 
 
-def _check_size(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    require(value is None or value > 0, f"--{_dashed(name)} must be at least 1, not {value}")
-    require(value is None or value < 2**31, f"--{_dashed(name)} must be below 2**31, not {value}")
+def check_sizes(config: Any, *names: str) -> None:
+    """Raise ValueError, naming the flag, unless each field is left open or from 1 to `LARGEST`."""
+    for name in names:
+        value, flag = getattr(config, name), f"--{_dashed(name)}"
+        require(value is None or value >= 1, f"{flag} must be at least 1, not {value}")
+        require(value is None or value <= LARGEST, f"{flag} must be at most {LARGEST}, not {value}")
 
 
 def require(condition: bool, complaint: str) -> None:
@@ -74,8 +79,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        for name in ("dim", "layers", "heads", "kv_heads", "hidden_dim", "context", "vocab_size"):
-            _check_size(self, name)
+        check_sizes(self, "dim", "layers", "heads", "kv_heads", "hidden_dim", "context", "vocab_size")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden_dim is None:
@@ -85,12 +89,24 @@ class ModelConfig:
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         require(0 < self.rope_theta < math.inf, f"--rope-theta must be a positive number, not {self.rope_theta}")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        require(
+            self.weights <= MOST_WEIGHTS,
+            f"a model of {self.weights:.1e} weights is too large to train; "
+            "choose a smaller --dim, --hidden-dim, --layers or --vocab-size",
+        )
         with torch.device("meta"):  # a trial, which refuses arguments that it cannot use and takes no memory
             build_norm(self.norm, self.dim, **self.norm_args)
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
+
+    @property
+    def weights(self) -> int:
+        """Weights in all matrices, which is all but the norms' gains and biases."""
+        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        tables = 1 if self.tie_embeddings else 2
+        return self.layers * (attention + 3 * self.dim * self.hidden_dim) + tables * self.vocab_size * self.dim
 
 
 @dataclass(frozen=True)
@@ -127,9 +143,9 @@ class TrainConfig:
             object.__setattr__(self, "micro_batch_size", self.batch_size)
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
-        for name in ("steps", "batch_size", "micro_batch_size", "eval_every", "save_every", "keep"):
-            _check_size(self, name)
-        require(all(self.data), "--data must not be empty; name python, shakespeare, or a path")
+        check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "save_every", "keep")
+        require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
+        require(self.cache_dir != "", "--cache-dir must not be empty; . is the current folder")
         for name in ("warmup", "weight_decay", "clip", "seed"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"--{_dashed(name)} must be a number from 0 up, not {value}")
@@ -141,7 +157,7 @@ class TrainConfig:
         )
 
 
-FIELDS = get_type_hints(ModelConfig) | get_type_hints(TrainConfig)
+FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
 
 # What differs from the defaults above, which are the preset `tiny`.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -162,6 +178,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # What follows from what: a flag that changes the second takes back what preset or file say of the first.
+# A micro-batch follows the batch only where it would no longer divide it.
 FOLLOWS = {
     "hidden_dim": "dim",
     "kv_heads": "heads",
@@ -209,17 +226,21 @@ def _argument(knob: dataclasses.Field, kind: Any) -> dict[str, Any]:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The fields of both configurations from a `run.json`. Raises ValueError if it is missing or something else."""
+    """The fields of both configurations from a `run.json`; those that an earlier version lacked are not there.
+
+    Raises ValueError, naming file and field, if it is missing, something else, or holds what this version does not.
+    """
     try:
         run = json.loads(path.read_text())
         given = {**run["model"], **run["training"]}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"--config {path}: not a readable run.json") from None
+    hints = get_type_hints(ModelConfig) | get_type_hints(TrainConfig)
     for name, value in given.items():
-        require(name in FIELDS, f"--config {path}: this version has no {name!r}")
-        kind = get_origin(FIELDS[name]) or FIELDS[name]
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        require(fits or value is None, f"--config {path}: {name} is {value!r}, where a {kind.__name__} belongs")
+        require(name in FIELDS, f"--config {path}: {name!r} is no field of this version")
+        open_too = value is None and FIELDS[name].default is None
+        kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
+        require(open_too or is_a(value, hints[name]), f"--config {path}: {name} must be of type {kind}, not {value!r}")
     return given
 
 
@@ -228,16 +249,17 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
 
     Raises ValueError for a file that is not a run's configuration and for values that do not fit.
     """
-    require(not (flags.preset and flags.config), "--preset or --config, not both: each says all that flags leave open")
+    require(not (flags.preset and flags.config), "--preset does not go with an earlier run, which says all that it says")
     if flags.config:
         given = read_run(Path(flags.config))
     else:
         given = PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
-    changed = {name for name in by_flag if by_flag[name] != given.get(name)}
+    changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
     given = {name: value for name, value in given.items() if FOLLOWS.get(name) not in changed} | by_flag
-    if "micro_batch_size" not in by_flag and given.get("batch_size", 0) % (given.get("micro_batch_size") or 1):
-        del given["micro_batch_size"]
+    if "batch_size" in changed and "micro_batch_size" not in by_flag:
+        if given["batch_size"] % (given.get("micro_batch_size") or 1):
+            del given["micro_batch_size"]
     if isinstance(given.get("norm_args"), list):
         given["norm_args"] = parse_norm_args(given.get("norm", ModelConfig.norm), given["norm_args"])
     if given.get("tokenizer") == "bytes":

@@ -59,14 +59,14 @@ def build_norm(kind: str, dim: int, *, site: str = "", **norm_args: Any) -> nn.M
 
 
 def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
-    """Raise ValueError, naming the choices, unless `kind` exists and has all of `norm_args`."""
-    if kind not in KINDS:
-        raise ValueError(f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
+    """Raise ValueError, naming the choices, unless `kind` exists and takes all of `norm_args`."""
     known = _arguments(kind)
-    for name in norm_args:
+    for name, value in norm_args.items():
         if name not in known:
             offer = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"norm {kind!r} has no argument {name!r}; {offer}")
+        if not is_a(value, known[name]):
+            raise ValueError(f"--norm-arg {name} takes {_offer(known[name])}, not {value!r}")
 
 
 def parse_norm_args(kind: str, texts: list[str]) -> dict[str, Any]:
@@ -74,31 +74,44 @@ def parse_norm_args(kind: str, texts: list[str]) -> dict[str, Any]:
 
     Raises ValueError for an unknown kind or argument and for a text that is not of its type.
     """
-    norm_args = {}
+    known, norm_args = _arguments(kind), {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--norm-arg takes key=value, not {text!r}")
-        check_norm(kind, {name: value})
-        norm_args[name] = _parse(name, value, _arguments(kind)[name])
+        norm_args[name] = _parse(value, known.get(name))
+    check_norm(kind, norm_args)
     return norm_args
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a declared type; an integer will do for a float, but a bool will not for an integer."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is list:
+        return type(value) is list and all(is_a(item, *get_args(kind)) for item in value)
+    return type(value) is (get_origin(kind) or kind) or (kind is float and type(value) is int)
 
 
 def _arguments(kind: str) -> dict[str, Any]:
     """The types of what `--norm-arg` can set, by name: every constructor argument but the width and the site."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
     constructor = KINDS[kind].__init__
     hints = get_type_hints(constructor)
     names = list(inspect.signature(constructor).parameters)[2:]
     return {name: hints.get(name, str) for name in names if name != "site"}
 
 
-def _parse(name: str, text: str, kind: Any) -> Any:
-    choices = get_args(kind) if get_origin(kind) is Literal else ("true", "false") if kind is bool else ()
-    if choices and text not in choices:
-        raise ValueError(f"--norm-arg {name} takes {' or '.join(choices)}, not {text!r}")
-    if kind is bool:
-        return text == "true"
+def _parse(text: str, kind: Any) -> Any:
+    """The value that a text stands for, or else the text, which is then of the wrong type."""
     try:
-        return kind(text) if kind in (int, float) else text
-    except ValueError:
-        raise ValueError(f"--norm-arg {name} takes a number, not {text!r}") from None
+        return {"true": True, "false": False}[text] if kind is bool else kind(text) if kind in (int, float) else text
+    except (KeyError, ValueError):
+        return text
+
+
+def _offer(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")

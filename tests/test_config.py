@@ -168,7 +168,7 @@ def test_every_field_is_a_flag_with_its_help_and_default(capsys):
             assert f" {flag(field)}" in text
             words = field.metadata["help"]
             default = {"data": "python", "norm_args": None}.get(field.name, field.default)
-            if default is not None:
+            if default not in (None, ""):
                 words += f" (default: {default})"
             elif field.name != "norm_args":
                 assert "default: " in words  # which follows from other fields
