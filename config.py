@@ -14,7 +14,7 @@ from norms import KINDS, build_norm, is_a, parse_norm_args
 from norms.placement import PLACEMENTS
 
 LARGEST = 2**31 - 1  # of any size; C++ and the file formats count in such numbers
-MOST_WEIGHTS = 10**11  # with gradients and momentum more than a TB, which no single device has
+MOST_WEIGHTS = 10**12  # in fp32 alone 4 TB, which no single device has
 
 
 def knob(default: Any, help: str, **argument: Any) -> Any:
@@ -249,7 +249,7 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
 
     Raises ValueError for a file that is not a run's configuration and for values that do not fit.
     """
-    require(not (flags.preset and flags.config), "--preset does not go with an earlier run, which says all that it says")
+    require(not (flags.preset and flags.config), "--preset or --config, not both: each says all that flags leave open")
     if flags.config:
         given = read_run(Path(flags.config))
     else:
@@ -257,9 +257,9 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
     given = {name: value for name, value in given.items() if FOLLOWS.get(name) not in changed} | by_flag
-    if "batch_size" in changed and "micro_batch_size" not in by_flag:
-        if given["batch_size"] % (given.get("micro_batch_size") or 1):
-            del given["micro_batch_size"]
+    micro = given.get("micro_batch_size") or 1
+    if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:
+        del given["micro_batch_size"]
     if isinstance(given.get("norm_args"), list):
         given["norm_args"] = parse_norm_args(given.get("norm", ModelConfig.norm), given["norm_args"])
     if given.get("tokenizer") == "bytes":

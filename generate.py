@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from checkpoint import find_checkpoint, load_model
-from config import Parser, add_knobs, knob, require
+from config import Parser, add_knobs, check_sizes, knob, require
 from data.tokenizer import Tokenizer
 from exits import bad_input, exit_codes
 from machine import autocast, pick_device, pick_dtype
@@ -39,7 +39,7 @@ class Sampling:
     seed: int = knob(0, "of the draws; the same seed gives the same text")
 
     def __post_init__(self) -> None:
-        require(self.tokens is None or self.tokens >= 1, f"--tokens must be at least 1, not {self.tokens}")
+        check_sizes(self, "tokens")
         require(0 <= self.temperature < math.inf, f"--temperature must be a number from 0 up, not {self.temperature}")
         require(self.top_k >= 0, f"--top-k must be at least 1, or 0 for all, not {self.top_k}")
         require(0 < self.top_p <= 1, f"--top-p must be above 0 and at most 1, not {self.top_p}")
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
     with exit_codes("--samples or --tokens"):
         with bad_input():
-            require(flags.samples >= 1, f"--samples must be at least 1, not {flags.samples}")
+            check_sizes(flags, "samples")
             require(all(flags.stop), "--stop must not be empty")
             names = [field.name for field in dataclasses.fields(Sampling)]
             sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
@@ -91,7 +91,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def read_prompt(prompt: str) -> str:
-    """The text of `--prompt`, from standard input for "-". Raises ValueError if it is not UTF-8."""
+    """The text of `--prompt`, from standard input for "-". Raises ValueError if that is closed, or not UTF-8."""
     require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)

@@ -88,7 +88,7 @@ class Run:
 
 def settle(flags: argparse.Namespace) -> Run:
     """Turn flags into a run, with the cheap checks first. Raises ValueError for what does not fit."""
-    out = Path(flags.out) if hasattr(flags, "out") else None
+    out = Path(flags.out) if getattr(flags, "out", "") else None
     earlier = flags.resume or flags.eval_only
     if earlier:
         out = out or (Path(flags.config).parent if flags.config else newest_run())
@@ -117,10 +117,11 @@ def settle(flags: argparse.Namespace) -> Run:
 
 def check_same_settings(run_file: Path, model_config: ModelConfig, config: TrainConfig) -> None:
     """Raise ValueError, naming the fields, if the run described in `run_file` has another model or other batches."""
-    there = read_run(run_file)
+    defaults = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
+    there = defaults | read_run(run_file)
     asked = dataclasses.asdict(model_config)
     asked |= {name: getattr(config, name) for name in ("data", "tokenizer", "seed", "batch_size", "optimizer")}
-    differing = [f"{name} {there[name]}, not {asked[name]}" for name in asked if there.get(name) != asked[name]]
+    differing = [f"{name} {there[name]}, not {asked[name]}" for name in asked if there[name] != asked[name]]
     if differing:
         raise ValueError(f"the run in {run_file.parent} has {'; '.join(differing)}")
 
@@ -370,8 +371,8 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     training = model.training
     model.eval()
     nats, tokens, utf8_bytes = 0.0, 0, 0
-    val = run.data.val.tokens[: MOST_EVALUATED + 1]
-    for inputs, targets in evaluation_batches(val, run.model_config.context, run.config.micro_batch_size):
+    context, batch_size = run.model_config.context, run.config.micro_batch_size
+    for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, MOST_EVALUATED):
         with autocast(run.device, run.dtype):
             loss = model.loss(inputs.to(run.device), targets.to(run.device))
         nats += float(loss) * targets.numel()

@@ -96,11 +96,16 @@ def training_batch(tokens: np.ndarray, seed: int, step: int, rows: range, contex
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def evaluation_batches(tokens: np.ndarray, context: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def evaluation_batches(
+    tokens: np.ndarray, context: int, batch_size: int, most_tokens: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets, int64 (up to batch_size, context), from windows side by side.
 
     Every token but the first is a target once; what is left over at the end is a last batch of one shorter window.
+    Where that is more than `most_tokens` targets there are only the first windows, as many as fit into it, or one.
     """
+    if most_tokens is not None and len(tokens) - 1 > most_tokens:
+        tokens = tokens[: max(1, most_tokens // context) * context + 1]
     whole = (len(tokens) - 1) // context * context
     for start in range(0, whole, batch_size * context):
         stop = min(start + batch_size * context, whole)

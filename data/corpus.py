@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from tqdm import tqdm
 
 from data.sources import find_files, read_documents, short_name
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, Split] = ("train", "val")
+DELAY = 1  # second without a bar, in which small corpora are done
 
 
 def open_corpus(names: list[str], cache_dir: Path) -> "Corpus":
@@ -28,7 +30,12 @@ def open_corpus(names: list[str], cache_dir: Path) -> "Corpus":
     Raises ValueError in one line for what is missing, empty, damaged, or not UTF-8. What is downloaded is kept in
     `cache_dir`.
     """
-    return Corpus("+".join(map(short_name, names))[:80], [(name, find_files(name, cache_dir)) for name in names])
+    return Corpus(corpus_name(names), [(name, find_files(name, cache_dir)) for name in names])
+
+
+def corpus_name(names: list[str]) -> str:
+    """What to call several sources in the name of a folder, in at most 80 bytes."""
+    return "+".join(map(short_name, names)).encode()[:80].decode(errors="ignore")
 
 
 class Corpus:
@@ -48,15 +55,16 @@ class Corpus:
         self.name = name
         self._files = [file for _, files in sources for file in files]
         contents, hashes, lengths = hashlib.sha256(), array("Q"), array("Q")
-        for source, files in sources:
-            known = len(lengths)
-            for document in chain.from_iterable(map(read_documents, files)):
-                digest, length = _digest(document)
-                contents.update(digest)
-                hashes.append(int.from_bytes(digest[:8], "big"))
-                lengths.append(length)
-            if not any(lengths[known:]):
-                raise ValueError(f"--data {source}: there is no text in it")
+        with tqdm(unit="B", unit_scale=True, desc="reading the text", delay=DELAY, leave=False, disable=None) as bar:
+            for source, files in sources:
+                known = len(lengths)
+                for document in chain.from_iterable(map(read_documents, files)):
+                    digest, length = _digest(document, bar)
+                    contents.update(digest)
+                    hashes.append(int.from_bytes(digest[:8], "big"))
+                    lengths.append(length)
+                if not any(lengths[known:]):
+                    raise ValueError(f"--data {source}: there is no text in it")
         self.hash = contents.hexdigest()
         self._lengths = np.array(lengths)
         self._cuts = _cuts(np.array(hashes), self._lengths)
@@ -72,12 +80,13 @@ class Corpus:
                 yield document if stop - start == length else _part(document, start, stop)
 
 
-def _digest(document: Iterator[str]) -> tuple[bytes, int]:
+def _digest(document: Iterator[str], bar: tqdm) -> tuple[bytes, int]:
     digest, size = hashlib.sha256(), 0
     for chunk in document:
         data = chunk.encode()
         digest.update(data)
         size += len(data)
+        bar.update(len(data))
     return digest.digest(), size
 
 

@@ -118,7 +118,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
             sentence_iterator=iter(_sample(texts)),
             model_writer=model,
             model_type="bpe",
-            vocab_size=vocab_size,
+            vocab_size=max(vocab_size, 3),  # with less it fails before it knows how many it needs
             byte_fallback=True,
             character_coverage=0.9999,  # rarer characters are spelt in bytes
             normalization_rule_name="identity",
@@ -144,9 +144,7 @@ def _vocabulary_error(message: str, vocab_size: int) -> Exception:
     if most := re.search(r"too high .* <= (\d+)", message):
         return ValueError(f"--vocab-size {vocab_size} is more than this text can fill; at most {most[1]}")
     if least := re.search(r"smaller than required_chars.* vs (\d+)", message):
-        return ValueError(f"--vocab-size {vocab_size} cannot hold the text's characters; at least {least[1]}")
-    if vocab_size < 300:  # too few for the bytes alone, which the trainer says in several ways
-        return ValueError(f"--vocab-size {vocab_size} cannot hold every byte; at least 300")
+        return ValueError(f"--vocab-size {vocab_size} cannot hold every byte and character; at least {least[1]}")
     return RuntimeError(message)
 
 

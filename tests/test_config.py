@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import math
-import re
+from pathlib import Path
 
 import pytest
+import torch
 
 import config
 from config import FIELDS, PRESETS, ModelConfig, Parser, TrainConfig, add_flags, configs_from
+from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
 
@@ -25,6 +27,10 @@ def flag(field: dataclasses.Field) -> str:
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
+SIZES = [
+    *("dim", "layers", "heads", "kv-heads", "hidden-dim", "context", "vocab-size"),
+    *("steps", "batch-size", "micro-batch-size", "eval-every", "save-every", "keep"),
+]
 BAD_VALUES = {
     "--dim 100 --heads 3": "--dim 100 is not divisible by --heads 3",
     "--dim 30 --heads 2": "--dim 30 / --heads 2 is odd: RoPE turns pairs of features",
@@ -37,16 +43,16 @@ BAD_VALUES = {
         f"--dropout {value}": f"--dropout must be at least 0 and below 1, not {float(value)}"
         for value in ("-0.1", "1", "2.5", "nan")
     },
+    **{f"--{name} {value}": f"--{name} must be at least 1, not {value}" for name in SIZES for value in (0, -8)},
     **{
-        f"--{name} {value}": f"--{name} must be at least 1, not {value}"
-        for name in ("dim", "layers", "heads", "kv-heads", "hidden-dim", "context", "vocab-size")
-        for value in (0, -8)
+        f"--{name} {value}": f"--{name} must be at most 2147483647, not {value}"
+        for name in SIZES
+        for value in (2**31, 10**12, 10**20)
     },
-    **{
-        f"--{name} {value}": f"--{name} must be at least 1, not {value}"
-        for name in ("steps", "batch-size", "micro-batch-size", "eval-every", "save-every", "keep")
-        for value in (0, -1)
-    },
+    "--dim 2147483646 --heads 1": "weights is too large to train; choose a smaller --dim, --hidden-dim, --layers",
+    "--layers 2147483647": "weights is too large",
+    "--cache-dir=": "--cache-dir must not be empty",
+    "--data=": "--data must not be empty; name python, shakespeare, or a path",
     **{f"--{name} -1": f"--{name} must be a number from 0 up, not -1" for name in ("warmup", "seed")},
     "--weight-decay nan": "--weight-decay must be a number from 0 up, not nan",
     "--clip inf": "--clip must be a number from 0 up, not inf",
@@ -109,26 +115,63 @@ def test_a_file_that_is_no_run(tmp_path, content):
         parse(f"--config {path}")
 
 
-FOREIGN = {
-    "dim is 'wide', where a int belongs": {"dim": "wide"},
-    "dim is 32.0, where a int belongs": {"dim": 32.0},
-    "tie_embeddings is 'no', where a bool belongs": {"tie_embeddings": "no"},
-    "norm_args is [1], where a dict belongs": {"norm_args": [1]},
-    "this version has no 'width'": {"width": 3},
-    "lr is [1], where a float belongs": {"lr": [1]},
-    "steps is 3.5, where a int belongs": {"steps": 3.5},
-    "steps is True, where a int belongs": {"steps": True},
-    "cache_dir is 3, where a str belongs": {"cache_dir": 3},
-}
+FOREIGN = [
+    ("model", {"dim": "wide"}, "dim must be of type int, not 'wide'"),
+    ("model", {"dim": None}, "dim must be of type int, not None"),
+    ("model", {"dim": 32.0}, "dim must be of type int, not 32.0"),
+    ("model", {"dim": True}, "dim must be of type int, not True"),
+    ("model", {"layers": 2.0}, "layers must be of type int, not 2.0"),
+    ("model", {"tie_embeddings": "no"}, "tie_embeddings must be of type bool, not 'no'"),
+    ("model", {"tie_embeddings": 0}, "tie_embeddings must be of type bool, not 0"),
+    ("model", {"norm_args": [1]}, "norm_args must be of type dict[str, typing.Any], not [1]"),
+    ("model", {"norm": {}}, "norm must be of type str, not {}"),
+    ("model", {"width": 3}, "'width' is no field of this version"),
+    ("training", {"lr": [1]}, "lr must be of type float, not [1]"),
+    ("training", {"lr": True}, "lr must be of type float, not True"),
+    ("training", {"steps": 3.5}, "steps must be of type int, not 3.5"),
+    ("training", {"seed": 1.5}, "seed must be of type int, not 1.5"),
+    ("training", {"keep": 1.5}, "keep must be of type int, not 1.5"),
+    ("training", {"data": "python"}, "data must be of type list[str], not 'python'"),
+    ("training", {"data": ["python", 3]}, "data must be of type list[str], not ['python', 3]"),
+    ("training", {"cache_dir": 3}, "cache_dir must be of type str, not 3"),
+]
 
 
-@pytest.mark.parametrize("complaint, fields", FOREIGN.items())
-def test_a_run_of_another_version(tmp_path, complaint, fields):
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"model": {}, "training": fields}))
-    with pytest.raises(ValueError, match=re.escape(f"--config {path}: {complaint}")) as raised:
+def write_run(path: Path, model: dict, training: dict) -> Path:
+    path.write_text(json.dumps({"model": model, "training": training}))
+    return path
+
+
+@pytest.mark.parametrize("part, fields, complaint", FOREIGN, ids=str)
+def test_what_a_run_cannot_say(tmp_path, part, fields, complaint):
+    path = write_run(tmp_path / "run.json", **({"model": {}, "training": {}} | {part: fields}))
+    with pytest.raises(ValueError) as raised:
         parse(f"--config {path}")
-    assert "\n" not in str(raised.value)
+    assert str(raised.value) == f"--config {path}: {complaint}"
+
+
+@pytest.mark.parametrize(
+    "norm_args, complaint",
+    [
+        ({"eps": "small"}, "--norm-arg eps takes a number, not 'small'"),
+        ({"eps": True}, "--norm-arg eps takes a number, not True"),
+        ({"eps": None}, "--norm-arg eps takes a number, not None"),
+        ({"cast_order": 3}, "--norm-arg cast_order takes fp32 or llama, not 3"),
+        ({"size": 3}, "norm 'rmsnorm' has no argument 'size'; it takes eps"),
+    ],
+    ids=str,
+)
+def test_norm_arguments_in_a_run_are_checked_like_flags(tmp_path, norm_args, complaint):
+    with pytest.raises(ValueError) as raised:
+        parse(f"--config {write_run(tmp_path / 'run.json', {'norm_args': norm_args}, {})}")
+    assert complaint in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_run_that_says_all_that_can_be_left_open(tmp_path):
+    model = {"kv_heads": None, "hidden_dim": None, "norm_args": {"eps": 1}}
+    training = {"warmup": None, "compile": None, "micro_batch_size": None, "lr": 1}
+    path = write_run(tmp_path / "run.json", model, training)
+    assert parse(f"--config {path}") == (ModelConfig(norm_args={"eps": 1.0}), TrainConfig(lr=1.0))
 
 
 def test_a_run_of_an_earlier_version_takes_the_defaults(tmp_path):
@@ -137,23 +180,31 @@ def test_a_run_of_an_earlier_version_takes_the_defaults(tmp_path):
     assert parse(f"--config {path}") == (ModelConfig(dim=64, rope_theta=500.0), TrainConfig())
 
 
-@pytest.mark.parametrize("flag", ["dim", "hidden-dim", "vocab-size", "steps"])
-def test_sizes_have_an_end(flag):
-    with pytest.raises(ValueError, match=rf"--{flag} must be below 2\*\*31"):
-        parse(f"--{flag} 10000000000000000000")
-
-
 def test_what_follows_from_a_flag_is_worked_out_anew(tmp_path):
-    path = tmp_path / "run.json"
     model, training = ModelConfig(dim=64, heads=4, vocab_size=257), TrainConfig(tokenizer="bytes", batch_size=8)
-    path.write_text(json.dumps({"model": dataclasses.asdict(model), "training": dataclasses.asdict(training)}))
+    path = write_run(tmp_path / "run.json", dataclasses.asdict(model), dataclasses.asdict(training))
     assert parse(f"--config {path} --dim 128")[0] == dataclasses.replace(model, dim=128, hidden_dim=352)
     assert parse(f"--config {path} --heads 8")[0].kv_heads == 8
     assert parse(f"--config {path} --tokenizer sentencepiece")[0].vocab_size == ModelConfig().vocab_size
+    assert parse(f"--config {path} --tokenizer sentencepiece --vocab-size 300")[0].vocab_size == 300
     assert parse(f"--config {path} --batch-size 8")[1] == training
-    assert parse("--preset 124m --batch-size 480")[1].micro_batch_size == PRESETS["124m"]["micro_batch_size"]
-    assert parse("--preset 124m --batch-size 60")[1].micro_batch_size == PRESETS["124m"]["micro_batch_size"]
-    assert parse("--preset 124m --batch-size 7")[1].micro_batch_size == 7
+    assert parse(f"--config {path} --batch-size 24")[1].micro_batch_size == 8
+    assert parse(f"--config {path} --batch-size 4")[1].micro_batch_size == 4
+    assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
+
+
+def test_a_flag_that_changes_nothing_takes_nothing_back():
+    """Neither where the preset says the same nor where it leaves it at the default."""
+    for preset in ("124m", "1b"):
+        model, training = parse(f"--preset {preset}")
+        flags = f"--dim {model.dim} --heads {model.heads} --tokenizer sentencepiece --batch-size {training.batch_size}"
+        assert parse(f"--preset {preset} {flags}") == (model, training)
+
+
+@pytest.mark.parametrize("batch, micro", [(480, 16), (512, 16), (60, 60), (7, 7), (8, 8)])
+def test_a_micro_batch_stays_where_it_divides_the_new_batch(tmp_path, batch, micro):
+    path = write_run(tmp_path / "run.json", {}, {"batch_size": 480, "micro_batch_size": 16})
+    assert parse(f"--config {path} --batch-size {batch}")[1].micro_batch_size == micro
 
 
 # --- fields, flags, presets ------------------------------------------------------------------------------------------
@@ -173,7 +224,7 @@ def test_every_field_is_a_flag_with_its_help_and_default(capsys):
             elif field.name != "norm_args":
                 assert "default: " in words  # which follows from other fields
             assert words.replace(" ", "") in text.replace(" ", "")  # argparse breaks lines after hyphens too
-    assert len(FIELDS) == len(set(FIELDS))
+    assert len(FIELDS) == len(dataclasses.fields(ModelConfig)) + len(dataclasses.fields(TrainConfig))
 
 
 def test_every_flag_reaches_its_field():
@@ -251,6 +302,19 @@ def test_a_norms_arguments_have_its_types():
     assert parse("--norm-arg eps=1e-3 --norm-arg cast_order=llama")[0].norm_args == {"eps": 1e-3, "cast_order": "llama"}
     assert parse("--norm layernorm --norm-arg bias=true")[0].norm_args == {"bias": True}
     assert math.isclose(parse("--norm batchnorm --norm-arg momentum=0.25")[0].norm_args["momentum"], 0.25)
+
+
+def test_the_weights_of_a_model():
+    for shape in (ModelConfig(norm="none"), ModelConfig(norm="none", heads=8, kv_heads=2, tie_embeddings=False)):
+        with torch.device("meta"):
+            assert shape.weights == sum(weight.numel() for weight in Llama(shape).parameters())
+
+
+def test_folders_are_called_so_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert "--out DIR" in text and "--cache-dir DIR" in text
 
 
 def test_a_new_knob_is_a_new_flag(capsys):

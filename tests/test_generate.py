@@ -345,6 +345,8 @@ BAD = {
     "--tokens 0": "--tokens must be at least 1, not 0",
     "--tokens -3": "--tokens must be at least 1",
     "--samples 0": "--samples must be at least 1, not 0",
+    "--samples 10000000000000000000": "--samples must be at most 2147483647",
+    "--tokens 10000000000000000000": "--tokens must be at most 2147483647",
     "--seed -1": "--seed must be a number from 0 up, not -1",
     "--tokens 48": "--tokens 48 after a prompt of 1 tokens is more than the model's context of 48; ask for at most 47",
     "--checkpoint nowhere": "nowhere is no folder; name a run that train.py made",
@@ -375,6 +377,8 @@ def test_bad_prompts(run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert "--prompt is not UTF-8: byte 2 is 0xff" in refused([*here, "--prompt", "-"], capsys)
     assert "--stop must not be empty" in refused([*here, "--stop", ""], capsys)
+    monkeypatch.setattr("sys.stdin", None)  # what Python makes of one that is closed
+    assert "--prompt - reads standard input, which is closed" in refused([*here, "--prompt", "-"], capsys)
 
 
 def test_no_run_at_all(tmp_path, monkeypatch, capsys):
@@ -398,6 +402,18 @@ def test_bfloat16_where_the_processor_lacks_it(run):
     out, err = process.communicate()
     assert process.returncode == 2 and not out
     assert err.count(b"\n") == 1 and b"--dtype bfloat16:" in err and b"try --dtype float32" in err
+
+
+@pytest.mark.parametrize("where", ["read_prompt", "find_checkpoint", "load_model", "show"])
+def test_an_interrupt_is_one_line_wherever_it_comes(run, capsys, monkeypatch, where):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, where, interrupted)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--checkpoint", str(run), "--device", "cpu"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "error: interrupted"
 
 
 def test_a_reader_that_stops_early_hears_no_complaint(run):

@@ -90,6 +90,22 @@ def test_evaluation_has_every_token_but_the_first_as_a_target_once(length, batch
     assert all(size == (batch_size, 8) for size in sizes[:-2])
 
 
+@pytest.mark.parametrize(
+    "most, expected",
+    [(None, 99), (1000, 99), (99, 99), (98, 96), (96, 96), (95, 88), (50, 48), (8, 8), (7, 8), (1, 8)],
+)
+def test_evaluation_of_the_first_tokens_alone(most, expected):
+    """Windows stay whole, and one is the least; 99 targets are twelve windows of 8 and three tokens."""
+    tokens = np.random.default_rng(0).integers(0, 60_000, 100).astype(np.uint16)
+    seen: list[int] = []
+    for inputs, targets in evaluation_batches(tokens, 8, 3, most):
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert expected == 99 or inputs.shape[1] == 8
+        seen += targets.flatten().tolist()
+    assert seen == tokens[1 : expected + 1].tolist()
+    assert len(list(evaluation_batches(tokens[:4], 8, 3, most_tokens=2))) == 1, "shorter than a window"
+
+
 # --- the folder of a prepared corpus ----------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.corpus import Corpus, open_corpus
+from data.corpus import Corpus, corpus_name, open_corpus
 
 TEXTS = [f"document {number} é\n" * (number % 7 + 1) for number in range(300)]
 
@@ -49,6 +49,22 @@ def test_the_split_does_not_depend_on_order_or_on_how_documents_are_packed(tmp_p
         )
     assert one.hash == files.hash == two.hash != backwards.hash
     assert (files.name, two.name) == ("folder", "c+d")
+
+
+def test_the_name_of_many_sources_fits_into_a_file_name():
+    assert corpus_name(["python", "some/notes.txt", "b.jsonl.gz"]) == "python+notes+b"
+    assert corpus_name([f"source{number}" for number in range(99)]) == "+".join(f"source{n}" for n in range(99))[:80]
+    assert corpus_name(["語" * 200]) == "語" * 26, "80 bytes, of which a character takes three"
+
+
+def test_a_bar_shows_where_somebody_watches_that_a_large_corpus_is_read(tmp_path, capsys, monkeypatch):
+    (tmp_path / "text").write_text("text\n" * 1000)
+    open_corpus([str(tmp_path / "text")], tmp_path)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("data.corpus.DELAY", 0)
+    open_corpus([str(tmp_path / "text")], tmp_path)
+    assert "reading the text" in capsys.readouterr().err
 
 
 def test_copies_stay_on_one_side(tmp_path):

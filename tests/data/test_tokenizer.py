@@ -196,10 +196,11 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_the_largest_that
         train_tokenizer(texts, most + 1)
 
 
-def test_a_vocabulary_smaller_than_the_alphabet_is_refused_with_the_least_that_works():
+@pytest.mark.parametrize("size", [1, 2, 3, 100, 260])
+def test_a_vocabulary_smaller_than_the_alphabet_is_refused_with_the_least_that_works(size):
     texts = ["the cat sat on the mat\n"] * 3
-    with pytest.raises(ValueError, match=r"^--vocab-size 100 cannot hold .* at least \d+$") as error:
-        train_tokenizer(texts, 100)
+    with pytest.raises(ValueError, match=rf"^--vocab-size {size} cannot hold .* at least \d+$") as error:
+        train_tokenizer(texts, size)
     least = int(str(error.value).split()[-1])
     assert train_tokenizer(texts, least).vocab_size == least
 
