@@ -130,7 +130,7 @@ class TrainConfig:
     device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
     dtype: str = knob("auto", "of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
     compile: bool = knob(None, "torch.compile the model (default: where it pays within the run)")
-    eval_every: int = knob(160, "steps between evaluations; the last step always has one")
+    eval_every: int = knob(80, "steps between evaluations; the last step always has one")
     save_every: int = knob(160, "steps between checkpoints; the last step always has one")
     keep: int = knob(2, "checkpoints to keep")
     log: str = knob("none", "log to this as well", choices=["none", "tensorboard", "wandb"])
