@@ -69,7 +69,7 @@ def check_placement(name: str, layers: int, identity: bool) -> None:
     placement = PLACEMENTS[name]
     if layers < placement.least_layers:
         raise ValueError(
-            f"--placement {name} is a mixture of blocks and needs --layers {placement.least_layers} or more, not {layers}"
+            f"--placement {name} needs --layers {placement.least_layers} or more: its blocks are of two sorts"
         )
     if identity and not placement.bare:
         choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.bare)

@@ -80,7 +80,7 @@ class LayerNormScaling(OneNorm):
 
 
 def mix_norm(site: Site) -> nn.Module:
-    """Post-norm in the first quarter of the blocks, at least one, and pre-norm in the rest. Mix-LN, arXiv 2412.13795."""
+    """Post-norm in the first quarter of the blocks, at least one, pre-norm in the rest. Mix-LN, arXiv 2412.13795."""
     return PostNorm(site) if site.layer < max(1, site.depth // 4) else PreNorm(site)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def randomised(model: Llama) -> Llama:
 # --- models by hand --------------------------------------------------------------------------------------------------
 
 
-def by_hand(placement: str, w: dict[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none") -> Tensor:
+def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none") -> Tensor:
     """Logits by the table of placements alone, from weights by name; rmsnorm, or layernorm where there are biases."""
 
     def norm(path: str) -> Callable[[Tensor], Tensor]:
@@ -151,7 +151,8 @@ def test_values_and_gradients(placement, kind, qk_norm):
     # both are float64: 1e-16 an operation, amplified through 16 sublayers
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
     along = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    gradients, by_hand_too = (torch.autograd.grad((logits * along).sum(), leaves.values()) for logits in (got, expected))
+    weights = list(leaves.values())
+    gradients, by_hand_too = (torch.autograd.grad((logits * along).sum(), weights) for logits in (got, expected))
     for name, gradient, other in zip(leaves, gradients, by_hand_too, strict=True):
         assert gradient.abs().max() > 0, name
         assert (gradient - other).abs().max() <= 1e-9 * other.abs().max(), name
@@ -283,7 +284,7 @@ def test_norms_are_told_where_they_stand():
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"placement": "mix", "layers": 1}, "--placement mix is a mixture of blocks and needs --layers 2 or more, not 1"),
+        ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
         *(
             ({"placement": name, "norm": "none"}, f"--norm none leaves --placement {name} without what it places; ")
             for name in PLACEMENTS
@@ -338,17 +339,15 @@ def gradient_ratio(model: Llama) -> float:
     """Norm of the gradient of the first block's matrices over the last's."""
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(0))
     model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    norms = [
-        math.hypot(*(float(block.get_parameter(f"{path}.weight").grad.norm()) for path in ROLES.values()))
+    first, last = (
+        math.hypot(*(float(weight.grad.norm()) for weight in block.parameters() if weight.grad is not None))
         for block in (model.layers[0], model.layers[-1])
-    ]
-    return norms[0] / norms[1]
+    )
+    return first / last
 
 
 def deep(placement: str) -> Llama:
-    return Llama(
-        ModelConfig(placement=placement, init="xavier", dim=64, layers=24, heads=4, context=16, vocab_size=64)
-    )
+    return Llama(ModelConfig(placement=placement, init="xavier", dim=64, layers=24, heads=4, context=16, vocab_size=64))
 
 
 def test_deepnorm_keeps_gradients_alike_over_depth_and_its_inverted_gain_does_not():
