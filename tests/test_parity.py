@@ -18,9 +18,9 @@ from model import Llama
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = dict(dim=64, layers=4, heads=4, kv_heads=2, hidden_dim=96, context=48, vocab_size=89, rope_theta=500.0)
+SIZES = dict(dim=64, layers=3, heads=4, kv_heads=2, hidden_dim=96, context=48, vocab_size=89, rope_theta=500.0)
 THEIR_SIZES = dict(
-    hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+    hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
     max_position_embeddings=48, vocab_size=89, tie_word_embeddings=False, attn_implementation="eager",
     pad_token_id=None, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
@@ -53,7 +53,7 @@ PAIRS = [
         "Gemma2",
         dict(
             head_dim=16, query_pre_attn_scalar=16, hidden_activation="silu", attn_logit_softcapping=None,
-            final_logit_softcapping=None, layer_types=["full_attention"] * 4,
+            final_logit_softcapping=None, layer_types=["full_attention"] * 3,
         ),
         dict(placement="sandwich"),
         gemma_to_ours,
@@ -125,3 +125,8 @@ def test_logits_agree(pair, measured):
     fp32, ours, theirs = measured[pair.model]
     assert fp32 <= 1e-5
     assert ours <= theirs
+
+
+def test_a_placement_that_hugging_face_has_not_is_refused():
+    with pytest.raises(ValueError, match="no names for --placement post; pre, reordered, sandwich have"):
+        from_hugging_face({}, ModelConfig(placement="post"))

@@ -357,7 +357,7 @@ def test_deepnorm_keeps_gradients_alike_over_depth_and_its_inverted_gain_does_no
         for role, _, weight in weights_by_role(inverted):
             if role in GAINS:
                 weight.mul_(math.sqrt(8 * 24))  # (8L)^-¼ to (8L)^¼
-    assert gradient_ratio(inverted) > 1e3
+    assert gradient_ratio(inverted) > 100  # 2e3 here, 2e7 at twice the depth
 
 
 def variances(placement: str, louder: float = 1.0) -> list[float]:
