@@ -265,36 +265,70 @@ def _some(names: Iterable[str]) -> str:
 
 # --- Hugging Face's names --------------------------------------------------------------------------------------------
 
-# Our names and Hugging Face's, for a Llama (placement `pre`). The layouts agree: nothing is transposed or permuted.
+# Our names and Hugging Face's. The layouts agree: nothing is transposed or permuted.
 HF_NAMES = {
     "embed_tokens.weight": "model.embed_tokens.weight",
-    "layers.{}.attention_residual.norm.weight": "model.layers.{}.input_layernorm.weight",
     "layers.{}.self_attn.q_proj.weight": "model.layers.{}.self_attn.q_proj.weight",
     "layers.{}.self_attn.k_proj.weight": "model.layers.{}.self_attn.k_proj.weight",
     "layers.{}.self_attn.v_proj.weight": "model.layers.{}.self_attn.v_proj.weight",
     "layers.{}.self_attn.o_proj.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.{}.mlp_residual.norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     "layers.{}.mlp.gate_proj.weight": "model.layers.{}.mlp.gate_proj.weight",
     "layers.{}.mlp.up_proj.weight": "model.layers.{}.mlp.up_proj.weight",
     "layers.{}.mlp.down_proj.weight": "model.layers.{}.mlp.down_proj.weight",
     "finish.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
+# The norms' names go by the placement; `post_attention_layernorm` is before the MLP in one and after attention in two.
+HF_NORMS = {
+    "pre": {  # Llama, Qwen 3, StableLM
+        "attention_residual.norm.weight": "input_layernorm.weight",
+        "mlp_residual.norm.weight": "post_attention_layernorm.weight",
+    },
+    "reordered": {  # OLMo 2
+        "attention_residual.norm.weight": "post_attention_layernorm.weight",
+        "mlp_residual.norm.weight": "post_feedforward_layernorm.weight",
+    },
+    "sandwich": {  # Gemma 2
+        "attention_residual.norm.weight": "input_layernorm.weight",
+        "attention_residual.norm_out.weight": "post_attention_layernorm.weight",
+        "mlp_residual.norm.weight": "pre_feedforward_layernorm.weight",
+        "mlp_residual.norm_out.weight": "post_feedforward_layernorm.weight",
+    },
+}
 
 
 def hugging_face_name(ours: str) -> str:
     """Hugging Face's name of our weight. Raises ValueError if a Llama has none like it."""
-    return _translate(ours, HF_NAMES)
+    return _translate(ours, _names(ModelConfig()))
 
 
-def from_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A Hugging Face Llama's state by our names, ready for `load_state_dict`; a head that is left out is tied.
+def from_hugging_face(state: Mapping[str, Tensor], config: ModelConfig | None = None) -> dict[str, Tensor]:
+    """A Hugging Face model's state by our names, ready for `load_state_dict`; a head that is left out is tied.
 
-    Raises ValueError for a name that a Llama does not have.
+    `config` is of the model that takes it, a Llama if left out. Raises ValueError for a name that such a model does
+    not have.
     """
-    theirs = {their_name: name for name, their_name in HF_NAMES.items()}
+    theirs = {their_name: name for name, their_name in _names(config or ModelConfig()).items()}
     ours = {_translate(name, theirs): tensor for name, tensor in state.items()}
     return {"lm_head.weight": ours["embed_tokens.weight"]} | ours
+
+
+def _names(config: ModelConfig) -> dict[str, str]:
+    """The whole table for models like `config`. Raises ValueError if Hugging Face has none of that placement."""
+    if config.placement not in HF_NORMS:
+        raise ValueError(f"Hugging Face has no names for --placement {config.placement}; {', '.join(HF_NORMS)} have")
+    names = HF_NAMES | {
+        f"layers.{{}}.{ours}": f"model.layers.{{}}.{theirs}" for ours, theirs in HF_NORMS[config.placement].items()
+    }
+    if config.norm == "layernorm":
+        norms = [name for name in names if "norm" in name or name == "finish.weight"]
+        names |= {name.replace("weight", "bias"): names[name].replace("weight", "bias") for name in norms}
+    if config.qk_norm != "none":
+        inside = ".norm" if config.qk_norm == "full" else ""
+        for part in ("q_norm", "k_norm"):
+            path = f"layers.{{}}.self_attn.{part}"
+            names[f"{path}{inside}.weight"] = f"model.{path}.weight"
+    return names
 
 
 def to_hugging_face(model: Llama) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from norms import KINDS, build_norm, is_a, parse_norm_args
-from norms.placement import PLACEMENTS
+from norms import KINDS, TRAITS, build_norm, is_a, parse_norm_args
+from norms.placement import PLACEMENTS, check_placement
 
 LARGEST = 2**31 - 1  # of any size; C++ and the file formats count in such numbers
 MOST_WEIGHTS = 10**12  # in fp32 alone 4 TB, which no single device has
@@ -72,12 +72,18 @@ class ModelConfig:
     rope_theta: float = knob(10000.0, "base of the rotary embedding's wavelengths")
     tie_embeddings: bool = knob(True, "let the output head be the embedding")
     dropout: float = knob(0.0, "share of activations dropped in training, for small corpora")
-    init: str = knob("normal", "draw weights from N(0, 0.02), or by Xavier's rule", choices=["normal", "xavier"])
+    init: str = knob(
+        None,
+        "draw weights from N(0, 0.02), or by Xavier's rule (default: normal; xavier for --placement deepnorm)",
+        choices=["normal", "xavier"],
+    )
     depth_scaled_init: bool = knob(
         True, "start what writes into the stream at 1/sqrt(2 layers) of its size; --init normal only"
     )
 
     def __post_init__(self) -> None:
+        if self.init is None and self.placement in PLACEMENTS:
+            object.__setattr__(self, "init", PLACEMENTS[self.placement].init)
         _check_choices(self)
         check_sizes(self, "dim", "layers", "heads", "kv_heads", "hidden_dim", "context", "vocab_size")
         if self.kv_heads is None:
@@ -94,6 +100,7 @@ class ModelConfig:
             f"a model of {self.weights:.1e} weights is too large to train; "
             "choose a smaller --dim, --hidden-dim, --layers or --vocab-size",
         )
+        check_placement(self.placement, self.layers, TRAITS[self.norm].identity)
         with torch.device("meta"):  # a trial, which refuses arguments that it cannot use and takes no memory
             build_norm(self.norm, self.dim, **self.norm_args)
 
@@ -183,6 +190,7 @@ FOLLOWS = {
     "hidden_dim": "dim",
     "kv_heads": "heads",
     "norm_args": "norm",
+    "init": "placement",
     "vocab_size": "tokenizer",
     "warmup": "steps",
 }

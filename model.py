@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from config import ModelConfig
 from norms import TRAITS, build_norm
+from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and sines of the positions at hand, T D/2 each
@@ -90,14 +91,15 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim)
         self.o_proj = Linear(config.heads * config.head_dim, config.dim)
-        self.q_norm = qk_norm(config, config.heads, "query")
-        self.k_norm = qk_norm(config, config.kv_heads, "key")
+        self.q_norm = head_norm(config, config.heads, "query")
+        self.k_norm = head_norm(config, config.kv_heads, "key")
+        self.v_norm = head_norm(config, config.kv_heads, "value")
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "KVCache | None" = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)), rope).transpose(1, 2)  # B H T D
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), rope).transpose(1, 2)  # B K T D
-        v = self.v_proj(x).view(heads).transpose(1, 2)  # B K T D
+        v = self.v_norm(self.v_proj(x).view(heads)).transpose(1, 2)  # B K T D
         if cache is not None:
             k, v = cache.extend(k, v)  # B K S D
         y = attend(q, k, v, self.dropout.p if self.training else 0.0)  # B H T D
@@ -143,12 +145,12 @@ def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> RopeTabl
 
 
 def rotate(x: Tensor, rope: RopeTable) -> Tensor:
-    """Turn each pair of features (i, i + D/2) of `x`, B T H D, by its position's angle, in fp32.
+    """Turn each pair of features (i, i + D/2) of `x`, B T H D, by its position's angle, in fp32 or more.
 
     Pairing halves instead of neighbours is the layout of Hugging Face's Llama weights.
     """
     cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 D/2
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = upcast(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
@@ -177,20 +179,24 @@ class Rope(nn.Module):
         return self
 
 
-# --- norms on queries and keys, and the cache ------------------------------------------------------------------------
+# --- norms on queries, keys and values, and the cache ----------------------------------------------------------------
 
 
-def qk_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
-    """The norm on queries or keys, B T heads D: of each head (arXiv 2010.04245), of all heads at once, or none.
+def head_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
+    """The norm on the queries, keys or values, B T heads D: of each head (arXiv 2010.04245), of all at once, or none.
 
-    It is of the model's kind, or RMSNorm where that kind makes no sense on a single head.
+    `--qk-norm` decides for queries and keys; where it does not, and for values, the placement does, and always per
+    head. The norm is of the model's kind, or RMSNorm where that kind makes no sense on a single head.
     """
-    if config.qk_norm == "none":
+    extent = "none" if site == "value" else config.qk_norm
+    if extent == "none" and PLACEMENTS[config.placement].qkv_norm:
+        extent = "head"
+    if extent == "none":
         return nn.Identity()
-    width = config.head_dim if config.qk_norm == "head" else heads * config.head_dim
+    width = config.head_dim if extent == "head" else heads * config.head_dim
     kind, norm_args = (config.norm, config.norm_args) if TRAITS[config.norm].per_head else ("rmsnorm", {})
     norm = build_norm(kind, width, site=site, **norm_args)
-    return norm if config.qk_norm == "head" else FullWidth(norm)
+    return norm if extent == "head" else FullWidth(norm)
 
 
 class FullWidth(nn.Module):

@@ -12,9 +12,10 @@ also define
     def error_bound(x, state, eps, **norm_args) -> Tensor
 
 the absolute error allowed when computing with machine precision `eps`; without it the bound is 4 ulp of the output,
-RMSNorm's (measured: 3.6 for d from 64 to 4096).
+RMSNorm's (measured: 3.6 for d from 64 to 4096); and WIDTHS, where the kind takes only multiples of that.
 """
 
+import copy
 import importlib.util
 import inspect
 import shutil
@@ -42,6 +43,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KIND_NAMES = sorted(KINDS)
 WITH_EPS = [kind for kind in KIND_NAMES if "eps" in inspect.signature(KINDS[kind]).parameters]
 
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("rmsnorm", {"elementwise_affine": False}),
+    ("layernorm", {"bias": False}),
+    ("layernorm", {"elementwise_affine": False}),
+]  # that have fewer parameters than their oracle
+
 each_kind = pytest.mark.parametrize("kind", KIND_NAMES)
 each_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
@@ -65,6 +72,12 @@ def oracle_file(kind: str) -> ModuleType:
         if hasattr(module, "oracle"):
             return module
     pytest.fail(f"norm {kind!r} has no float64 oracle: define oracle(x, state, **norm_args) in tests/norms/{path.name}")
+
+
+def width(kind: str, at_least: int) -> int:
+    """The narrowest width from there on that the kind takes."""
+    multiple = getattr(oracle_file(kind), "WIDTHS", 1)
+    return -(-at_least // multiple) * multiple
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
@@ -97,13 +110,13 @@ def ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
     return info.eps * torch.exp2(torch.floor(torch.log2(torch.maximum(y.abs(), smallest))))
 
 
-def allowed_error(kind: str, x: Tensor, state: dict[str, Tensor], dtype: torch.dtype, **norm_args) -> Tensor:
+def allowed_error(kind: str, x: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The kind's bound in the precision it computes in, and half an ulp for the one cast to `dtype` at the end."""
     computed_in = torch.promote_types(dtype, torch.float32)
-    y = oracle_file(kind).oracle(x, state, **norm_args)
+    y = oracle_file(kind).oracle(x, state)
     eps = torch.finfo(computed_in).eps
     if hasattr(oracle_file(kind), "error_bound"):
-        bound = oracle_file(kind).error_bound(x, state, eps, **norm_args)
+        bound = oracle_file(kind).error_bound(x, state, eps)
     else:
         bound = 4 * ulp(y, computed_in)
     if dtype == torch.float64:
@@ -111,12 +124,14 @@ def allowed_error(kind: str, x: Tensor, state: dict[str, Tensor], dtype: torch.d
     return bound if dtype == computed_in else bound + 0.5 * ulp(y, dtype)
 
 
-def assert_matches_oracle(kind: str, norm: nn.Module, x: Tensor, y: Tensor | None = None, **norm_args) -> None:
-    """Hold y, or else norm(x), against the oracle with the parameters of `norm`."""
-    y, state = norm(x) if y is None else y, state_of(norm)
+def assert_matches_oracle(
+    kind: str, norm: nn.Module, x: Tensor, y: Tensor | None = None, missing: dict[str, Tensor] | None = None
+) -> None:
+    """Hold y, or else norm(x), against the oracle with the parameters of `norm`, and those that are `missing` there."""
+    y, state = norm(x) if y is None else y, (missing or {}) | state_of(norm)
     exact_x = x.detach().cpu().double()
-    error = (y.detach().cpu().double() - oracle_file(kind).oracle(exact_x, state, **norm_args)).abs()
-    worst = (error / allowed_error(kind, exact_x, state, x.dtype, **norm_args)).max().item()
+    error = (y.detach().cpu().double() - oracle_file(kind).oracle(exact_x, state)).abs()
+    worst = (error / allowed_error(kind, exact_x, state, x.dtype)).max().item()
     assert worst <= 1, f"{worst:.2f} times the error allowed"  # also when it is NaN
 
 
@@ -167,13 +182,15 @@ def test_gains_in_bf16_lose_nothing_more_than_their_own_rounding(kind, device):
 @each_mode
 def test_autocast_changes_nothing(kind, training, device):
     norm = trained_norm(kind, 256, training, device)
+    same_norm = copy.deepcopy(norm)  # as it was, where a norm remembers a backward pass
     x = random(4, 12, 256, device=device, seed=7).requires_grad_()
     with torch.autocast(device, torch.bfloat16):
         inside = norm(x)
+    outside = same_norm(x)
     assert inside.dtype == torch.float32
-    assert torch.equal(inside, norm(x))
-    (grad,) = torch.autograd.grad(inside.square().sum(), x)
-    assert torch.equal(grad, torch.autograd.grad(norm(x).square().sum(), x)[0])
+    assert torch.equal(inside, outside)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (inside, outside)]
+    assert torch.equal(*grads)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -183,24 +200,52 @@ def test_autocast_changes_nothing(kind, training, device):
 @each_mode
 @pytest.mark.parametrize(("rows", "dim", "gain_bound"), [(512, 64, 5e-7), (512, 1024, 5e-7), (8192, 32, 2e-6)])
 def test_gradients_match_the_oracles(kind, training, rows, dim, gain_bound, device):
-    """Bounds relative to the largest gradient; that of a gain is a sum over rows."""
+    """Bounds relative to the largest gradient; that of a gain is a sum over rows.
+
+    That of a scalar is a sum over features besides, whose terms cancel by chance: relative to the root of the sum of
+    their squares (measured: 3e-7 at 512 rows, 5e-7 at 8192, where the sum itself may be 400 times smaller).
+    """
     norm = trained_norm(kind, dim, training, device)
     x = random(4, rows // 4, dim, device=device).requires_grad_()
     grad_y = random(4, rows // 4, dim, device=device, seed=1)
     norm(x).backward(grad_y)
 
     exact_x, state = x.detach().cpu().double().requires_grad_(), state_of(norm)
+    scalars = [name for name, parameter in norm.named_parameters() if parameter.shape == (1,)]
+    state |= {name: state[name].detach().expand(x.shape).clone().requires_grad_() for name in scalars}
     oracle_file(kind).oracle(exact_x, state).backward(grad_y.cpu().double())
 
-    error = {"x": relative_error(x.grad, exact_x.grad)}
+    input_error, error = relative_error(x.grad, exact_x.grad), {}
     for name, parameter in norm.named_parameters():
-        error[name] = relative_error(parameter.grad, state[name].grad)
-    input_error = error.pop("x")
+        terms: Any = state[name].grad
+        if name in scalars:
+            error[name] = abs(parameter.grad.item() - terms.sum().item()) / terms.norm().item()
+        else:
+            error[name] = relative_error(parameter.grad, terms)
     assert all(e <= gain_bound for e in error.values()), error
     if TRAITS[kind].exact_backward or not training:
         assert input_error <= 5e-7
     else:
         assert input_error > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "norm_args"), VARIANTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_and_gradients_without_gain_or_bias_are_those_with_one_and_zero(kind, norm_args, dtype, device):
+    norm = trained_norm(kind, 256, device=device, **norm_args)
+    x = random(4, 128, 256, dtype=dtype, device=device).requires_grad_()
+    missing = {"weight": torch.ones(256, dtype=torch.float64), "bias": torch.zeros(256, dtype=torch.float64)}
+    state = state_of(norm)
+    assert_matches_oracle(kind, norm, x, missing=missing)
+    grad_y = random(4, 128, 256, device=device, seed=1)
+    norm(x).backward(grad_y.to(dtype))
+
+    exact_x = x.detach().cpu().double().requires_grad_()
+    oracle_file(kind).oracle(exact_x, missing | state).backward(grad_y.to(dtype).cpu().double())
+    bound = max(5e-7, torch.finfo(dtype).eps)  # a gradient in bf16 is rounded to it
+    assert relative_error(x.grad, exact_x.grad) <= bound
+    for name, parameter in norm.named_parameters():
+        assert relative_error(parameter.grad, state[name].grad) <= 5e-7
 
 
 def relative_error(a: Tensor | None, exact: Tensor | None) -> float:
@@ -211,9 +256,10 @@ def relative_error(a: Tensor | None, exact: Tensor | None) -> float:
 @each_kind
 @each_mode
 def test_first_and_second_derivatives_are_those_of_the_forward(kind, training, device):
-    norm = trained_norm(kind, 5, training, device).double()
+    dim = width(kind, 5)
+    norm = trained_norm(kind, dim, training, device).double()
     names = list(dict(norm.named_parameters()))
-    x = random(2, 3, 5, dtype=torch.float64, device=device).requires_grad_()
+    x = random(2, 3, dim, dtype=torch.float64, device=device).requires_grad_()
 
     def forward(x: Tensor, *parameters: Tensor) -> Tensor:
         return torch.func.functional_call(norm, dict(zip(names, parameters, strict=True)), (x,))
@@ -247,6 +293,7 @@ def test_zero_rows_match_the_oracle_and_have_finite_gradients(kind, training, dt
 @pytest.mark.parametrize("value", [1.0, -3e-5, 0.1, 1e3 + 0.7, 1e6 + 0.3, 1e17])
 def test_constant_rows_give_the_bias(kind, value, dim, device):
     """Only where a shift makes no difference; a naive two-pass variance gives 0.9997 at 1e6 + 0.3."""
+    dim = width(kind, dim)
     norm = trained_norm(kind, dim, device=device)
     y = norm(torch.full((2, 3, dim), value, device=device))
     bias = dict(norm.named_parameters()).get("bias", torch.zeros(dim, device=device))
@@ -336,6 +383,7 @@ def test_identity(kind, device):
 @pytest.mark.parametrize("dim", [64, 100, 768])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rows_output_does_not_depend_on_the_others(kind, dtype, dim, training):
+    dim = width(kind, dim)
     norm = trained_norm(kind, dim, training)
     x = random(6, 40, dim, dtype=dtype)
     whole = norm(x)
@@ -359,9 +407,12 @@ def test_traits_agree_with_each_other():
 @each_mode
 @pytest.mark.parametrize("placement", sorted(PLACEMENTS))
 def test_no_token_of_a_model_sees_a_later_one(kind, placement, training):
-    config = ModelConfig(
-        norm=kind, placement=placement, qk_norm="head", dim=32, layers=2, heads=2, context=12, vocab_size=50
-    )
+    sizes: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "context": 12, "vocab_size": 50}
+    try:
+        config = ModelConfig(norm=kind, placement=placement, qk_norm="head", **sizes)
+    except ValueError:
+        assert TRAITS[kind].identity
+        pytest.skip("this placement is refused without a norm")
     model = Llama(config).train(training)
     tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -384,11 +435,12 @@ def test_no_token_of_a_model_sees_a_later_one(kind, placement, training):
 
 @each_kind
 @each_mode
-@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8), (0, 8)])
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0,)])
 def test_an_empty_batch_passes_and_leaves_no_trace(kind, training, shape, device):
-    norm = trained_norm(kind, 8, training, device)
+    dim = width(kind, 8)
+    norm = trained_norm(kind, dim, training, device)
     before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
-    x = torch.empty(shape, device=device, requires_grad=True)
+    x = torch.empty(*shape, dim, device=device, requires_grad=True)
     y = norm(x)
     assert y.shape == x.shape
     y.sum().backward()
@@ -406,34 +458,36 @@ def test_an_empty_batch_passes_and_leaves_no_trace(kind, training, shape, device
     [
         lambda x: x.transpose(0, 1),
         lambda x: x.permute(2, 0, 1),
-        lambda x: x[:, ::2, 1:],
+        lambda x: x[:, ::2, 1::2],
         lambda x: x[:1].expand(5, -1, -1),
-        lambda x: x[..., :1].expand(-1, -1, 48),
+        lambda x: x[..., :1].expand(-1, -1, 64),
     ],
     ids=["transposed", "features first", "strided", "expanded", "one feature expanded"],
 )
 def test_strides_do_not_matter(kind, training, rearrange, device):
-    x = rearrange(random(7, 48, 48, device=device)).detach().requires_grad_()
+    x = rearrange(random(7, 64, 64, device=device)).detach().requires_grad_()
     norm = trained_norm(kind, x.shape[-1], training, device)
     assert not x.is_contiguous()
     assert_matches_oracle(kind, norm, x)
     grad_y = random(*x.shape, device=device, seed=1)
+    same_norm = copy.deepcopy(norm)  # as it was, where a norm remembers a backward pass
     (grad,) = torch.autograd.grad(norm(x), x, grad_y)
-    copy = x.detach().contiguous().requires_grad_()
-    (expected,) = torch.autograd.grad(norm(copy), copy, grad_y)
+    contiguous = x.detach().contiguous().requires_grad_()
+    (expected,) = torch.autograd.grad(same_norm(contiguous), contiguous, grad_y)
     assert relative_error(grad, expected.cpu().double()) <= 1e-6
 
 
 @each_kind
 def test_meta_device(kind):
+    dim = width(kind, 8)
     with torch.device("meta"):
-        norm: Any = build_norm(kind, 8)
-        assert norm(torch.empty(2, 3, 8)).shape == (2, 3, 8)
+        norm: Any = build_norm(kind, dim)
+        assert norm(torch.empty(2, 3, dim)).shape == (2, 3, dim)
     norm.to_empty(device="cpu")
     for tensor in norm.state_dict().values():
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
     norm.reset_parameters()
-    fresh = build_norm(kind, 8)
+    fresh = build_norm(kind, dim)
     assert norm.state_dict().keys() == fresh.state_dict().keys()
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(norm.state_dict()[name], tensor), name
@@ -441,14 +495,14 @@ def test_meta_device(kind):
 
 @each_kind
 def test_parameters_have_stable_names_a_dimension_and_fp32(kind):
-    norm = build_norm(kind, 8)
+    dim = width(kind, 8)
+    norm = build_norm(kind, dim)
     assert set(dict(norm.named_parameters())) <= {"weight", "bias", "alpha", "shift"}
     for parameter in norm.parameters():
-        assert parameter.shape in ((8,), (1,)) and parameter.dtype == torch.float32
-    copy = build_norm(kind, 8)
-    trained = trained_norm(kind, 8)
-    copy.load_state_dict(trained.state_dict(), strict=True)
-    for name, tensor in copy.state_dict().items():
+        assert parameter.shape in ((dim,), (1,)) and parameter.dtype == torch.float32
+    trained = trained_norm(kind, dim)
+    norm.load_state_dict(trained.state_dict(), strict=True)
+    for name, tensor in norm.state_dict().items():
         assert torch.equal(tensor, trained.state_dict()[name])
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from norms import KINDS
 from norms.layernorm import LayerNorm
 from norms.mlp import NormMLP
 
@@ -37,7 +36,7 @@ def test_flowers_are_150_of_three_kinds_and_the_same_for_a_seed():
     assert torch.equal(x, flowers(0)[0]) and not torch.equal(x, flowers(1)[0])
 
 
-@pytest.mark.parametrize("norm", sorted(KINDS))
+@pytest.mark.parametrize("norm", ["batchnorm", "derf", "dyt", "layernorm", "none", "rmsnorm", "scalenorm"])
 def test_learns_flowers_it_has_not_seen(norm):
     """Adam at 0.01, 100 steps on all 150; 50 right of 150 would be chance. Two kinds overlap: the best is near 0.97."""
     torch.manual_seed(0)

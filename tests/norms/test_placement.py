@@ -1,169 +1,387 @@
-"""Placements against hand-written float64 formulas, on their own and in a whole model."""
+"""Placements in whole models against models written out by hand in float64, and what they say about the start."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from config import ModelConfig
-from model import Llama
+from model import ROLES, Llama, weights_by_role
 from norms import build_norm
-from norms.placement import PLACEMENTS, Placement, Site
+from norms.placement import PLACEMENTS, Site
 
-CONFIG = ModelConfig(dim=16, layers=3, heads=2, hidden_dim=24, context=12, vocab_size=19)
+CONFIG = ModelConfig(dim=16, layers=8, heads=2, kv_heads=1, hidden_dim=24, context=12, vocab_size=19)
 TOKENS = torch.tensor([[1, 18, 4, 4, 9, 0]])
 
 
-def rms(x: Tensor, gain: Tensor) -> Tensor:
-    return x * gain / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+def model_of(placement: str, **changes) -> Llama:
+    return Llama(dataclasses.replace(CONFIG, placement=placement, **changes)).eval()
 
 
-def standardised(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * gain / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() + bias
-
-
-ORACLES = {
-    "pre": lambda x, norm, f: x + f(norm(x)),
-    "post": lambda x, norm, f: norm(x + f(x)),
-}
-
-
-def site(name: str = "attention", kind: str = "rmsnorm") -> Site:
-    return Site(name, 1, 3, lambda where: build_norm(kind, 16, site=where))
-
-
-def test_every_placement_has_an_oracle_here():
-    assert ORACLES.keys() == PLACEMENTS.keys()
-
-
-@pytest.mark.parametrize("kind, oracle", [("rmsnorm", rms), ("layernorm", standardised)])
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_values_and_gradients(name, kind, oracle):
+def randomised(model: Llama) -> Llama:
+    """Its float64 version with gains far from one and weights so large that every part shows in the logits."""
     generator = torch.Generator().manual_seed(3)
-    residual = PLACEMENTS[name].residual(site(kind=kind)).double()
-    for parameter in residual.parameters():
-        nn.init.normal_(parameter, mean=0.5, generator=generator)
-    x = torch.randn(2, 5, 16, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(16, 16, dtype=torch.float64, generator=generator, requires_grad=True)
-    shift = torch.randn(16, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 2:
+                weight.copy_(noise / math.sqrt(weight.shape[-1]))
+            elif name.endswith("residual.a"):  # nothing else holds ReZero's stream back
+                weight.copy_(0.3 + 0.1 * noise)
+            else:
+                weight.copy_(0.4 * noise + (0 if name.endswith("bias") else 1))
+    return model.double()
 
-    def sublayer(h: Tensor, more: Tensor) -> Tensor:
-        return torch.tanh(h @ weight) + more
 
-    leaves = [x, weight, *residual.parameters()]
-    got = residual(x, sublayer, shift)
-    expected = ORACLES[name](x, lambda h: oracle(h, *residual.parameters()), lambda h: sublayer(h, shift))
-    # both are float64: 1e-16 per operation, and the eps inside the root is the same
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    along = torch.randn(got.shape, dtype=torch.float64, generator=generator)
-    gradients, expected_gradients = (torch.autograd.grad((y * along).sum(), leaves) for y in (got, expected))
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-10)
+# --- models by hand --------------------------------------------------------------------------------------------------
+
+
+def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none") -> Tensor:
+    """Logits by the table of placements alone, from weights by name; rmsnorm, or layernorm where there are biases."""
+
+    def norm(path: str) -> Callable[[Tensor], Tensor]:
+        gain = w[path + ".weight"]
+        if path + ".bias" not in w:
+            return lambda h: h * gain / ((h * h).mean(-1, keepdim=True) + 1e-6) ** 0.5
+
+        def standardised(h: Tensor) -> Tensor:
+            centred = h - h.mean(-1, keepdim=True)
+            return centred * gain / ((centred * centred).mean(-1, keepdim=True) + 1e-5) ** 0.5 + w[path + ".bias"]
+
+        return standardised
+
+    def turned(h: Tensor) -> Tensor:  # T 8: feature i is the real part and i + 4 the imaginary one
+        angle = torch.outer(torch.arange(len(h)).double(), 10000.0 ** (-torch.arange(4).double() / 4))
+        cos, sin = angle.cos().float().double(), angle.sin().float().double()  # the model keeps its table in fp32
+        z = torch.complex(h[:, :4], h[:, 4:]) * torch.complex(cos, sin)
+        return torch.cat((z.real, z.imag), -1)
+
+    def attention(path: str) -> Callable[[Tensor], Tensor]:
+        def f(h: Tensor) -> Tensor:
+            q, k, v = (h @ w[f"{path}{part}_proj.weight"].T for part in "qkv")
+            per_head = qk_norm == "head" or (placement == "hybrid" and qk_norm == "none")
+            if qk_norm == "full":
+                q, k = norm(path + "q_norm.norm")(q), norm(path + "k_norm.norm")(k)
+            elif per_head:
+                q = torch.cat([norm(path + "q_norm")(part) for part in q.split(8, -1)], -1)
+                k = norm(path + "k_norm")(k)
+            if placement == "hybrid":
+                v = norm(path + "v_norm")(v)
+            future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
+            rows = []
+            for b, head in itertools.product(range(len(h)), range(2)):
+                scores = turned(q[b, :, 8 * head : 8 * head + 8]) @ turned(k[b]).T / 8**0.5
+                rows.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[b])
+            y = torch.stack([torch.cat(rows[2 * b : 2 * b + 2], -1) for b in range(len(h))])
+            return y @ w[path + "o_proj.weight"].T
+
+        return f
+
+    def mlp(path: str) -> Callable[[Tensor], Tensor]:
+        def f(h: Tensor) -> Tensor:
+            gate, up = h @ w[path + "gate_proj.weight"].T, h @ w[path + "up_proj.weight"].T
+            return (gate / (1 + (-gate).exp()) * up) @ w[path + "down_proj.weight"].T
+
+        return f
+
+    sublayers = []  # block from 1, sublayer, where its residual connection's weights are
+    for layer in range(layers):
+        at = f"layers.{layer}."
+        sublayers.append((layer + 1, attention(at + "self_attn."), at + "attention_residual."))
+        sublayers.append((layer + 1, mlp(at + "mlp."), at + "mlp_residual."))
+    x = w["embed_tokens.weight"][tokens]
+    y = x
+    for number, (block, f, at) in enumerate(sublayers):
+        first = at + "norm"
+        match placement:
+            case "pre":
+                x = x + f(norm(first)(x))
+            case "post":
+                x = norm(first)(x + f(x))
+            case "deepnorm":
+                x = norm(first)((2 * layers) ** 0.25 * x + f(x))
+            case "sandwich":
+                x = x + norm(at + "norm_out")(f(norm(first)(x)))
+            case "reordered":
+                x = x + norm(first)(f(x))
+            case "lns":
+                x = x + f(norm(first)(x) / math.sqrt(block))
+            case "mix":  # of 8 blocks 2 are post
+                x = norm(first)(x + f(x)) if block <= 2 else x + f(norm(first)(x))
+            case "residual":
+                z = f(x)
+                x, y = norm(first)(x + z), y + z
+            case "hybrid":
+                h = x if number % 2 == 0 else norm(first)(x)
+                x = h + f(h)
+            case "siamese":
+                h = norm(at + "norm_x")(x)
+                z = f(norm(first)(h + norm(at + "norm_y")(y)))
+                x, y = h + z / math.sqrt(2 * block), y + z
+            case "rezero":
+                x = x + w[at + "a"] * f(x)
+    match placement:
+        case "post" | "deepnorm":
+            pass
+        case "residual":
+            x = x + norm("finish.norm")(y)
+        case "siamese":
+            x = norm("finish.norm")(norm("finish.norm_x")(x) + norm("finish.norm_y")(y))
+        case _:
+            x = norm("finish")(x)
+    return x @ w["lm_head.weight"].T
+
+
+CELLS = [(name, "rmsnorm", "none") for name in PLACEMENTS] + [
+    ("pre", "layernorm", "none"), ("sandwich", "layernorm", "none"), ("siamese", "layernorm", "none"),
+    ("hybrid", "layernorm", "none"), ("hybrid", "rmsnorm", "head"), ("hybrid", "rmsnorm", "full"),
+    ("reordered", "rmsnorm", "full"), ("residual", "rmsnorm", "head"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("placement, kind, qk_norm", CELLS)
+def test_values_and_gradients(placement, kind, qk_norm):
+    model = randomised(model_of(placement, norm=kind, qk_norm=qk_norm, tie_embeddings=False))
+    leaves = dict(model.named_parameters())
+    got, expected = model(TOKENS), by_hand(placement, leaves, TOKENS, CONFIG.layers, qk_norm)
+    # both are float64: 1e-16 an operation, amplified through 16 sublayers
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+    along = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    weights = list(leaves.values())
+    gradients, by_hand_too = (torch.autograd.grad((logits * along).sum(), weights) for logits in (got, expected))
+    for name, gradient, other in zip(leaves, gradients, by_hand_too, strict=True):
+        assert gradient.abs().max() > 0, name
+        assert (gradient - other).abs().max() <= 1e-9 * other.abs().max(), name
+
+
+def test_hybrid_with_qk_norm_per_head_is_hybrid():
+    plain, asked = (randomised(model_of("hybrid", qk_norm=qk_norm)) for qk_norm in ("none", "head"))
+    assert plain.state_dict().keys() == asked.state_dict().keys()
+    assert torch.equal(plain(TOKENS), asked(TOKENS))
 
 
 def vivid_logits(placement: str, **changes) -> Tensor:
-    model = Llama(dataclasses.replace(CONFIG, placement=placement, init="xavier", **changes)).eval()
+    model = model_of(placement, init="xavier", **changes)
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_residual.a"):
+                parameter.fill_(0.5)
         return model(TOKENS)
 
 
 def test_placements_differ_pairwise_and_none_is_the_identity():
     logits = {name: vivid_logits(name) for name in PLACEMENTS}
     logits["no norm at all"] = vivid_logits("pre", norm="none")
+    logits["rezero without norm"] = vivid_logits("rezero", norm="none")
     for one, other in itertools.combinations(logits, 2):
         assert (logits[one] - logits[other]).abs().max() > 1e-3, (one, other)
 
 
-def test_a_residual_connection_uses_its_sublayer():
-    x = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
-    for name, placement in PLACEMENTS.items():
-        residual = placement.residual(site())
-        assert not torch.allclose(residual(x, torch.sin), residual(x, torch.zeros_like)), name
-
-
-def listening() -> tuple[list[str], Callable[[str], nn.Module]]:
-    """A maker of norms, and the list of the sites that it is told."""
-    told: list[str] = []
-
-    def make_norm(where: str) -> nn.Module:
-        told.append(where)
-        return nn.Identity()
-
-    return told, make_norm
-
-
-@pytest.mark.parametrize("name, finish", [("pre", "RMSNorm"), ("post", "Identity")])
-def test_where_the_final_norm_is(name, finish):
-    model = Llama(dataclasses.replace(CONFIG, placement=name))
-    assert type(model.finish).__name__ == finish
-    told, make_norm = listening()
-    PLACEMENTS[name].finish(make_norm)
-    assert told == (["final"] if name == "pre" else [])
-
-
-def test_norms_are_told_where_they_stand():
-    told, make_norm = listening()
-    for name in ("attention", "mlp"):
-        for placement in PLACEMENTS.values():
-            placement.residual(Site(name, 0, 3, make_norm))
-    assert set(told[: len(PLACEMENTS)]) == {"attention"} and set(told[len(PLACEMENTS) :]) == {"mlp"}
-
-
-def test_a_placement_with_two_streams_needs_no_change_to_the_model(monkeypatch):
-    """ResiDual (arXiv 2304.14802), added on the fly: x ← N(x + f(x)), r ← r + f(x), and x + N(r) at the end."""
-    sites = []
-
-    class ResiDual(nn.Module):
-        def __init__(self, where: Site):
-            super().__init__()
-            sites.append((where.name, where.layer, where.depth))
-            self.norm = where.make_norm(where.name)
-
-        def forward(self, streams, f, *args):
-            x, r = streams
-            y = f(x, *args)
-            return self.norm(x + y), r + y
-
-    class Join(nn.Module):
-        def __init__(self, make_norm):
-            super().__init__()
-            self.norm = make_norm("final")
-
-        def forward(self, streams):
-            return streams[0] + self.norm(streams[1])
-
-    gains = {"down": 3.0}
-    placement = Placement(
-        ResiDual, Join, lambda x: (x, x), init_gain=lambda role, depth: gains.get(role, 1.0) * depth, depth_scaled=False
-    )
-    monkeypatch.setitem(PLACEMENTS, "residual", placement)
-    model = Llama(dataclasses.replace(CONFIG, placement="residual")).eval()
-    assert sites == [(name, layer, 3) for layer in range(3) for name in ("attention", "mlp")]
-
-    plain = Llama(dataclasses.replace(CONFIG, depth_scaled_init=False))
-    for name, gain in (("down_proj", 9), ("up_proj", 3)):
-        path = f"layers.2.mlp.{name}.weight"
-        torch.testing.assert_close(model.get_parameter(path), plain.get_parameter(path) * gain)
-
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_sublayer_of_every_block_counts(placement):
+    model = randomised(model_of(placement))
     with torch.no_grad():
-        x = r = model.embed_tokens(TOKENS)
-        rope = model.rope(0, TOKENS.shape[1])
-        for layer in range(3):
-            y = model.get_submodule(f"layers.{layer}.self_attn")(x, rope)
-            x, r = rms(x + y, torch.ones(16)), r + y
-            y = model.get_submodule(f"layers.{layer}.mlp")(x)
-            x, r = rms(x + y, torch.ones(16)), r + y
-        expected = model.lm_head(x + rms(r, torch.ones(16)))
-        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+        logits = model(TOKENS)
+        for layer, path in itertools.product(range(CONFIG.layers), ("self_attn.o_proj", "mlp.down_proj")):
+            weight = model.get_parameter(f"layers.{layer}.{path}.weight")
+            kept = weight.clone()
+            weight.mul_(-1)
+            assert (model(TOKENS) - logits).abs().max() > 1e-3, (layer, path)
+            weight.copy_(kept)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_learns(placement):
+    model = model_of(placement).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(5):
+    for _ in range(8):
         optimizer.zero_grad()
         loss = model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+# --- what there is of each -------------------------------------------------------------------------------------------
+
+ONE = ["norm.weight"]
+# in attention's residual connection, in the MLP's, and at the end
+KEYS = {
+    "pre": (ONE, ONE, ["weight"]),
+    "post": (ONE, ONE, []),
+    "deepnorm": (ONE, ONE, []),
+    "sandwich": ([*ONE, "norm_out.weight"], [*ONE, "norm_out.weight"], ["weight"]),
+    "reordered": (ONE, ONE, ["weight"]),
+    "lns": (ONE, ONE, ["weight"]),
+    "mix": (ONE, ONE, ["weight"]),
+    "residual": (ONE, ONE, ["norm.weight"]),
+    "hybrid": ([], ONE, ["weight"]),
+    "siamese": (
+        [*ONE, "norm_x.weight", "norm_y.weight"],
+        [*ONE, "norm_x.weight", "norm_y.weight"],
+        ["norm.weight", "norm_x.weight", "norm_y.weight"],
+    ),
+    "rezero": (["a"], ["a"], ["weight"]),
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_state_dict_keys(placement):
+    attention, mlp, finish = KEYS[placement]
+    in_block = [f"{path}.weight" for path in ROLES.values()]
+    in_block += [f"attention_residual.{key}" for key in attention] + [f"mlp_residual.{key}" for key in mlp]
+    if placement == "hybrid":
+        in_block += [f"self_attn.{part}_norm.weight" for part in "qkv"]
+    expected = {f"layers.{layer}.{key}" for layer in range(8) for key in in_block}
+    expected |= {"embed_tokens.weight", "lm_head.weight", *(f"finish.{key}" for key in finish)}
+    state = model_of(placement).state_dict()
+    assert state.keys() == expected
+    assert all(tensor.ndim >= 1 for tensor in state.values())  # FSDP2 refuses parameters without dimensions
+
+
+def test_rezero_starts_as_the_identity_with_one_number_a_sublayer():
+    model = model_of("rezero", norm="none")
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), model.lm_head(model.embed_tokens(TOKENS)))
+    scalars = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
+    assert len(scalars) == 16 and all(torch.equal(a.detach(), torch.zeros(1)) for a in scalars.values())
+
+
+@pytest.mark.parametrize("layers, post", [(2, 1), (3, 1), (4, 1), (7, 1), (8, 2), (12, 3)])
+def test_mix_is_post_in_its_first_quarter(layers, post):
+    x = torch.full((1, 1, 16), 100.0)
+
+    def is_post(layer: int, site: str) -> bool:
+        residual = PLACEMENTS["mix"].residual(Site(site, layer, layers, lambda where: build_norm("rmsnorm", 16)))
+        return bool(residual(x, torch.zeros_like).max() < 2)  # 100 where the stream is left as it is
+
+    for site in ("attention", "mlp"):
+        assert [is_post(layer, site) for layer in range(layers)] == [layer < post for layer in range(layers)]
+
+
+def test_norms_are_told_where_they_stand():
+    for placement, (name, count) in itertools.product(PLACEMENTS, (("attention", 0), ("mlp", 1))):
+        told: list[str] = []
+
+        def make_norm(where: str, told: list[str] = told) -> nn.Module:
+            told.append(where)
+            return nn.Identity()
+
+        PLACEMENTS[placement].residual(Site(name, 0, 4, make_norm))
+        norms = [key for key in KEYS[placement][count] if key != "a"]
+        assert told == [name] * len(norms)
+        told.clear()
+        PLACEMENTS[placement].finish(make_norm)
+        assert told == ["final"] * len(KEYS[placement][2])
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
+        *(
+            ({"placement": name, "norm": "none"}, f"--norm none leaves --placement {name} without what it places; ")
+            for name in PLACEMENTS
+            if name not in ("pre", "rezero")
+        ),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(changes, reason):
+    with pytest.raises(ValueError, match=reason) as refusal:
+        dataclasses.replace(CONFIG, **changes)
+    assert "\n" not in str(refusal.value)
+
+
+# --- the start -------------------------------------------------------------------------------------------------------
+
+
+def draws(placement: str, **changes) -> dict[tuple[str, str], Tensor]:
+    model = model_of(placement, layers=4, tie_embeddings=False, **changes)
+    return {(role, name): weight.detach() for role, name, weight in weights_by_role(model)}
+
+
+SMALLER = 0.42044820762685725  # (8 · 4)^-¼
+GAINS = {"value": SMALLER, "attention_out": SMALLER, "gate": SMALLER, "up": SMALLER, "down": SMALLER}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("init", ["normal", "xavier"])
+def test_initial_gains_go_by_role(placement, init):
+    plain = draws("pre", init=init, depth_scaled_init=False)
+    for (role, name), weight in draws(placement, init=init, depth_scaled_init=False).items():
+        gain = GAINS.get(role, 1.0) if placement == "deepnorm" else 1.0
+        torch.testing.assert_close(weight, plain[role, name] * gain, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_depth_scaling_is_dropped_where_the_placement_scales_or_undoes_it(placement):
+    unscaled = draws(placement, init="normal", depth_scaled_init=False)
+    kept = placement not in ("deepnorm", "sandwich", "reordered", "lns")
+    for (role, name), weight in draws(placement, init="normal").items():
+        factor = 1 / math.sqrt(8) if kept and role in ("attention_out", "down") else 1.0
+        torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
+
+
+def test_deepnorm_starts_by_xavier_unless_told_otherwise():
+    assert {name for name in PLACEMENTS if ModelConfig(placement=name).init == "xavier"} == {"deepnorm"}
+    assert ModelConfig(placement="deepnorm", init="normal").init == "normal"
+    assert ModelConfig(placement="pre", init="xavier").init == "xavier"
+
+
+def gradient_ratio(model: Llama) -> float:
+    """Norm of the gradient of the first block's matrices over the last's."""
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(0))
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    first, last = (
+        math.hypot(*(float(weight.grad.norm()) for weight in block.parameters() if weight.grad is not None))
+        for block in (model.layers[0], model.layers[-1])
+    )
+    return first / last
+
+
+def deep(placement: str) -> Llama:
+    return Llama(ModelConfig(placement=placement, init="xavier", dim=64, layers=24, heads=4, context=16, vocab_size=64))
+
+
+def test_deepnorm_keeps_gradients_alike_over_depth_and_its_inverted_gain_does_not():
+    assert 0.1 < gradient_ratio(deep("deepnorm")) < 10
+    inverted = deep("deepnorm")
+    with torch.no_grad():
+        for role, _, weight in weights_by_role(inverted):
+            if role in GAINS:
+                weight.mul_(math.sqrt(8 * 24))  # (8L)^-¼ to (8L)^¼
+    assert gradient_ratio(inverted) > 100  # 2e3 here, 2e7 at twice the depth
+
+
+def variances(placement: str, louder: float = 1.0) -> list[float]:
+    """Mean square of the stream behind each block at the start, with `louder` output projections."""
+    model = deep(placement)
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    seen = []
+    with torch.no_grad():
+        for block in model.layers:
+            block.get_parameter("self_attn.o_proj.weight").mul_(louder)
+            block.get_parameter("mlp.down_proj.weight").mul_(louder)
+            block.register_forward_hook(lambda _, __, x: seen.append(float(x.square().mean())))
+        model(tokens)
+    return seen
+
+
+def test_sandwich_and_lns_bound_the_residual_variance_that_pre_lets_grow():
+    """Under pre it goes with the weights; under sandwich each sublayer adds a vector of RMS 1, whatever they are."""
+    pre, loud = variances("pre"), variances("pre", louder=4)
+    sandwich, loud_sandwich = variances("sandwich"), variances("sandwich", louder=4)
+    lns = variances("lns")
+    assert loud[-1] > 8 * pre[-1]
+    assert loud_sandwich[-1] == pytest.approx(sandwich[-1], rel=0.05)
+    assert 24 < sandwich[-1] < 96  # 48 if the sublayers' outputs were orthogonal
+    assert lns[-1] < pre[-1] / 3
+    # over the second half of the depth pre keeps its pace and LNS slows down
+    assert lns[-1] / lns[11] < 1.6 < pre[-1] / pre[11]

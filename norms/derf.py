@@ -1,0 +1,37 @@
+"""Derf, the dynamic error function: Stronger Normalization-Free Transformers, arXiv 2512.10938."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from norms.numerics import check_arguments, upcast
+from norms.registry import register
+
+
+@register("derf", scale_invariant=False)
+class Derf(nn.Module):
+    """weight · erf(α · x + s) + bias, feature by feature: no statistics, α in `alpha` and s in `shift`, of shape (1,).
+
+    DyT with another curve and a learnt shift of its middle: α starts at `alpha`, s at 0. Computed in fp32, then cast
+    back once.
+    """
+
+    def __init__(self, dim: int, *, alpha: float = 0.5):
+        super().__init__()
+        check_arguments(dim)
+        if not 0 < alpha < math.inf:
+            raise ValueError(f"alpha of derf must be a positive number, not {alpha}")
+        self.start = alpha
+        self.alpha, self.shift = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.alpha, self.start)
+        nn.init.zeros_(self.shift)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.erf(self.alpha * upcast(x) + self.shift) * self.weight + self.bias).to(x.dtype)

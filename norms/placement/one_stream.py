@@ -1,0 +1,128 @@
+"""Residual connections around one stream.
+
+In the formulas N is a norm, f a sublayer (attention or MLP), x the residual stream, (B, T, dim), l the number
+of the block from 1 and L the number of blocks.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from norms.placement.site import MakeNorm, Site
+
+
+class OneNorm(nn.Module):
+    """A residual connection with one norm, as most are."""
+
+    def __init__(self, site: Site):
+        super().__init__()
+        self.norm = site.make_norm(site.name)
+
+
+class PreNorm(OneNorm):
+    """x + f(N(x)). On Layer Normalization in the Transformer Architecture, arXiv 2002.04745."""
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return x + f(self.norm(x), *args)
+
+
+class PostNorm(OneNorm):
+    """N(x + f(x)). Attention Is All You Need, arXiv 1706.03762."""
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return self.norm(x + f(x, *args))
+
+
+class DeepNorm(OneNorm):
+    """N(αx + f(x)), α = (2L)^¼. DeepNet, arXiv 2203.00555. It takes `deepnorm_gain` besides."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.alpha = (2 * site.depth) ** 0.25
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return self.norm(self.alpha * x + f(x, *args))
+
+
+def deepnorm_gain(role: str, depth: int) -> float:
+    """(8L)^-¼ for values, attention's output and the MLP; queries and keys stay as they are."""
+    return (8 * depth) ** -0.25 if role in ("value", "attention_out", "gate", "up", "down") else 1.0
+
+
+class Sandwich(OneNorm):
+    """x + N(f(N(x))). CogView, arXiv 2105.13290; Peri-LN, arXiv 2502.02732; Gemma 2."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.norm_out = site.make_norm(site.name)
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return x + self.norm_out(f(self.norm(x), *args))
+
+
+class Reordered(OneNorm):
+    """x + N(f(x)). OLMo 2, arXiv 2501.00656."""
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return x + self.norm(f(x, *args))
+
+
+class LayerNormScaling(OneNorm):
+    """x + f(N(x) / √l). The Curse of Depth, arXiv 2502.05795."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.scale = (site.layer + 1) ** -0.5
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return x + f(self.scale * self.norm(x), *args)
+
+
+def mix_norm(site: Site) -> nn.Module:
+    """Post-norm in the first quarter of the blocks, at least one, pre-norm in the rest. Mix-LN, arXiv 2412.13795."""
+    return PostNorm(site) if site.layer < max(1, site.depth // 4) else PreNorm(site)
+
+
+class NoNorm(nn.Module):
+    """x + f(x)."""
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return x + f(x, *args)
+
+
+class NormedStream(OneNorm):
+    """h + f(h), h = N(x)."""
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        h = self.norm(x)
+        return h + f(h, *args)
+
+
+def hybrid_norm(site: Site) -> nn.Module:
+    """x + f(x) around attention, which norms q, k and v of each head; h + f(h), h = N(x), around the MLP.
+
+    HybridNorm, arXiv 2503.04598.
+    """
+    return NoNorm() if site.name == "attention" else NormedStream(site)
+
+
+class ReZero(nn.Module):
+    """x + a·f(x), a learnt and 0 at the start. ReZero is All You Need, arXiv 2003.04887."""
+
+    def __init__(self, site: Site):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return x + self.a * f(x, *args)
+
+
+def final_norm(make_norm: MakeNorm) -> nn.Module:
+    """The norm between the last block and the head."""
+    return make_norm("final")
+
+
+def no_final_norm(make_norm: MakeNorm) -> nn.Module:
+    """Nothing between the last block and the head: its output is normalised already."""
+    return nn.Identity()

@@ -1,0 +1,89 @@
+"""Power Normalization: PowerNorm, Rethinking Batch Normalization in Transformers, arXiv 2003.07845."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from norms.numerics import check_arguments, upcast
+from norms.registry import register
+
+
+@register("powernorm", per_token=False, causal_in_training=False, exact_backward=False, per_head=False)
+class PowerNorm(nn.Module):
+    """x / sqrt(ψ² + eps) · weight + bias, each feature of (..., dim) with a running mean ψ² of its squares.
+
+    A training step divides by the ψ² of the steps before it, then moves that by new = momentum · old + (1 − momentum)
+    · batch (the first few batches count alike, so that nothing is left of the start value). During the first `warmup`
+    training batches it divides by the batch's own mean square instead, and so leaks the future: a token is normalised
+    with later tokens of its own sequence. Evaluation uses ψ² as it stands.
+
+    The gradient is approximate, see `DivideByRunningRMS`.
+    """
+
+    running_square: Tensor
+    running_projection: Tensor
+    batches: Tensor
+
+    def __init__(self, dim: int, eps: float = 1e-5, *, momentum: float = 0.9, warmup: int = 100):
+        super().__init__()
+        check_arguments(dim, eps=eps)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum of powernorm must be at least 0 and below 1, not {momentum}")
+        self.eps, self.momentum, self.warmup = eps, momentum, warmup
+        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
+        self.register_buffer("running_square", torch.empty(dim))
+        self.register_buffer("running_projection", torch.empty(dim))
+        self.register_buffer("batches", torch.empty((), dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.ones_(self.running_square)
+        for zero in (self.bias, self.running_projection, self.batches):
+            nn.init.zeros_(zero)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = upcast(x)
+        square = self.running_square.to(h.dtype)
+        if self.training and x.numel():
+            scale = torch.rsqrt(self.take_in(h.detach(), square) + self.eps)
+            normalised = DivideByRunningRMS.apply(h, scale, self.running_projection, 1 - self.momentum)
+        else:
+            normalised = h * torch.rsqrt(square + self.eps)
+        return (normalised * self.weight + self.bias).to(x.dtype)
+
+    def take_in(self, h: Tensor, before: Tensor) -> Tensor:
+        """Move ψ², so far `before`, by the batch h, and return what h is to be divided by the root of."""
+        batch = h.square().reshape(-1, h.shape[-1]).mean(0)
+        square = torch.where(self.batches < self.warmup, batch, before)
+        self.batches += 1
+        share = (1 / self.batches.to(h.dtype)).clamp_min(1 - self.momentum)
+        self.running_square.copy_(torch.lerp(before, batch, share))
+        return square
+
+
+class DivideByRunningRMS(torch.autograd.Function):
+    """n = x · r, with the paper's derivative dx = r · (dn − ν · n) (its algorithm 2).
+
+    The exact one for statistics of the batch itself would have mean(dn · n) over its tokens in the place of ν, which
+    is a running estimate of that, and moves with every backward pass: ν ← ν + (1 − momentum) · mean((dn − ν · n) · n).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, r: Tensor, projection: Tensor, share: float) -> Tensor:
+        n = x * r
+        ctx.save_for_backward(n, r)
+        ctx.projection, ctx.share = projection, share
+        return n
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, None, None, None]:
+        n, r = ctx.saved_tensors
+        remainder = grad_n - ctx.projection * n
+        moved = ctx.projection + ctx.share * (remainder * n).reshape(-1, n.shape[-1]).mean(0)
+        # A gradient that overflowed, as float16's do at first, is thrown away by the optimizer: forget it here too.
+        ctx.projection.copy_(torch.where(moved.isfinite(), moved, ctx.projection))
+        return remainder * r, None, None, None

@@ -1,0 +1,100 @@
+"""What is GroupNorm's own: which features are normalised together, and what it does not notice."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from norms.groupnorm import GroupNorm
+from norms.layernorm import LayerNorm
+
+WIDTHS = 16  # what the contract's are rounded up to multiples of: two groups of eight
+
+
+def standardised(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised features, and each one's |μ| and σ, group by group."""
+    normalised, means, stds = [], [], []
+    size = x.shape[-1] // groups
+    for g in range(groups):
+        group = x[..., g * size : (g + 1) * size]
+        centred = group - group.sum(-1, keepdim=True) / size
+        std = (centred.pow(2).sum(-1, keepdim=True) / size + eps).sqrt()
+        normalised.append(centred / std)
+        means.append(group.mean(-1, keepdim=True).abs().expand_as(group))
+        stds.append(std.expand_as(group))
+    return torch.cat(normalised, -1), torch.cat(means, -1), torch.cat(stds, -1)
+
+
+def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5, groups: int = 2) -> Tensor:
+    return standardised(x, eps, groups)[0] * state["weight"] + state["bias"]
+
+
+def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, groups: int = 2, **norm_args) -> Tensor:
+    """LayerNorm's, with each group's own statistics; measured: 0.8 of it."""
+    normalised, mean, std = standardised(x, norm_args.get("eps", 1e-5), groups)
+    return 2 * eps * (1 + mean / std) * ((1 + normalised.abs()) * state["weight"].abs() + state["bias"].abs())
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3 + 1
+
+
+def randomised(norm: Any) -> Any:
+    for seed, parameter in enumerate(norm.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed + 1)
+    return norm
+
+
+@pytest.mark.parametrize(("dim", "groups"), [(32, 4), (8, 1), (24, 3), (64, 2)])
+def test_is_torchs_on_one_position(dim, groups):
+    """torch's takes (N, C) as N images of one pixel, so that tokens stand in for images."""
+    ours, x = randomised(GroupNorm(dim, groups=groups)), random(20, dim).requires_grad_()
+    theirs = torch.nn.GroupNorm(groups, dim).double()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(norm(x).pow(3).sum(), (x, *norm.parameters())) for norm in (ours, theirs)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13 * b.abs().max().item())
+
+
+def test_one_group_is_layernorm():
+    ours, layernorm, x = randomised(GroupNorm(32, groups=1)), randomised(LayerNorm(32)), random(5, 6, 32)
+    torch.testing.assert_close(ours(x), layernorm(x), rtol=0, atol=1e-13)
+    assert (randomised(GroupNorm(32, groups=4))(x) - layernorm(x)).abs().max() > 0.1
+
+
+def test_does_not_notice_a_shift_or_a_scale_of_each_group():
+    """More than LayerNorm, which does not notice those of the whole token."""
+    x, whole, per_group = random(5, 6, 32), torch.tensor(3.0), torch.tensor([3.0, -1.0, 0.5, 8.0]).repeat_interleave(8)
+    layernorm, groupnorm = map(randomised, (LayerNorm(32, 1e-30), GroupNorm(32, 1e-30, groups=4)))
+    for norm, change, noticed in [
+        (groupnorm, whole, False),
+        (groupnorm, per_group, False),
+        (layernorm, whole, False),
+        (layernorm, per_group, True),
+    ]:
+        for changed in (x + change, x * change.abs()):
+            assert ((norm(changed) - norm(x)).abs().max() > 0.1) == noticed
+            assert noticed or (norm(changed) - norm(x)).abs().max() < 1e-12
+
+
+def test_a_group_does_not_depend_on_the_others():
+    norm, x = randomised(GroupNorm(32, groups=4)), random(5, 32)
+    changed = x.clone()
+    changed[:, 10] += 1
+    same = (norm(x) == norm(changed)).view(5, 4, 8)
+    assert same[:, [0, 2, 3]].all() and not same[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("dim", "groups"), [(100, 3), (64, 0), (64, -2), (64, 16), (28, 4), (4, 1)], ids=lambda value: str(value)
+)
+def test_groups_that_do_not_divide_or_are_too_small_are_refused(dim, groups):
+    with pytest.raises(ValueError, match=f"must divide the {dim} features into groups of at least 8, not {groups}"):
+        GroupNorm(dim, groups=groups)
+
+
+def test_start_values():
+    weight, bias = GroupNorm(32).parameters()
+    assert torch.equal(weight, torch.ones(32)) and torch.equal(bias, torch.zeros(32))

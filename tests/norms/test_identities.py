@@ -1,0 +1,60 @@
+"""Two whole models that are one function: what centring the stream makes of LayerNorm. (Identities of single norms
+are in the files of those norms.)"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from config import ModelConfig
+from model import Llama, weights_by_role
+
+LAYERNORM = ModelConfig(
+    norm="layernorm",
+    norm_args={"bias": False, "eps": 1e-5},
+    dim=24,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    hidden_dim=40,
+    context=10,
+    vocab_size=29,
+    tie_embeddings=False,
+)
+RMSNORM = dataclasses.replace(LAYERNORM, norm="rmsnorm", norm_args={"eps": 1e-5})
+WRITERS = ("embedding", "attention_out", "down")  # the roles that write into the stream
+
+
+def centred(role: str, weight: Tensor) -> Tensor:
+    """The weight with what it writes into the stream centred over the features: rows of E, columns of a matrix."""
+    if role not in WRITERS:
+        return weight
+    return weight - weight.mean(1 if role == "embedding" else 0, keepdim=True)
+
+
+def test_pre_layernorm_without_bias_is_pre_rmsnorm_with_centred_weights():
+    """Pre-RMSNorm and Pre-CRMSNorm Transformers, arXiv 2305.14858: values, and gradients by the chain rule."""
+    ln, rms = Llama(LAYERNORM).double(), Llama(RMSNORM).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in ln.parameters():
+        scale = 1.0 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
+        parameter.data = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    rms.load_state_dict(ln.state_dict(), strict=True)
+    tokens, targets = torch.randint(29, (2, 3, 10), generator=generator)
+
+    assert (rms(tokens) - ln(tokens)).abs().max() > 0.1  # not yet centred
+    for role, _, weight in weights_by_role(rms):
+        weight.data = centred(role, weight.data)
+    logits = ln(tokens)
+    torch.testing.assert_close(rms(tokens), logits, rtol=0, atol=1e-13 * logits.abs().max().item())
+
+    for model in (ln, rms):  # not by its own loss, which is in fp32
+        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+    roles = {weight: role for role, _, weight in weights_by_role(rms)}
+    for (name, ours), theirs in zip(ln.named_parameters(), rms.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        expected = centred(roles.get(theirs, "norm"), theirs.grad)
+        size = expected.abs().max().item()
+        assert size > 1e-6, name
+        torch.testing.assert_close(ours.grad, expected, rtol=0, atol=1e-12 * size, msg=name)

@@ -1,0 +1,159 @@
+"""What is PowerNorm's own: running statistics, the paper's backward, its warm-up, and where it leaks the future."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from norms.powernorm import PowerNorm
+
+
+def mean_square(x: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The running one in evaluation; that of all tokens of x in training, which is what the warm-up takes."""
+    if "running_square" in state:
+        return state["running_square"]
+    tokens = x.reshape(-1, x.shape[-1])
+    return tokens.pow(2).sum(0) / len(tokens)
+
+
+def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
+    return x / (mean_square(x, state) + eps).sqrt() * state["weight"] + state["bias"]
+
+
+def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
+    """A few roundings of the quotient and the gain, one of the sum; measured: 0.8 of it."""
+    normalised = oracle(x, {**state, "bias": torch.zeros_like(state["bias"])})
+    return eps * (3 * normalised.abs() + state["bias"].abs())
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3 + 1
+
+
+def randomised(**norm_args) -> PowerNorm:
+    norm = PowerNorm(8, **norm_args).double()
+    norm.weight.data, norm.bias.data = random(8, seed=1), random(8, seed=2)
+    return norm
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("momentum", [0.9, 0.6])
+def test_seven_steps_are_the_papers_algorithm(warmup, momentum):
+    """Its algorithm 2, one feature and one token at a time, with its Γ, Λ and ν; then an evaluation."""
+    norm = randomised(momentum=momentum, warmup=warmup)
+    gain, bias, eps = norm.weight.tolist(), norm.bias.tolist(), 1e-5
+    psi_squared, nu = [1.0] * 8, [0.0] * 8
+    for step in range(7):
+        x, grad_y = (random(2, 3, 8, seed=100 * step + draw) for draw in (10, 11))
+        x.requires_grad_()
+        y = norm(x)
+        grads = torch.autograd.grad(y, (x, norm.weight, norm.bias), grad_y)
+        y, grad_x, grad_gain, grad_bias = (tensor.reshape(-1, 8) for tensor in (y, *grads))
+        tokens, incoming = x.detach().view(6, 8).tolist(), grad_y.view(6, 8).tolist()
+        for f in range(8):
+            batch = sum(token[f] ** 2 for token in tokens) / 6
+            psi = ((batch if step < warmup else psi_squared[f]) + eps) ** 0.5
+            hat = [token[f] / psi for token in tokens]
+            grad_hat = [g[f] * gain[f] for g in incoming]
+            for i in range(6):
+                assert y[i, f].item() == pytest.approx(hat[i] * gain[f] + bias[f], rel=1e-12, abs=1e-12)
+                expected = (grad_hat[i] - nu[f] * hat[i]) / psi
+                assert grad_x[i, f].item() == pytest.approx(expected, rel=1e-11, abs=1e-11)
+            assert grad_gain[0, f].item() == pytest.approx(sum(g[f] * h for g, h in zip(incoming, hat, strict=True)))
+            assert grad_bias[0, f].item() == pytest.approx(sum(g[f] for g in incoming))
+            gamma = sum(h * h for h in hat) / 6
+            lambda_ = sum(g * h for g, h in zip(grad_hat, hat, strict=True)) / 6
+            nu[f] = nu[f] * (1 - (1 - momentum) * gamma) + (1 - momentum) * lambda_
+            share = max(1 - momentum, 1 / (step + 1))  # ours: the first batches count alike
+            psi_squared[f] += share * (batch - psi_squared[f])
+        assert norm.running_square.tolist() == pytest.approx(psi_squared, rel=1e-13)
+        assert norm.running_projection.tolist() == pytest.approx(nu, rel=1e-11)
+        assert norm.batches.item() == step + 1
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    x = random(2, 3, 8, seed=5)
+    expected = x / (torch.tensor(psi_squared, dtype=torch.float64) + eps).sqrt() * norm.weight + norm.bias
+    torch.testing.assert_close(norm.eval()(x), expected, rtol=0, atol=1e-12)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in norm.state_dict().items())
+
+
+def test_the_approximate_gradient_approaches_the_exact_one():
+    """ν is an estimate of mean(dn · n): fed the same batch again and again, it becomes that, and the gradient exact."""
+    norm = randomised(warmup=10**6)
+    x, grad_y = random(4, 5, 8).requires_grad_(), random(4, 5, 8, seed=3)
+    y = x * torch.rsqrt(x.square().mean((0, 1)) + 1e-5) * norm.weight + norm.bias
+    (exact,) = torch.autograd.grad(y, x, grad_y)
+    errors = []
+    for _ in range(300):
+        (grad,) = torch.autograd.grad(norm(x), x, grad_y)
+        errors.append(((grad - exact).abs().max() / exact.abs().max()).item())
+    assert errors[0] > 0.1 and errors[-1] < 1e-5  # what eps leaves: mean(n²) is a little under 1
+
+
+def test_in_its_warm_up_the_past_knows_the_future_and_later_only_earlier_batches():
+    """The leak: changing the last token changes the output at every earlier one, in this sequence and in the others."""
+    x = random(2, 6, 8)
+    changed = x.clone()
+    changed[0, -1] += 1
+
+    def difference(steps_before: int, training: bool) -> Tensor:
+        outputs = []
+        for batch in (x, changed):
+            norm = randomised(warmup=2)
+            for seed in range(steps_before):
+                norm(random(2, 6, 8, seed=seed))
+            outputs.append(norm.train(training)(batch))
+        return (outputs[0] - outputs[1]).abs().amax(-1)
+
+    assert (difference(0, training=True) > 1e-3).all()
+    assert (difference(1, training=True) > 1e-3).all()
+    for after in (difference(2, training=True), difference(2, training=False)):
+        assert after[0, -1] > 0.1 and after.count_nonzero() == 1
+
+    norm, other = randomised(warmup=0), randomised(warmup=0)
+    norm(x), other(changed)  # nobody sees the batch itself, but everybody those before it
+    assert ((norm(x) - other(x)).abs() > 1e-6).all()
+
+
+def test_nothing_is_left_of_the_start_value():
+    """Evaluation after few steps would else be that of a stream of size one."""
+    norm, x = PowerNorm(8).double(), 1e-3 * random(4, 5, 8)
+    norm(x)
+    torch.testing.assert_close(norm.running_square, x.square().mean((0, 1)), rtol=1e-12, atol=0)
+
+
+def test_statistics_are_no_part_of_the_graph_and_kept_in_fp32():
+    norm, x = PowerNorm(8), random(64, 64, 8).bfloat16().requires_grad_()
+    norm(x).sum().backward()
+    for statistic in (norm.running_square, norm.running_projection):
+        assert statistic.dtype == torch.float32 and not statistic.requires_grad
+    expected = x.detach().double().square().mean((0, 1)).float()
+    torch.testing.assert_close(norm.running_square, expected, rtol=1e-6, atol=0)
+
+
+def test_a_gradient_that_overflowed_is_forgotten():
+    """float16's loss scale is too large at first; the optimizer leaves such a step out, and so must ν."""
+    norm, x = PowerNorm(8), random(4, 5, 8).float().requires_grad_()
+    norm(x).sum().backward()
+    before = norm.running_projection.clone()
+    grad_y = torch.ones(4, 5, 8)
+    grad_y[0, 0, 3] = torch.inf
+    norm(x).backward(grad_y)
+    assert norm.running_projection[3] == before[3] and (norm.running_projection != before).sum() == 7
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, float("nan")])
+def test_a_momentum_out_of_range_is_refused(momentum):
+    with pytest.raises(ValueError, match="momentum of powernorm must be at least 0 and below 1"):
+        PowerNorm(8, momentum=momentum)
+
+
+def test_start_values():
+    start = {
+        "weight": torch.ones(3),
+        "bias": torch.zeros(3),
+        "running_square": torch.ones(3),
+        "running_projection": torch.zeros(3),
+        "batches": torch.tensor(0),
+    }
+    state = PowerNorm(3).state_dict()
+    assert state.keys() == start.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in start.items())
