@@ -171,11 +171,12 @@ def test_values_match_the_oracle_away_from_zero_mean(kind, training, mean, devic
 
 
 @each_kind
-def test_gains_in_bf16_lose_nothing_more_than_their_own_rounding(kind, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gains_in_bf16_lose_nothing_more_than_their_own_rounding(kind, dtype, device):
     norm = trained_norm(kind, 256, device=device)
     for parameter in norm.parameters():
         parameter.data = parameter.data.bfloat16()
-    assert_matches_oracle(kind, norm, random(4, 12, 256, device=device))
+    assert_matches_oracle(kind, norm, random(4, 12, 256, dtype=dtype, device=device))
 
 
 @each_kind
