@@ -125,13 +125,21 @@ def allowed_error(kind: str, x: Tensor, state: dict[str, Tensor], dtype: torch.d
 
 
 def assert_matches_oracle(
-    kind: str, norm: nn.Module, x: Tensor, y: Tensor | None = None, missing: dict[str, Tensor] | None = None
+    kind: str,
+    norm: nn.Module,
+    x: Tensor,
+    y: Tensor | None = None,
+    missing: dict[str, Tensor] | None = None,
+    extra: float = 0.0,
 ) -> None:
-    """Hold y, or else norm(x), against the oracle with the parameters of `norm`, and those that are `missing` there."""
+    """Hold y, or else norm(x), against the oracle with the parameters of `norm`, and those that are `missing` there.
+
+    `extra` is allowed besides the kind's bound.
+    """
     y, state = norm(x) if y is None else y, (missing or {}) | state_of(norm)
     exact_x = x.detach().cpu().double()
     error = (y.detach().cpu().double() - oracle_file(kind).oracle(exact_x, state)).abs()
-    worst = (error / allowed_error(kind, exact_x, state, x.dtype)).max().item()
+    worst = (error / (allowed_error(kind, exact_x, state, x.dtype) + extra)).max().item()
     assert worst <= 1, f"{worst:.2f} times the error allowed"  # also when it is NaN
 
 
@@ -527,11 +535,12 @@ def assert_compiled_is_the_same(kind: str, training: bool, backend: str, device:
     x = random(4, 12, 64, device=device, seed=9).requires_grad_()
     grad_y = random(4, 12, 64, device=device, seed=10)
     y = compiled(x)
-    assert_matches_oracle(kind, norm, x, y.detach())
+    assert_matches_oracle(kind, norm, x, y.detach(), extra=getattr(oracle_file(kind), "COMPILED_ERROR", 0.0))
     got = torch.autograd.grad(y, (x, *norm.parameters()), grad_y)
     expected = torch.autograd.grad(eager(x), (x, *eager.parameters()), grad_y)
     for ours, theirs in zip(got, expected, strict=True):
-        assert relative_error(ours, theirs.cpu().double()) <= 1e-6
+        most = 1e-6 if ours.numel() > 1 else 2e-5  # a scalar's gradient is a sum of 3072 terms, most of which cancels
+        assert relative_error(ours, theirs.cpu().double()) <= most
     for name, tensor in eager.named_buffers():
         torch.testing.assert_close(dict(norm.named_buffers())[name], tensor)
 
