@@ -8,7 +8,6 @@ from torch import Tensor
 
 from norms.derf import Derf
 
-
 COMPILED_ERROR = 1e-6  # torch.compile's erf on a CPU is an approximation: 4.9e-7 off on [-3, 3], times a gain up to 2
 
 
