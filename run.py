@@ -82,7 +82,7 @@ class Log:
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.samples = folder / "samples.txt"
         if self.samples.exists():
-            write_whole(self.samples, samples_until(step, self.samples.read_text()))
+            write_whole(self.samples, samples_until(step, self.samples.read_text("utf-8")))
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
@@ -91,7 +91,7 @@ class Log:
         self.tracker(row)
 
     def add_sample(self, step: int, text: str) -> None:
-        with self.samples.open("a") as file:
+        with self.samples.open("a", encoding="utf-8") as file:
             file.write(f"----- step {step} -----\n{text}\n")
 
 
@@ -113,7 +113,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that nobody ever sees half of it."""
     beside = path.with_name(path.name + ".part")
-    beside.write_text(text)
+    beside.write_text(text, "utf-8")
     beside.replace(path)
 
 

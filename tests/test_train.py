@@ -344,6 +344,17 @@ def test_what_was_logged_after_the_checkpoint_is_logged_anew(command):
     assert (resumed / "samples.txt").read_text() == samples
 
 
+def test_samples_are_utf8_in_every_locale(tmp_path):
+    """Python's default encoding follows the locale; text that a model writes does not fit into ASCII."""
+    script = (
+        "import sys; from pathlib import Path; from run import Log; log = Log(Path(sys.argv[1]), 0, lambda row: None); "
+        "log.add_sample(3, chr(0x1F642)); log.add_sample(7, 'x'); Log(Path(sys.argv[1]), 5, lambda row: None)"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, env=environment, check=True)
+    assert (tmp_path / "samples.txt").read_text("utf-8") == f"----- step 3 -----\n{chr(0x1F642)}\n"
+
+
 def test_only_so_many_checkpoints_are_kept(command):
     run = command("--steps 8 --save-every 2 --keep 3")
     assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["4", "6", "8"]
