@@ -23,9 +23,18 @@ class NotFinite(Exception):
 class Stopped(Exception):
     """A signal asked the run to stop, and it has saved."""
 
-    def __init__(self, signum: int):
-        super().__init__(f"stopped by {signal.Signals(signum).name}; go on with --resume")
+    def __init__(self, signum: int, go_on: str = "--resume"):
+        super().__init__(f"stopped by {signal.Signals(signum).name}; go on with {go_on}")
         self.signum = signum
+
+
+class CellFailed(Exception):
+    """A run that this command started has ended with exit code `code` and no result."""
+
+    def __init__(self, cell: str, code: int, complaint: str):
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else complaint
+        super().__init__(f"{cell}: {how.removeprefix('error: ')}")
+        self.code = max(1, code)
 
 
 @contextmanager
@@ -48,6 +57,8 @@ def exit_codes(memory_knobs: str) -> Iterator[None]:
         _leave(NOT_FINITE, str(error))
     except Stopped as error:
         _leave(128 + error.signum, str(error))
+    except CellFailed as error:
+        _leave(error.code, str(error))
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT, "interrupted")
     except (MemoryError, RuntimeError) as error:

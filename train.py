@@ -8,7 +8,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from run import (
 LOG_EVERY = 10  # steps between two rows of training loss
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MOST_EVALUATED = 1 << 20  # tokens of the validation text, from its beginning
+BATCHES = ("data", "tokenizer", "seed", "batch_size", "optimizer")  # what going on with a run must not change
 SAMPLE_PROMPT = 16  # tokens: samples go on from where the validation text begins
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
@@ -95,32 +96,42 @@ def settle(flags: argparse.Namespace) -> Run:
         flags.config = out / "run.json"
     if out:
         check_folder(out, earlier)
-    model_config, config = configs_from(flags, pick_device(getattr(flags, "device", "auto")).type)
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
-    compiled = compile_pays(device, config.steps) if config.compile is None else config.compile
-    dtype_name = str(dtype).removeprefix("torch.")
-    config = dataclasses.replace(config, device=device.type, dtype=dtype_name, compile=compiled, out="")
-    check_tracker(config.log)
-    if not TRAITS[model_config.norm].per_token and config.micro_batch_size * model_config.context < 2:
-        raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
+    model_config, config = resolve(flags)
     if earlier:
-        check_same_settings(flags.config, model_config, config)
+        check_same_settings(flags.config, model_config, config, BATCHES)
+    device = pick_device(config.device)
     if device.type == "cpu":
         keep_memory()
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
     if earlier:
         check_same_text(flags.config, data)
     folder = make_folder(out, f"{data.corpus_name}-{model_config.norm}-{model_config.placement}")
-    return Run(folder, model_config, config, device, dtype, data)
+    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data)
 
 
-def check_same_settings(run_file: Path, model_config: ModelConfig, config: TrainConfig) -> None:
-    """Raise ValueError, naming the fields, if the run described in `run_file` has another model or other batches."""
+def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
+    """What `flags` ask for, with nothing left for the machine to decide. Raises ValueError for what does not fit."""
+    model_config, config = configs_from(flags, pick_device(getattr(flags, "device", "auto")).type)
+    device = pick_device(config.device)
+    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    compiled = compile_pays(device, config.steps) if config.compile is None else config.compile
+    check_tracker(config.log)
+    if not TRAITS[model_config.norm].per_token and config.micro_batch_size * model_config.context < 2:
+        raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
+    return model_config, dataclasses.replace(config, device=device.type, dtype=dtype, compile=compiled, out="")
+
+
+def check_same_settings(
+    run_file: Path, model_config: ModelConfig, config: TrainConfig, training: Iterable[str]
+) -> None:
+    """Raise ValueError, naming them, unless the run described in `run_file` has this model and these `training` fields.
+
+    Fields that its version did not have yet count as their defaults.
+    """
     defaults = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
     there = defaults | read_run(run_file)
     asked = dataclasses.asdict(model_config)
-    asked |= {name: getattr(config, name) for name in ("data", "tokenizer", "seed", "batch_size", "optimizer")}
+    asked |= {name: getattr(config, name) for name in training}
     differing = [f"{name} {there[name]}, not {asked[name]}" for name in asked if there[name] != asked[name]]
     if differing:
         raise ValueError(f"the run in {run_file.parent} has {'; '.join(differing)}")

@@ -26,7 +26,11 @@ from norms.placement.one_stream import (
 from norms.placement.site import MakeNorm, Site
 from norms.placement.two_streams import FinishResiDual, FinishSiamese, ResiDual, Siamese, start_two
 
-__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Site", "check_placement"]
+__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Senseless", "Site", "check_placement"]
+
+
+class Senseless(ValueError):
+    """A placement that means nothing with this norm, or in so small a model."""
 
 
 def no_gain(role: str, depth: int) -> float:
@@ -65,12 +69,12 @@ PLACEMENTS = {
 
 
 def check_placement(name: str, layers: int, identity: bool) -> None:
-    """Raise ValueError where a placement makes no sense with so few layers, or with a norm that is the identity."""
+    """Raise Senseless where a placement makes no sense with so few layers, or with a norm that is the identity."""
     placement = PLACEMENTS[name]
     if layers < placement.least_layers:
-        raise ValueError(
+        raise Senseless(
             f"--placement {name} needs --layers {placement.least_layers} or more: its blocks are of two sorts"
         )
     if identity and not placement.bare:
         choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.bare)
-        raise ValueError(f"--norm none leaves --placement {name} without what it places; choose {choices}")
+        raise Senseless(f"--norm none leaves --placement {name} without what it places; choose {choices}")

@@ -1,0 +1,87 @@
+"""What happens inside the blocks: residual stream, gradients and gains over depth."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from model import Llama
+from norms import KINDS
+
+
+@dataclass(frozen=True)
+class BlockFigures:
+    """One block, seen from outside; block 0 is the embedding, which has no gains."""
+
+    block: int
+    residual_rms: float  # of the stream as it leaves the block
+    second_rms: float | None  # of the other stream, where a placement has two
+    grad_norm: float  # of the loss, over the block's weights
+    gain_mean: float | None  # of the absolute gains of all norms in the block
+    gain_min: float | None
+    gain_max: float | None
+
+
+def probe(model: Llama, tokens: Tensor, targets: Tensor) -> list[BlockFigures]:
+    """Figures of the embedding and of every block on one batch, (B, T) each, in training mode and fp32.
+
+    Leaves the gradients of that batch behind, and for norms with running statistics a step of those.
+    """
+    streams: list[Tensor | tuple[Tensor, Tensor]] = []
+    hooks = [model.layers[0].register_forward_pre_hook(lambda block, args: streams.append(args[0]))]
+    hooks += [layer.register_forward_hook(lambda block, args, out: streams.append(out)) for layer in model.layers]
+    model.train().zero_grad()
+    model.loss(tokens, targets).backward()
+    for hook in hooks:
+        hook.remove()
+    parts = [model.embed_tokens, *model.layers]
+    return [_figures(block, stream, part) for block, (stream, part) in enumerate(zip(streams, parts, strict=True))]
+
+
+def _figures(block: int, stream: Tensor | tuple[Tensor, Tensor], part: nn.Module) -> BlockFigures:
+    rms = [float(x.detach().square().mean().sqrt()) for x in (stream if isinstance(stream, tuple) else (stream,))]
+    norms = [module for module in part.modules() if isinstance(module, tuple(KINDS.values()))]
+    gains = [gain.detach().abs() for norm in norms for name, gain in norm.named_parameters() if name == "weight"]
+    gain = torch.cat(gains) if gains else None
+    return BlockFigures(
+        block,
+        residual_rms=rms[0],
+        second_rms=rms[1] if len(rms) > 1 else None,
+        grad_norm=float(get_total_norm([weight.grad for weight in part.parameters() if weight.grad is not None])),
+        gain_mean=None if gain is None else float(gain.mean()),
+        gain_min=None if gain is None else float(gain.min()),
+        gain_max=None if gain is None else float(gain.max()),
+    )
+
+
+PANELS = {"residual_rms": "RMS of the residual stream", "grad_norm": "norm of the gradient", "gain_mean": "mean gain"}
+
+
+def plot_depth(rows: list[dict[str, Any]], path: Path) -> None:
+    """Over the blocks, each arm's mean at the start (dashed) and at the end of training.
+
+    The rows are those of `BlockFigures` with "norm", "placement" and "when" ("start" or "end") besides.
+    """
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(PANELS))
+    seen: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
+    for row in rows:
+        line = seen.setdefault((f"{row['norm']} {row['placement']}", row["when"]), {})
+        line.setdefault(row["block"], []).append(row)
+    colours = {arm: f"C{number}" for number, arm in enumerate(dict.fromkeys(arm for arm, _ in seen))}
+    for panel, (name, label) in zip(panels, PANELS.items(), strict=True):
+        for (arm, when), blocks in seen.items():
+            values = {block: [row[name] for row in there] for block, there in blocks.items()}
+            points = {block: mean(there) for block, there in values.items() if None not in there}
+            style = "--" if when == "start" else ".-"
+            panel.plot(list(points), list(points.values()), style, color=colours[arm], label=f"{arm}, {when}")
+        panel.set(xlabel="block", ylabel=label, yscale="linear" if name == "gain_mean" else "log")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path, dpi=120)
