@@ -219,8 +219,11 @@ def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Ten
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p:
         logits = keep_min_p(logits, sampling.min_p)
-    rows = zip(logits.softmax(-1), generators, strict=True)
-    return torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
+    # One uniform number for each row, where torch.multinomial draws V of them.
+    points = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
+    sums = logits.softmax(-1).cumsum(-1)
+    # In (0, total]: a token's share of the sums excludes its lower end, so none of probability 0 is ever drawn.
+    return torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
 
 
 def temper(logits: Tensor, temperature: float) -> Tensor:
