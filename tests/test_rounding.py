@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig
+from generate import Sampling, compile_step, generate
 from machine import has_bfloat16
 from model import Llama
 from rounding import Int8Linear, round_weights
@@ -100,3 +101,10 @@ def test_only_matrix_products_are_rounded():
     assert names == kept.keys() and all(torch.equal(kept[name], before.get_parameter(name)) for name in names)
     assert model.lm_head.weight.dtype == torch.bfloat16 and model.embed_tokens.weight.dtype == torch.float32
     assert model.hidden(TOKENS).dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_the_compiled_step_gives_the_tokens_of_the_eager_one():
+    model, greedy = vivid({}), Sampling(tokens=20, temperature=0)
+    eager = list(generate(model, [7, 8], greedy, 0, 2))
+    assert list(generate(model, [7, 8], greedy, 0, 2, compile_step(model, 2))) == eager
