@@ -11,8 +11,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -21,9 +22,11 @@ from checkpoint import find_checkpoint, load_model
 from config import Parser, add_knobs, check_sizes, knob, require
 from data.tokenizer import Tokenizer
 from exits import bad_input, exit_codes
-from machine import autocast, pick_device, pick_dtype
-from model import Llama
+from machine import pick_device, pick_dtype
+from model import KVCache, Llama
+from rounding import round_weights
 
+Step = Callable[[Tensor, KVCache], Tensor]  # a token of each sample, B 1, in; logits of the next, B V, out
 MOST_BY_DEFAULT = 256  # tokens, where the context has room for them
 
 
@@ -59,16 +62,18 @@ def main(arguments: list[str] | None = None) -> None:
             names = [field.name for field in dataclasses.fields(Sampling)]
             sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
             device = pick_device(flags.device)
-            # On a CPU autocast would convert every weight, which takes longer than to multiply one token by it.
-            dtype = pick_dtype("float32" if flags.dtype == "auto" and device.type == "cpu" else flags.dtype, device)
+            dtype = pick_dtype(flags.dtype, device)
+            require(dtype != torch.int8 or device.type == "cpu", "--dtype int8 needs --device cpu; try bfloat16")
             prompt = read_prompt(flags.prompt)
             checkpoint = find_checkpoint(flags.checkpoint)
             model, tokenizer = load_model(checkpoint, device)
             ids = tokenizer.encode(prompt)
             check_room(ids, sampling, model.config.context)
         print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
-        with autocast(device, dtype):
-            show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop), flags.samples)
+        if dtype != torch.float32:
+            round_weights(model, dtype, pack=not flags.compile)
+        step = compile_step(model, flags.samples) if flags.compile else model.next_logits
+        show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop, step), flags.samples)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -85,8 +90,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_knobs(parser, Sampling)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to compute")
     parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of matrix products"
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16", "int8"],
+        help="of matrix products (default: bfloat16 where the device computes in it; float32 is exact)",
     )
+    parser.add_argument("--compile", action="store_true", help="compile first: half a minute, then faster tokens")
     return parser.parse_args(arguments)
 
 
@@ -111,6 +120,24 @@ def check_room(prompt: list[int], sampling: Sampling, context: int) -> int:
         f"ask for at most {room}",
     )
     return sampling.tokens or min(room, MOST_BY_DEFAULT)
+
+
+def compile_step(model: Llama, samples: int) -> Step:
+    """`model.next_logits` for one more token of each sample, compiled here and now. It says how long that took."""
+    started = time.perf_counter()
+    on_cpu: dict[str, Any] = {
+        "freezing": True,
+        "cpp_wrapper": True,
+        "max_autotune": True,
+    }  # weights are constants, no Python between
+    options = on_cpu if model.embed_tokens.weight.device.type == "cpu" else {}
+    step = torch.compile(model.next_logits, fullgraph=True, dynamic=True, options=options)
+    with torch.inference_mode():
+        cache, tokens = model.new_cache(), torch.zeros(samples, 1, dtype=torch.long, device=model.rope.cos.device)
+        model.next_logits(tokens.expand(-1, 2), cache)
+        step(tokens, cache)
+    print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    return step
 
 
 def show(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
@@ -145,13 +172,18 @@ def show(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
 
 @torch.inference_mode()
 def generate(
-    model: Llama, prompt: list[int], sampling: Sampling, end_of_document: int, samples: int = 1
+    model: Llama,
+    prompt: list[int],
+    sampling: Sampling,
+    end_of_document: int,
+    samples: int = 1,
+    step: Step | None = None,
 ) -> Iterator[list[int]]:
     """The next token's id for each of `samples` continuations of `prompt`, again and again until all of them ended.
 
     A continuation that has ended goes on with `end_of_document`, which is also what an empty prompt starts from.
     Every sample has its own random numbers, a function of the seed and its index: they are the same beside
-    others and alone, and no other random state is touched.
+    others and alone, and no other random state is touched. `step` stands in for `model.next_logits` after the prompt.
     Raises ValueError, before the first token, where the context has no room.
     """
     device = model.embed_tokens.weight.device
@@ -159,13 +191,14 @@ def generate(
     generators = [make_generator(sampling.seed, sample) for sample in range(samples)]
     cache = model.new_cache()
     ended = torch.zeros(samples, dtype=torch.bool)
+    next_logits: Step = model.next_logits
     for _ in range(check_room(prompt, sampling, model.config.context)):
-        ids = draw(model(tokens, cache)[:, -1], sampling, generators).masked_fill(ended, end_of_document)  # B
+        ids = draw(next_logits(tokens, cache), sampling, generators).masked_fill(ended, end_of_document)  # B
         yield ids.tolist()
         ended |= ids == end_of_document
         if ended.all():
             return
-        tokens = ids.to(device).unsqueeze(1)  # B 1
+        tokens, next_logits = ids.to(device).unsqueeze(1), step or model.next_logits  # B 1
 
 
 def make_generator(seed: int, sample: int) -> Generator:
@@ -186,8 +219,11 @@ def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Ten
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p:
         logits = keep_min_p(logits, sampling.min_p)
-    rows = zip(logits.softmax(-1), generators, strict=True)
-    return torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
+    # One uniform number for each row, where torch.multinomial draws V of them.
+    points = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
+    sums = logits.softmax(-1).cumsum(-1)
+    # In (0, total]: a token's share of the sums excludes its lower end, so none of probability 0 is ever drawn.
+    return torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
 
 
 def temper(logits: Tensor, temperature: float) -> Tensor:
@@ -224,6 +260,7 @@ def stream_text(
     sampling: Sampling,
     samples: int = 1,
     stop: Sequence[str] = (),
+    step: Step | None = None,
 ) -> Iterator[list[str | None]]:
     """What each sample's text grows by, token by token; None for one that has ended.
 
@@ -231,7 +268,7 @@ def stream_text(
     """
     texts = [GrowingText(stop) for _ in range(samples)]
     length = check_room(prompt, sampling, model.config.context)
-    for count, ids in enumerate(generate(model, prompt, sampling, tokenizer.end_of_document, samples), 1):
+    for count, ids in enumerate(generate(model, prompt, sampling, tokenizer.end_of_document, samples, step), 1):
         pieces: list[str | None] = []
         for text, token in zip(texts, ids, strict=True):
             if text.ended:

@@ -19,6 +19,7 @@ from norms import TRAITS, build_norm
 from norms.placement import PLACEMENTS, Site
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and sines of the positions at hand, T D/2 each
+Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of new tokens in, of all so far out
 
 
 class Llama(nn.Module):
@@ -42,30 +43,36 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         draw_weights(self, seed)
 
-    def forward(self, tokens: Tensor, cache: "list[KVCache] | None" = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: "KVCache | None" = None) -> Tensor:
         """Logits (B, T, V) of what follows each of `tokens` (B, T).
 
         With a `cache` from `new_cache` the tokens go on where those of earlier calls ended.
         Raises ValueError where that is longer than the context.
         """
-        return self.lm_head(self.features(tokens, cache))  # B T V
+        return self.lm_head(self.hidden(tokens, cache))  # B T V
 
-    def features(self, tokens: Tensor, cache: "list[KVCache] | None" = None) -> Tensor:
-        """What the head reads, (B, T, C)."""
-        rope = self.rope(cache[0].length if cache else 0, tokens.shape[1])
+    def next_logits(self, tokens: Tensor, cache: "KVCache") -> Tensor:
+        """Logits (B, V) of what follows the last of `tokens` (B, T): the head's work for one position, not for T."""
+        return self.lm_head(self.hidden(tokens, cache)[:, -1])  # B V
+
+    def hidden(self, tokens: Tensor, cache: "KVCache | None" = None) -> Tensor:
+        """What the head reads, (B, T, C); see `forward`."""
+        rope = self.rope(cache.length if cache else 0, tokens.shape[1])
         x = self.placement.start(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
-            x = block(x, rope, cache[layer] if cache else None)
+            x = block(x, rope, cache.of(layer) if cache else None)
+        if cache:
+            cache.length += tokens.shape[1]
         return self.finish(x)  # B T C
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of predicting `targets` (B, T) from `tokens` (B, T)."""
-        x = self.features(tokens).flatten(0, 1)
+        x = self.hidden(tokens).flatten(0, 1)
         return LinearCrossEntropy.apply(x, self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
-    def new_cache(self) -> "list[KVCache]":
-        """An empty cache, one entry per block, to pass to `forward` again and again."""
-        return [KVCache(self.config.context) for _ in self.layers]
+    def new_cache(self) -> "KVCache":
+        """An empty cache to pass to `forward` or `next_logits` again and again."""
+        return KVCache(self.config.layers, self.config.context)
 
 
 class Block(nn.Module):
@@ -80,8 +87,8 @@ class Block(nn.Module):
         self.mlp_residual = residual(Site("mlp", layer, config.layers, make_norm))
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, rope: RopeTable, cache: "KVCache | None" = None) -> Tensor:
-        x = self.attention_residual(x, self.self_attn, rope, cache)
+    def forward(self, x: Tensor, rope: RopeTable, remember: Remember | None = None) -> Tensor:
+        x = self.attention_residual(x, self.self_attn, rope, remember)
         return self.mlp_residual(x, self.mlp)
 
 
@@ -100,13 +107,13 @@ class Attention(nn.Module):
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
 
-    def forward(self, x: Tensor, rope: RopeTable, cache: "KVCache | None" = None) -> Tensor:
+    def forward(self, x: Tensor, rope: RopeTable, remember: Remember | None = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)), rope).transpose(1, 2)  # B H T D
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), rope).transpose(1, 2)  # B K T D
         v = self.v_norm(self.v_proj(x).view(heads)).transpose(1, 2)  # B K T D
-        if cache is not None:
-            k, v = cache.extend(k, v)  # B K S D
+        if remember is not None:
+            k, v = remember(k, v)  # B K S D
         y = attend(q, k, v, self.dropout.p if self.training else 0.0)  # B H T D
         return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # B T C
 
@@ -134,7 +141,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     if 1 < new < seen:
         mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
     return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=new == seen, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, mask, dropout, is_causal=1 < new == seen, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -221,22 +228,28 @@ class FullWidth(nn.Module):
 
 
 class KVCache:
-    """The keys and values of one block for the tokens seen so far; the memory for `context` tokens is taken at once."""
+    """The keys and values of every block for the `length` tokens so far; the memory for `context` is taken at once.
 
-    def __init__(self, context: int):
+    One length for all blocks: `torch.compile` then sees one number change from step to step.
+    """
+
+    def __init__(self, layers: int, context: int):
         self.context, self.length = context, 0
-        self.keys = self.values = torch.empty(0)
+        self.keys, self.values = [torch.empty(0)] * layers, [torch.empty(0)] * layers
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens, B K T D each, and return all so far, B K S D."""
+    def of(self, layer: int) -> Remember:
+        """What block `layer` adds its keys and values of new tokens with, B K T D; it gets all so far, B K S D."""
+        return partial(self._extend, layer)
+
+    def _extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.length == 0:
             batch, heads, _, head_dim = keys.shape
-            self.keys = keys.new_empty(batch, heads, self.context, head_dim)
-            self.values = torch.empty_like(self.keys)
-        start, self.length = self.length, self.length + keys.shape[2]
-        self.keys[:, :, start : self.length] = keys
-        self.values[:, :, start : self.length] = values
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+            self.keys[layer] = keys.new_empty(batch, heads, self.context, head_dim)
+            self.values[layer] = torch.empty_like(self.keys[layer])
+        end = self.length + keys.shape[2]
+        self.keys[layer][:, :, self.length : end] = keys
+        self.values[layer][:, :, self.length : end] = values
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------

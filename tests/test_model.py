@@ -280,6 +280,17 @@ def test_cached_forward_equals_the_uncached_one(chunks, changes):
         torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("placement", ["pre", "post", "residual"])
+def test_the_next_logits_are_the_last_of_all(placement):
+    model = vivid(dataclasses.replace(SMALL, placement=placement))
+    cache = model.new_cache()
+    with torch.no_grad():
+        whole = model(TOKENS)
+        for part, last in zip(TOKENS.split([5, 1, 2], dim=1), (4, 5, 7), strict=True):
+            torch.testing.assert_close(model.next_logits(part, cache), whole[:, last], rtol=1e-5, atol=1e-5)
+            assert cache.length == last + 1
+
+
 def test_more_tokens_than_the_context_are_refused():
     model = vivid(SMALL)
     with pytest.raises(ValueError, match="17 tokens are more than the model's context of 16"):
