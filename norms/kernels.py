@@ -7,12 +7,15 @@ import platform
 import re
 import shutil
 import subprocess
+import threading
 from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
 BUILT = SOURCE.parents[1] / ".cache" / "kernels"
 FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
+if platform.machine() in ("x86_64", "AMD64"):
+    FLAGS.append("-mprefer-vector-width=512")
 # Without a library of its own for threads: torch has brought one, and a second would be a second pool of threads.
 THREADS = {"on torch's threads": ["-fopenmp", "-nostdlib"], "on one thread": ["-Wno-unknown-pragmas", "-lm"]}
 
@@ -36,7 +39,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 def build(compiler: str, flags: list[str]) -> Path:
     """The library for this processor, from an earlier build if nothing has changed since.
 
-    Several processes may build at once: each writes its own file, which then takes its name in one step.
+    Several may build at once: each writes a file of its own, which then takes its name in one step.
     Raises CalledProcessError if the compiler gives up, OSError if there is no room for the file.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
@@ -44,7 +47,7 @@ def build(compiler: str, flags: list[str]) -> Path:
     built = BUILT / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not built.exists():
         BUILT.mkdir(parents=True, exist_ok=True)
-        part = built.with_suffix(f".{os.getpid()}.part")
+        part = built.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
             command = [compiler, str(SOURCE), *flags, "-o", str(part)]
             subprocess.run(command, capture_output=True, check=True, text=True)
