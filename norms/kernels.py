@@ -28,7 +28,9 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return None, "no C compiler (cc, gcc or clang) was found"
     for how, flags in THREADS.items():
         try:
-            return ctypes.CDLL(str(build(compiler, [*FLAGS, *flags]))), f"kernels by {compiler} {how}"
+            kernels = ctypes.CDLL(str(build(compiler, [*FLAGS, *flags])))
+            kernels.forward.argtypes, kernels.backward.argtypes = [ctypes.c_void_p] * 6, [ctypes.c_void_p] * 7
+            return kernels, f"kernels by {compiler} {how}"
         except subprocess.CalledProcessError as error:
             why = error.stderr.strip().partition("\n")[0]
         except OSError as error:
