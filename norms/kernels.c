@@ -28,8 +28,8 @@ typedef struct {
 } Job;
 
 typedef struct {
-    const float *row;  // without its mean, all but `rest`
-    float rest, r;
+    const float *row;
+    float mean, rest, r;  // the mean in two parts, as far as float goes and what is left
 } Prepared;
 
 INLINE double total(const lanes *sums) {
@@ -100,18 +100,18 @@ INLINE Prepared prepare(const Job *job, int centred, const void *x, int64_t i, f
         for (int k = 0; k < 2; k++) {
             lanes v = AT(row, j + k * LANES) - mean;
             squares[k] += v * v;
-            if (centred) sums[k] += v, AT(room, j + k * LANES) = v;
+            if (centred) sums[k] += v;
         }
     }
     for (int64_t j = whole; j < first; j++) {
         float v = row[j] - mean;
         square += v * v;
-        if (centred) sum += v, room[j] = v;
+        if (centred) sum += v;
     }
     double rest = centred ? (sum + total(sums)) / first : 0;  // what rounding left of the mean
     double variance = (square + total(squares)) / first - rest * rest;
     float mean_square = (float)(variance < 0 ? 0 : variance) + job->eps;
-    return (Prepared){centred ? room : row, rest, 1 / sqrtf(mean_square < job->floor ? job->floor : mean_square)};
+    return (Prepared){row, mean, rest, 1 / sqrtf(mean_square < job->floor ? job->floor : mean_square)};
 }
 
 INLINE void forward_row(const Job *job, int centred, const void *x, const float *weight, const float *bias, void *y,
@@ -121,9 +121,9 @@ INLINE void forward_row(const Job *job, int centred, const void *x, const float 
     Prepared p = prepare(job, centred, x, i, room);
     float *out = row_to_write(job, y, i, room);
     if (bias)
-        EACH(j, stride) AT(out, j) = (AT(p.row, j) - p.rest) * p.r * AT(w, j) + AT(b, j);
+        EACH(j, stride) AT(out, j) = (AT(p.row, j) - p.mean - p.rest) * p.r * AT(w, j) + AT(b, j);
     else
-        EACH(j, stride) AT(out, j) = (AT(p.row, j) - p.rest) * p.r * AT(w, j);
+        EACH(j, stride) AT(out, j) = (AT(p.row, j) - p.mean - p.rest) * p.r * AT(w, j);
     write_row(job, y, i, out);
 }
 
@@ -142,7 +142,7 @@ INLINE void backward_row(const Job *job, int centred, const void *x, const void 
         fetch(job, grad_y, i + 1, at);
         for (int k = 0; k < 2; k++) {
             int64_t j = at + k * LANES;
-            lanes n = (AT(p.row, j) - p.rest) * p.r, g = AT(grad, j), grad_n = g * AT(w, j);
+            lanes n = (AT(p.row, j) - p.mean - p.rest) * p.r, g = AT(grad, j), grad_n = g * AT(w, j);
             AT(few_w, j) += g * n;
             products[k] += grad_n * n;
             if (centred) AT(few_b, j) += g, grads[k] += grad_n;
@@ -151,7 +151,7 @@ INLINE void backward_row(const Job *job, int centred, const void *x, const void 
     // grad_x = r · (grad_n − mean(grad_n) − n · mean(grad_n · n)), n only as far as its mean square was taken.
     float mean = centred ? total(grads) / first : 0;
     float along = p.r * p.r * job->floor >= 1 ? 0 : total(products) / first;
-    EACH(j, whole) AT(out, j) = (AT(grad, j) * AT(w, j) - mean - (AT(p.row, j) - p.rest) * p.r * along) * p.r;
+    EACH(j, whole) AT(out, j) = (AT(grad, j) * AT(w, j) - mean - (AT(p.row, j) - p.mean - p.rest) * p.r * along) * p.r;
     for (int64_t j = whole; j < stride; j++) out[j] = (grad[j] * w[j] - (j < first ? p.row[j] * p.r * along : 0)) * p.r;
     write_row(job, grad_x, i, out);
 }
