@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from norms.fused import Statistics, normalise
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -27,6 +28,7 @@ class GroupNorm(nn.Module):
                 f"groups of groupnorm must divide the {dim} features into groups of at least {FEWEST}, not {groups}"
             )
         self.groups, self.eps = groups, eps
+        self.statistics = Statistics((dim // groups,), eps, centred=True)
         self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
@@ -35,6 +37,9 @@ class GroupNorm(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        grouped = upcast(x).unflatten(-1, (self.groups, -1))
-        normalised = F.layer_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
-        return (normalised * self.weight + self.bias).to(x.dtype)
+        grouped, *affine = (tensor.unflatten(-1, (self.groups, -1)) for tensor in (x, self.weight, self.bias))
+        return normalise(self.formula, self.statistics, grouped, *affine).flatten(-2)
+
+    def formula(self, grouped: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        normalised = F.layer_norm(upcast(grouped), grouped.shape[-1:], eps=self.eps)
+        return (normalised * weight + bias).to(grouped.dtype)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from norms.fused import Statistics, normalise
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -23,6 +24,7 @@ class PartialRMSNorm(nn.Module):
         if not 0 < p <= 1:
             raise ValueError(f"p of prmsnorm, the share of the features, must be above 0 and at most 1, not {p}")
         self.eps, self.first = eps, math.ceil(p * dim)
+        self.statistics = Statistics((dim,), eps, first=self.first)
         self.weight = nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
@@ -30,6 +32,9 @@ class PartialRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        return normalise(self.formula, self.statistics, x, self.weight)
+
+    def formula(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         h = upcast(x)
         square = h[..., : self.first].square().mean(-1, keepdim=True)
-        return (h * torch.rsqrt(square + self.eps) * self.weight).to(x.dtype)
+        return (h * torch.rsqrt(square + self.eps) * weight).to(x.dtype)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from norms.fused import Statistics, normalise
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -32,6 +33,7 @@ class RMSNorm(nn.Module):
         if cast_order not in ("fp32", "llama"):
             raise ValueError(f"cast_order of rmsnorm is fp32 or llama, not {cast_order!r}")
         self.eps, self.cast_order = eps, cast_order
+        self.statistics = Statistics((dim,), eps)
         self.register_parameter("weight", nn.Parameter(torch.empty(dim)) if elementwise_affine else None)
         self.reset_parameters()
 
@@ -40,11 +42,16 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.cast_order == "llama":  # whose bits are those of LLaMA's own code
+            return self.formula(x, self.weight)
+        return normalise(self.formula, self.statistics, x, self.weight)
+
+    def formula(self, x: Tensor, weight: Tensor | None, bias: None = None) -> Tensor:
         normalised, _ = DivideByRMS.apply(upcast(x), self.eps)
         if self.cast_order == "llama":
             normalised = normalised.to(x.dtype)
-        if self.weight is not None:
-            normalised = normalised * self.weight
+        if weight is not None:
+            normalised = normalised * weight
         return normalised.to(x.dtype)
 
 

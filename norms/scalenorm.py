@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from norms.fused import Statistics, normalise
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -21,6 +22,7 @@ class ScaleNorm(nn.Module):
         super().__init__()
         check_arguments(dim, eps=eps)
         self.dim, self.eps = dim, eps
+        self.statistics = Statistics((dim,), floor=eps**2 / dim)
         self.weight = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
@@ -28,7 +30,11 @@ class ScaleNorm(nn.Module):
         nn.init.constant_(self.weight, math.sqrt(self.dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        gain = self.weight.to(torch.promote_types(x.dtype, torch.float32)) / math.sqrt(self.dim)
+        return normalise(self.formula, self.statistics, x, gain.expand(self.dim))
+
+    def formula(self, x: Tensor, gain: Tensor, bias: None = None) -> Tensor:
         h = upcast(x)
         # Squares are compared, not lengths: the root's derivative at a zero row would be infinite.
-        squares = h.square().sum(-1, keepdim=True).clamp_min(self.eps**2)
-        return (h * (self.weight * torch.rsqrt(squares))).to(x.dtype)
+        squares = h.square().mean(-1, keepdim=True).clamp_min(self.eps**2 / self.dim)
+        return (h * torch.rsqrt(squares) * gain).to(x.dtype)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from config import ModelConfig
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
+from norms.fused import formula_only
 from norms.placement import PLACEMENTS
 
 HERE = Path(__file__).parent
@@ -352,6 +353,19 @@ def test_a_width_below_one_is_refused(kind, dim):
 def test_an_eps_that_is_not_positive_is_refused(kind, eps):
     with pytest.raises(ValueError, match="eps of a norm must be a positive number"):
         build_norm(kind, 8, eps=eps)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KIND_NAMES if hasattr(KINDS[kind], "formula")])
+def test_the_formula_keeps_the_contract_where_there_is_no_kernel(kind, device):
+    with formula_only():
+        for dtype in (torch.float32, torch.bfloat16):
+            test_values_match_the_oracle(kind, dtype, 768, True, device)
+            test_zero_rows_match_the_oracle_and_have_finite_gradients(kind, True, dtype, device)
+            test_large_values_match_the_oracle(kind, True, dtype, 1e17, device)
+            test_a_rows_output_does_not_depend_on_the_others(kind, dtype, 100, True)
+        test_gradients_match_the_oracles(kind, True, 512, 1024, 5e-7, device)
+        test_constant_rows_give_the_bias(kind, 1e6 + 0.3, 768, device)
+        test_a_nan_poisons_its_own_row_only(kind, True, device)
 
 
 # --- invariances and independence, both ways -------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from norms.fused import formula_only
 from norms.rmsnorm import DivideByRMS, RMSNorm
 
 
@@ -43,7 +44,8 @@ def test_gains_of_one_cannot_tell_the_cast_orders_apart():
 def test_cast_orders_agree_to_the_bit_in_fp32():
     norm, x = norm_and_input(torch.float32)
     llama, _ = norm_and_input(torch.float32, cast_order="llama")
-    assert torch.equal(norm(x), llama(x))
+    with formula_only():  # the kernel adds up the squares in another order than LLaMA's code
+        assert torch.equal(norm(x), llama(x))
 
 
 @pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)

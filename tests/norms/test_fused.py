@@ -1,0 +1,209 @@
+"""The kernel beside the formulas: where it is used, that it agrees, and what happens where it cannot be had.
+
+That it keeps the contract is tests/norms/test_contract.py's, which meets it wherever it fits.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from norms import KINDS, build_norm, kernels
+from norms.fused import fits, formula_only, in_use
+
+FUSED = sorted(kind for kind, norm in KINDS.items() if hasattr(norm, "formula"))
+each_fused = pytest.mark.parametrize("kind", FUSED)
+
+
+@pytest.fixture(autouse=True)
+def kernel() -> None:
+    if kernels.library()[0] is None:
+        pytest.skip(in_use())
+
+
+def norm_and_tensors(kind: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor, Tensor]:
+    """A norm with random gains, its input and a gradient of its output."""
+    generator = torch.Generator().manual_seed(0)
+    norm = build_norm(kind, dim)
+    for parameter in norm.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    x = (3 * torch.randn(rows, dim, generator=generator) + 1).to(dtype).requires_grad_()
+    return norm, x, torch.randn(rows, dim, generator=generator).to(dtype)
+
+
+def value_and_gradients(norm: Any, x: Tensor, grad_y: Tensor) -> list[Tensor]:
+    y = norm(x)
+    return [y.detach(), *torch.autograd.grad(y, (x, *norm.parameters()), grad_y)]
+
+
+def uses_kernel(y: Tensor) -> bool:
+    """Whether the kernel has made y, by what its gradient would go through."""
+    nodes, names = [y.grad_fn], []
+    while nodes:
+        if node := nodes.pop():
+            names.append(node.name())
+            nodes += [following for following, _ in node.next_functions]
+    return "NormaliseBackward" in names
+
+
+def test_the_usual_kinds_have_a_kernel():
+    assert set(FUSED) == {"rmsnorm", "layernorm", "groupnorm", "prmsnorm", "scalenorm"}
+
+
+@each_fused
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "dim"), [(1, 16), (3, 48), (700, 64), (2000, 100), (517, 768), (5000, 256), (33, 4100)], ids=str
+)
+def test_kernel_and_formula_agree(kind, dtype, rows, dim):
+    """Relative to the largest; in fp32 the sums over rows differ most, in bf16 each rounds to the nearest of its own.
+
+    Widths with and without padding, rows in one and in many chunks, the last one shorter.
+    """
+    norm, x, grad_y = norm_and_tensors(kind, rows, dim, dtype)
+    ours = value_and_gradients(norm, x, grad_y)
+    with formula_only():
+        formulas = value_and_gradients(norm, x, grad_y)
+        assert not uses_kernel(norm(x))
+    assert uses_kernel(norm(x))
+    for a, b in zip(ours, formulas, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        bound = 2e-6 if a.numel() > 1 else 2e-5  # a scalar's gradient is what a sum over everything leaves
+        assert (a - b).abs().max() <= max(bound, torch.finfo(a.dtype).eps) * b.abs().max()
+
+
+@each_fused
+def test_the_number_of_threads_changes_no_bit(kind):
+    norm, x, grad_y = norm_and_tensors(kind, 3000, 96)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(value_and_gradients(norm, x, grad_y))
+    torch.set_num_threads(1)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_what_the_kernel_cannot_do_goes_by_the_formula():
+    norm, x, _ = norm_and_tensors("layernorm", 4, 32)
+    assert uses_kernel(norm(x))
+    for dtype in (torch.float64, torch.float16):
+        assert not uses_kernel(norm(x.to(dtype)))
+    assert not uses_kernel(norm.bfloat16()(x))
+    statistics = norm.statistics
+    assert fits(statistics, x) and not fits(statistics, x[:0]) and not fits(statistics, x[:, :16])
+    assert not fits(statistics, x.to("meta"))
+
+
+def test_transforms_look_into_the_formula():
+    norm, x, _ = norm_and_tensors("layernorm", 4, 32)
+
+    def loss(x: Tensor) -> Tensor:
+        return norm(x).pow(3).sum()
+
+    one_by_one = torch.stack([torch.autograd.grad(loss(row), row)[0] for row in x])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x.detach()), one_by_one)
+
+
+@each_fused
+def test_second_derivatives_in_fp32_are_the_formulas(kind):
+    norm, x, grad_y = norm_and_tensors(kind, 6, 32)
+
+    def second() -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(norm(x), (x, *norm.parameters()), grad_y, create_graph=True)
+        squares = torch.stack([grad.pow(2).sum() for grad in grads]).sum()
+        return torch.autograd.grad(squares, (x, *norm.parameters()), allow_unused=True)
+
+    ours = second()
+    with formula_only():
+        formulas = second()
+    for a, b in zip(ours, formulas, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (b.abs().max().item() if b is not None else 0))
+
+
+def test_a_frozen_gain_and_a_frozen_input_are_left_alone():
+    norm, x, grad_y = norm_and_tensors("layernorm", 40, 32)
+    (expected, *gains) = torch.autograd.grad(norm(x), (x, *norm.parameters()), grad_y)
+    norm(x.detach()).backward(grad_y)
+    assert all(torch.equal(parameter.grad, gain) for parameter, gain in zip(norm.parameters(), gains, strict=True))
+    norm.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(norm(x), x, grad_y)[0], expected)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_bf16_rounds_special_values_as_torch_does(special):
+    """A not-a-number with all bits set must not become a zero by rounding up."""
+    x = torch.tensor([[special, *[1.0] * 15]]).bfloat16()
+    x.view(torch.int16)[x.isnan()] = 0x7FFF
+    norm = build_norm("rmsnorm", 16)
+    with formula_only():
+        expected = norm(x)
+    assert torch.equal(norm(x).isnan(), expected.isnan()) and norm(x).isnan().any()
+
+
+# --- how it comes to be there ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Iterator[Path]:
+    """An empty folder for what is built."""
+    monkeypatch.setattr(kernels, "BUILT", tmp_path / "kernels")
+    kernels.library.cache_clear()
+    yield tmp_path / "kernels"
+    kernels.library.cache_clear()
+
+
+def test_it_is_built_once(elsewhere):
+    kernels.library()
+    (first,) = elsewhere.iterdir()
+    made = first.stat().st_mtime_ns
+    kernels.library.cache_clear()
+    library, how = kernels.library()
+    assert library and "kernels by" in how
+    assert [file.stat().st_mtime_ns for file in elsewhere.iterdir()] == [made]
+
+
+def test_many_may_build_it_at_once(elsewhere):
+    flags = [*kernels.FLAGS, *kernels.THREADS["on torch's threads"]]
+    with ThreadPoolExecutor(4) as pool:
+        built = set(pool.map(lambda _: kernels.build("cc", flags), range(4)))
+    assert list(elsewhere.iterdir()) == list(built)
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "a compiler that fails", "no room"])
+def test_where_it_cannot_be_built_the_formula_is_used_and_one_can_see_why(trouble, elsewhere, tmp_path, monkeypatch):
+    if trouble == "no room":
+        elsewhere.write_text("a file where the folder should be")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        (tmp_path / "bin").mkdir()
+    if trouble == "a compiler that fails":
+        script = tmp_path / "bin" / "cc"
+        script.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho this is no compiler >&2\nexit 1\n")
+        script.chmod(0o755)
+    norm, x, grad_y = norm_and_tensors("rmsnorm", 8, 32)
+    got = value_and_gradients(norm, x, grad_y)
+    assert not uses_kernel(norm(x))
+    expected = {
+        "no compiler": "no C compiler (cc, gcc or clang) was found",
+        "a compiler that fails": "cc could not build the kernels: this is no compiler",
+        "no room": "could not build the kernels: [Errno",
+    }[trouble]
+    assert in_use().startswith("formulas, as ") and expected in in_use()
+    with formula_only():
+        assert all(map(torch.equal, got, value_and_gradients(norm, x, grad_y)))
+
+
+def test_there_is_one_pool_of_threads():
+    """The kernel's threads are torch's: a second OpenMP in the process would fight the first one for the cores."""
+    maps = Path(f"/proc/{os.getpid()}/maps")
+    if not maps.exists():
+        pytest.skip("no list of the libraries in this process")
+    kernels.library()
+    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line}
+    assert len(runtimes) == 1

@@ -1,0 +1,63 @@
+"""bench.py: every kind of norm is measured, what it prints is what it writes, and bad flags end in one line."""
+
+import json
+
+import pytest
+import torch
+
+import bench
+from norms import KINDS
+
+
+def test_every_norm_is_measured_beside_torchs_own(tmp_path, capsys):
+    out = tmp_path / "new" / "norms.json"
+    bench.main(["norms", "--rows", "64", "--dim", "64", "--rounds", "3", "--device", "cpu", "--out", str(out)])
+    report, printed = json.loads(out.read_text()), capsys.readouterr().out
+    for dtype in ("float32", "bfloat16"):
+        rows = {row["norm"]: row for row in report["rows"] if row["dtype"] == dtype}
+        assert rows.keys() >= KINDS.keys() - {"none"} | {"F.layer_norm", "F.rms_norm"}
+        assert rows["F.layer_norm"]["forward ratio"] == rows["F.layer_norm"]["both ratio"] == 1
+        for name, row in rows.items():
+            assert row["both ms"] > row["forward ms"] > 0
+            assert row["forward ratio"] == pytest.approx(row["forward ms"] / rows["F.layer_norm"]["forward ms"])
+            line = next(line for line in printed.splitlines() if line.startswith(f"{name} ") and dtype in line)
+            assert line.split()[-6:] == [f"{value:.3g}" for value in list(row.values())[2:]]
+        copy_ms = 1e3 * 2 * 64 * 64 * getattr(torch, dtype).itemsize / (1e9 * report[f"copy in {dtype}, GB/s"])
+        assert rows["rmsnorm"]["forward share"] == pytest.approx(copy_ms / rows["rmsnorm"]["forward ms"])
+    assert report["command"][:2] == ["bench.py", "norms"]
+    assert report["norms on a CPU"] in printed
+
+
+def test_calls_take_turns_and_the_first_rounds_do_not_count(monkeypatch):
+    """A clock that stands still but for what the calls take: 9 seconds each at first, then 1 and 2."""
+    now, made = [0.0], list[str]()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+
+    def call(name: str, seconds: float) -> None:
+        now[0] += 9 if len(made) < 2 * bench.WARM_UP else seconds
+        made.append(name)
+
+    calls = {"a": lambda: call("a", 1), "b": lambda: call("b", 2)}
+    assert bench.take_turns(calls, 3, torch.device("cpu")) == {"a": 1, "b": 2}
+    assert made == ["a", "b"] * (3 + bench.WARM_UP)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("norms --rows 0", "--rows must be at least 1, not 0"),
+        ("norms --dim -3", "--dim must be at least 1, not -3"),
+        ("norms --rounds 0", "--rounds must be at least 1, not 0"),
+        ("norms --rows many", "invalid int value: 'many'"),
+        ("norms --device abacus", "invalid choice: 'abacus'"),
+        ("norms --out README.md/report.json", "README.md"),
+        ("norm", "invalid choice: 'norm'"),
+        ("", "required"),
+    ],
+)
+def test_bad_flags_end_with_2_and_one_line(flags, complaint, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(flags.split())
+    assert exit.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and complaint in lines[0]
