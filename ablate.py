@@ -26,7 +26,7 @@ import train
 from checkpoint import load_model
 from config import ModelConfig, Parser, TrainConfig, add_flags, check_sizes, require
 from data.batches import Prepared, evaluation_batches, prepare
-from exits import IN_USE, CellFailed, Stopped, bad_input, exit_codes
+from exits import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, exit_codes
 from machine import describe
 from model import Llama
 from norms import KINDS
@@ -266,7 +266,7 @@ def train_cells(
 ) -> None:
     """Add how each of `cells` ends to `outcomes`, training those that have not ended, several side by side.
 
-    Raises Stopped after a signal and CellFailed where a run ends without a result; those under way save first.
+    Raises Stopped after a signal and CellFailed where a run goes wrong; those under way save first.
     """
     outcomes |= ablation.ended(cells)
     waiting = [cell for cell in cells if cell not in outcomes]
@@ -313,9 +313,9 @@ def start(ablation: Ablation, cell: Cell) -> subprocess.Popen:
 
 
 def result(ablation: Ablation, cell: Cell, code: int) -> Outcome:
-    """How a cell ended whose process did, with exit code `code`. Raises CellFailed if it has no result."""
+    """How a cell ended whose process did, with exit code `code`. Raises CellFailed for one that went wrong."""
     outcome = ablation.outcome(cell)
-    if outcome is None:
+    if outcome is None or code not in (0, NOT_FINITE):
         log = Path(f"{ablation.folder_of(cell)}.log")
         raise CellFailed(str(log), code, log.read_text().strip().rpartition("\n")[2])
     return outcome

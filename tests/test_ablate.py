@@ -19,6 +19,7 @@ import torch
 import ablate
 from config import ModelConfig
 from data.batches import evaluation_batches, prepare
+from exits import CellFailed
 from model import Llama
 from probe import probe
 from run import locked
@@ -256,6 +257,14 @@ def test_what_is_train_py_s_is_passed_on_in_order():
     theirs = "--data a b c --norm-arg eps=1e-5 --no-compile --lr 0.5 --preset small"
     for line in (f"{mine} {theirs}", f"{theirs} {mine}", f"--data a b c {mine} {theirs.removeprefix('--data a b c ')}"):
         assert ablate.parse(line.split())[1] == theirs.split()
+
+
+def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text):
+    ablation = ablate.settle(*ablate.parse(arguments(text, grid, GRID)))
+    cell = ablation.reported[0]
+    assert not ablate.result(ablation, cell, code=0).diverged
+    with pytest.raises(CellFailed):
+        ablate.result(ablation, cell, code=1)
 
 
 @pytest.mark.slow
