@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -153,12 +154,14 @@ def test_divergence_is_a_row(command, text, capsys):
 
 
 @pytest.mark.parametrize("flags", ["", " --save-every 3 --keep 1", " --jobs 1"])
-def test_what_is_trained_is_not_trained_again(flags, grid, command):
-    cells, rows, table = written(grid), results(grid), (grid / "table.md").read_text().splitlines()
-    command(GRID + flags, grid)
-    assert written(grid) == cells
-    assert results(grid) == rows
-    assert (grid / "table.md").read_text().splitlines()[3:] == table[3:]  # all but the command and --jobs
+def test_what_is_trained_is_not_trained_again(flags, grid, command, tmp_path):
+    folder = shutil.copytree(grid, tmp_path / "out")
+    before = written(folder)
+    command(GRID + flags)
+    assert written(folder) == before
+    assert results(folder) == results(grid)
+    first, again = ((there / "table.md").read_text().splitlines() for there in (grid, folder))
+    assert again[3:] == first[3:]  # all but the command and --jobs
 
 
 @pytest.mark.parametrize(
