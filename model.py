@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig
+from fused import CausalAttention, LinearCrossEntropy, Rotate
 from norms import TRAITS, build_norm
-from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and sines of the positions at hand, T D/2 each
@@ -48,15 +48,20 @@ class Llama(nn.Module):
         With a `cache` from `new_cache` the tokens go on where those of earlier calls ended.
         Raises ValueError where that is longer than the context.
         """
+        return self.lm_head(self.features(tokens, cache))  # B T V
+
+    def features(self, tokens: Tensor, cache: "list[KVCache] | None" = None) -> Tensor:
+        """What the head reads, (B, T, C)."""
         rope = self.rope(cache[0].length if cache else 0, tokens.shape[1])
         x = self.placement.start(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
             x = block(x, rope, cache[layer] if cache else None)
-        return self.lm_head(self.finish(x))  # B T V
+        return self.finish(x)  # B T C
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of predicting `targets` (B, T) from `tokens` (B, T)."""
-        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
+        x = self.features(tokens).flatten(0, 1)
+        return LinearCrossEntropy.apply(x, self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     def new_cache(self) -> "list[KVCache]":
         """An empty cache, one entry per block, to pass to `forward` again and again."""
@@ -123,12 +128,19 @@ class SwiGLU(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Attention of the last T of S positions, q B H T D, to those before them and themselves, k and v B K S D."""
     new, seen = q.shape[2], k.shape[2]
+    if slow_backward(q) and new == seen and not dropout:
+        return CausalAttention.apply(q, *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)))
     mask = None
     if 1 < new < seen:
         mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=new == seen, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def slow_backward(q: Tensor) -> bool:
+    """Whether PyTorch's own attention would take long over the gradient: in half precision on a CPU."""
+    return torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
 
 
 # --- rotary positions ------------------------------------------------------------------------------------------------
@@ -149,9 +161,7 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
 
     Pairing halves instead of neighbours is the layout of Hugging Face's Llama weights.
     """
-    cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 D/2
-    a, b = upcast(x).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    return Rotate.apply(x, *(table.unsqueeze(1) for table in rope))  # T 1 D/2 each
 
 
 class Rope(nn.Module):

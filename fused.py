@@ -1,0 +1,101 @@
+"""What PyTorch takes apart into many passes over memory, with its gradient written by hand.
+
+Each is the plain formula that its docstring gives, to rounding. Shapes: B sequences, H heads, T tokens, D features of a
+head; N tokens of a batch, C features of the stream, V token ids.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LOGITS_AT_ONCE = 1 << 24  # 64 MB in fp32
+
+
+class Rotate(torch.autograd.Function):
+    """(a, b) → (a cos − b sin, b cos + a sin) of the halves a and b of the last axis, in fp32 or more, then cast back.
+
+    Its gradient is the rotation by the opposite angle.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    h = x.to(torch.promote_types(x.dtype, cos.dtype))
+    a, b = h.chunk(2, dim=-1)
+    y = h * torch.cat((cos, cos), dim=-1)
+    front, back = y.chunk(2, dim=-1)
+    front.addcmul_(b, sin, value=-1)
+    back.addcmul_(a, sin)
+    return y.to(x.dtype)
+
+
+class CausalAttention(torch.autograd.Function):
+    """softmax(q kᵀ / √D) v, each position seeing those up to itself; B H T D all.
+
+    Forward as in `F.scaled_dot_product_attention`. The gradient computes the probabilities anew in plain products,
+    which for bf16 on a CPU takes a third of the time that PyTorch's own needs, up to 20 times less for short sequences.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        shape, scale = grad.shape, grad.shape[-1] ** -0.5
+        q, k, v, grad = (x.reshape(-1, *shape[-2:]) for x in (*ctx.saved_tensors, grad))
+        future = torch.full((shape[-2], shape[-2]), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+        p = torch.baddbmm(future, q, k.mT, alpha=scale).softmax(-1)
+        grad_s = torch.ops.aten._softmax_backward_data(grad @ v.mT, p, -1, p.dtype)
+        grads = (grad_s @ k).mul_(scale), (grad_s.mT @ q).mul_(scale), p.mT @ grad
+        return tuple(x.view(shape) for x in grads)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean over N of −log softmax(h wᵀ)[target], in nats; h N C, w V C, targets N.
+
+    The logits, by far the largest tensor of a step, are there for some rows at a time, and their gradient is formed on
+    the spot, as in Liger (arXiv 2410.10989). Under autocast the products are in its format, the softmax in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
+        device = h.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+        loss = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
+        rows, low_w = max(1, LOGITS_AT_ONCE // len(w)), w.to(dtype)
+        grad_h, grad_w = (torch.empty_like(h), torch.zeros_like(w)) if with_gradient else (h, w)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, len(h), rows):
+                some, wanted = h[start : start + rows].to(dtype), targets[start : start + rows, None]
+                log_p = torch.log_softmax(some @ low_w.T, -1, dtype=loss.dtype)
+                log_p_wanted = log_p.gather(-1, wanted)
+                loss -= log_p_wanted.sum()
+                if with_gradient:
+                    grad = log_p.exp_().scatter_add_(-1, wanted, torch.full_like(log_p_wanted, -1)).to(dtype)
+                    grad_h[start : start + rows] = grad @ low_w
+                    grad_w += grad.T @ some
+        ctx.save_for_backward(grad_h, grad_w)
+        return loss / len(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_h, grad_w = ctx.saved_tensors
+        scale = grad / len(grad_h)
+        return grad_h * scale, grad_w * scale, None, None

@@ -1,0 +1,124 @@
+"""Computations with their gradients by hand, against the plain formulas."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import fused
+from fused import CausalAttention, LinearCrossEntropy, Rotate
+
+CPU = torch.device("cpu")
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [grad.double() for grad in torch.autograd.grad(loss, inputs)]
+
+
+def rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+# --- rotation --------------------------------------------------------------------------------------------------------
+
+
+def test_rotation_is_the_formula():
+    x, angle = draw(2, 5, 3, 8), torch.arange(20.0, dtype=torch.float64).view(5, 1, 4)
+    turned = Rotate.apply(x, angle.cos(), angle.sin())
+    as_complex = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(turned, torch.cat((as_complex.real, as_complex.imag), -1), rtol=0, atol=1e-14)
+    assert gradcheck(lambda x: Rotate.apply(x, angle.cos(), angle.sin()), x)
+
+
+def test_rotation_of_bf16_rounds_once():
+    x, angle = draw(2, 5, 3, 8, dtype=torch.bfloat16), torch.arange(20.0).view(5, 1, 4)
+    exact = Rotate.apply(x.double(), angle.double().cos(), angle.double().sin())
+    turned = Rotate.apply(x, angle.cos(), angle.sin())
+    assert turned.dtype == torch.bfloat16
+    # Half a unit in the last place of a bf16 number, and fp32's own rounding before.
+    assert ((turned.double() - exact).abs() <= 0.501 * 2**-7 * exact.abs() + 1e-6).all()
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By the definition, one query at a time."""
+    rows = []
+    for t in range(q.shape[2]):
+        scores = (q[:, :, t : t + 1] * k[:, :, : t + 1]).sum(-1) / math.sqrt(q.shape[-1])  # B H t+1
+        rows.append((scores.exp() / scores.exp().sum(-1, keepdim=True)).unsqueeze(-1).mul(v[:, :, : t + 1]).sum(2))
+    return torch.stack(rows, 2)
+
+
+def test_attention_is_the_formula():
+    q, k, v = (draw(2, 3, 7, 4, seed=seed) for seed in range(3))
+    torch.testing.assert_close(CausalAttention.apply(q, k, v), attention(q, k, v), rtol=0, atol=1e-14)
+    assert gradcheck(CausalAttention.apply, (q, k, v))
+
+
+def test_attention_in_bf16_has_gradients_as_near_as_pytorchs():
+    shape = (2, 3, 64, 16)
+    q, k, v, grad = (draw(*shape, seed=seed, dtype=torch.bfloat16) for seed in range(4))
+    exact = gradients((attention(*(x.double() for x in (q, k, v))) * grad.double()).sum(), q, k, v)
+    ours = gradients((CausalAttention.apply(q, k, v) * grad).sum(), q, k, v)
+    theirs = gradients((F.scaled_dot_product_attention(q, k, v, is_causal=True) * grad).sum(), q, k, v)
+    for name, wanted, here, there in zip("qkv", exact, ours, theirs, strict=True):
+        # Theirs keeps the scores in fp32, ours rounds them to bf16, as plain attention does: within twice.
+        assert rms(here - wanted) < 2 * rms(there - wanted), name
+        assert rms(here - wanted) < 0.02 * rms(wanted), name
+
+
+# --- cross-entropy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logits_at_once", [1 << 24, 27, 1], ids=["whole", "three rows", "row by row"])
+def test_cross_entropy_is_the_formula(monkeypatch, logits_at_once):
+    monkeypatch.setattr(fused, "LOGITS_AT_ONCE", logits_at_once)
+    h, w, targets = draw(11, 6), draw(9, 6, seed=1), torch.arange(11) % 9
+    p = (h @ w.T).exp() / (h @ w.T).exp().sum(-1, keepdim=True)
+    expected = -p[torch.arange(11), targets].log().mean()
+    torch.testing.assert_close(LinearCrossEntropy.apply(h, w, targets, True), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(LinearCrossEntropy.apply(h, w, targets, False), expected, rtol=0, atol=1e-14)
+    assert gradcheck(lambda h, w: LinearCrossEntropy.apply(h, w, targets, True), (h, w))
+
+
+def test_cross_entropy_passes_on_the_gradient_of_what_follows():
+    h, w, targets = draw(11, 6), draw(9, 6, seed=1), torch.arange(11) % 9
+    once = gradients(LinearCrossEntropy.apply(h, w, targets, True), h, w)
+    thrice = gradients(3 * LinearCrossEntropy.apply(h, w, targets, True), h, w)
+    for single, triple in zip(once, thrice, strict=True):
+        torch.testing.assert_close(triple, 3 * single)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_entropy_under_autocast_is_as_near_as_the_plain_one(monkeypatch, dtype):
+    monkeypatch.setattr(fused, "LOGITS_AT_ONCE", 100 * 50)
+    h, w = draw(400, 32, dtype=torch.float32), draw(100, 32, seed=1, dtype=torch.float32)
+    targets = torch.arange(400) % 100
+    exact_loss = F.cross_entropy(h.double() @ w.double().T, targets)
+    exact = gradients(exact_loss, h, w)
+    with torch.autocast("cpu", dtype):
+        ours_loss = LinearCrossEntropy.apply(h, w, targets, True)
+        theirs_loss = F.cross_entropy(F.linear(h, w).float(), targets)
+    assert ours_loss.dtype == torch.float32
+    assert abs(ours_loss.item() - theirs_loss.item()) < 1e-6 * theirs_loss.item()  # the same products, fp32 sums
+    ours, theirs = gradients(ours_loss, h, w), gradients(theirs_loss * 2**10, h, w)  # scaled for fp16, as in training
+    for wanted, here, there in zip(exact, ours, theirs, strict=True):
+        assert rms(here - wanted) < 1.2 * rms(there / 2**10 - wanted)
+
+
+def test_cross_entropy_of_a_hopeless_guess_is_finite():
+    h, w = torch.tensor([[200.0]], requires_grad=True), torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = LinearCrossEntropy.apply(h, w, torch.tensor([1]), True)
+    assert loss.item() == 400  # -log of e^-400, which fp32 holds as 0
+    loss.backward()
+    torch.testing.assert_close(h.grad, torch.tensor([[2.0]]))
