@@ -23,12 +23,13 @@ import torch
 from tqdm import tqdm
 
 import train
-from checkpoint import find_checkpoint, load_model
+from checkpoint import load_model
 from config import ModelConfig, Parser, TrainConfig, add_flags, check_sizes, require
 from data.batches import Prepared, evaluation_batches, prepare
-from exits import IN_USE, CellFailed, Stopped, bad_input, exit_codes
+from exits import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, exit_codes
 from machine import describe
 from model import Llama
+from norms import KINDS
 from norms.placement import PLACEMENTS, Senseless
 from probe import plot_depth, probe
 from report import Outcome, as_csv, best_rate, plot_curves, plot_differences, rates_table, read_outcome, table
@@ -162,14 +163,17 @@ def settle(flags: argparse.Namespace, passed: list[str]) -> Ablation:
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
     for name in ("norm", "placement"):
         require(not hasattr(flags, name), f"--{name} is for a single run; here, name all of them with --{name}s")
+    for kind in (norm.partition(":")[0] for norm in flags.norms):
+        require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}")
     settings = settle_arms(flags.norms, flags.placements, passed)
     model_config, config = next(iter(settings.values()))
     cores = torch.get_num_threads()
     torch.set_num_threads(flags.threads)  # which a run's description of its device counts in
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
     lrs = sorted(set(flags.lrs))
-    grid = [[asdict(arm), asdict(model), asdict(training)] for arm, (model, training) in settings.items()]
-    digest = hashlib.sha256(json.dumps([grid, flags.seeds, lrs]).encode()).hexdigest()
+    compared = {name: value for name, value in asdict(config).items() if name not in HOUSEKEEPING}
+    grid = [[asdict(arm), asdict(model)] for arm, (model, _) in settings.items()]  # more seeds or rates go on with it
+    digest = hashlib.sha256(json.dumps([compared, grid]).encode()).hexdigest()
     ablation = Ablation(
         folder=Path(getattr(flags, "out", "") or RUNS / f"ablation-{digest[:8]}"),
         settings=settings,
@@ -210,7 +214,7 @@ def check_earlier_cells(ablation: Ablation) -> None:
     if folder.exists() and not (folder / "cells").is_dir():
         require(folder.is_dir() and not any(folder.iterdir()), f"--out {folder} holds something else; choose another")
     compared = [field.name for field in fields(TrainConfig) if field.name not in HOUSEKEEPING]
-    device = describe(torch.device(ablation.common.device))
+    here = f"{describe(torch.device(ablation.common.device))} with torch {torch.__version__}"
     for cell in (*ablation.reported, *ablation.picking, *ablation.cells(ablation.lrs, ablation.seeds)):
         run_file = ablation.folder_of(cell) / "run.json"
         if run_file.exists():
@@ -219,8 +223,8 @@ def check_earlier_cells(ablation: Ablation) -> None:
             train.check_same_settings(run_file, model_config, config, compared)
             train.check_same_text(run_file, ablation.data)
             run = json.loads(run_file.read_text())
-            for there, here in ((run["device"], device), (run["versions"]["torch"], torch.__version__)):
-                require(there == here, f"the run in {run_file.parent} was trained on {there}, not {here}")
+            there = f"{run['device']} with torch {run['versions']['torch']}"
+            require(there == here, f"the run in {run_file.parent} was trained on {there}, not {here}")
 
 
 # --- the cells -------------------------------------------------------------------------------------------------------
@@ -245,7 +249,8 @@ def train_grid(ablation: Ablation) -> dict[Cell, Outcome]:
             at_best = [cell for cell in at_best_rate(ablation, outcomes) if cell not in outcomes]
             bar.total = (len(outcomes) + len(at_best)) * steps
             train_cells(ablation, at_best, outcomes, bar, stop)
-    return outcomes
+            cells += at_best
+    return {cell: outcomes[cell] for cell in cells}  # in this order, whichever ended first
 
 
 def at_best_rate(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> list[Cell]:
@@ -261,7 +266,7 @@ def train_cells(
 ) -> None:
     """Add how each of `cells` ends to `outcomes`, training those that have not ended, several side by side.
 
-    Raises Stopped after a signal and CellFailed where a run ends without a result; those under way save first.
+    Raises Stopped after a signal and CellFailed where a run goes wrong; those under way save first.
     """
     outcomes |= ablation.ended(cells)
     waiting = [cell for cell in cells if cell not in outcomes]
@@ -308,9 +313,9 @@ def start(ablation: Ablation, cell: Cell) -> subprocess.Popen:
 
 
 def result(ablation: Ablation, cell: Cell, code: int) -> Outcome:
-    """How a cell ended whose process did, with exit code `code`. Raises CellFailed if it has no result."""
+    """How a cell ended whose process did, with exit code `code`. Raises CellFailed for one that went wrong."""
     outcome = ablation.outcome(cell)
-    if outcome is None:
+    if outcome is None or code not in (0, NOT_FINITE):
         log = Path(f"{ablation.folder_of(cell)}.log")
         raise CellFailed(str(log), code, log.read_text().strip().rpartition("\n")[2])
     return outcome
@@ -344,11 +349,11 @@ def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], command: str
     plot_curves(reported, folder / "curves.png")
     plot_differences(reported, folder / "differences.png")
     if ablation.lrs:
-        cells = at_best_rate(ablation, outcomes)
-        at_best = [outcomes[cell] for cell in cells]
+        at_best = [outcomes[cell] for cell in at_best_rate(ablation, outcomes)]
         sections += [
             "## Each arm at its best rate",
-            f"Picked on {PICKERS} seeds that are not reported; the mean val_bpb there:",
+            f"Picked on {PICKERS} seeds that are not reported; the mean val_bpb there (where the best is the lowest or "
+            "highest of the rates, a wider sweep may find a better one):",
             rates_table([outcomes[cell] for cell in ablation.picking]),
             "On the reported seeds:",
             table(at_best),
@@ -367,7 +372,9 @@ def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
         batch = next(windows)
         models = {"start": Llama(model_config, cell.seed)}
         if not outcomes[cell].diverged:
-            models["end"] = load_model(find_checkpoint(str(ablation.folder_of(cell))), "cpu")[0]
+            checkpoint = ablation.folder_of(cell) / "checkpoints" / f"step-{config.steps:06d}"
+            with bad_input():  # it may have been deleted since
+                models["end"] = load_model(checkpoint, "cpu")[0]
         for when, model in models.items():
             torch.manual_seed(cell.seed)  # of the dropout
             rows += [

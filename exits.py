@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 class CellFailed(Exception):
-    """A run that this command started has ended with exit code `code` and no result."""
+    """A run that this command started has gone wrong, and ended with exit code `code`."""
 
     def __init__(self, cell: str, code: int, complaint: str):
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else complaint

@@ -16,7 +16,7 @@ from norms import KINDS
 
 @dataclass(frozen=True)
 class BlockFigures:
-    """One block, seen from outside; block 0 is the embedding, which has no gains."""
+    """One block, seen from outside; block 0 is the embedding, which has no gains and may be the output head as well."""
 
     block: int
     residual_rms: float  # of the stream as it leaves the block

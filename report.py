@@ -243,7 +243,7 @@ def plot_differences(outcomes: list[Outcome], path: Path) -> None:
         axes.errorbar(middle, height, xerr=half, fmt="s", color="C0", capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
     axes.set_yticks(range(len(others)), others)
-    axes.set_ylim(len(others) - 0.5, -0.5)
+    axes.set_ylim(len(others), -1)
     axes.set_xlabel(f"val_bpb less that of {baseline}, seed by seed (left is better)")
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)

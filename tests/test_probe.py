@@ -1,0 +1,116 @@
+"""The probe against a model in float64 whose streams and gradients are taken apart by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from config import ModelConfig
+from model import Llama
+from norms import KINDS
+from norms.placement import PLACEMENTS
+from probe import plot_depth, probe
+
+LAYERS, VOCAB = 3, 20
+
+
+def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Llama:
+    """A tiny model that has been moved away from its initial gains of one."""
+    config = ModelConfig(
+        norm=norm, placement=placement, dim=16, layers=LAYERS, heads=2, context=8, vocab_size=VOCAB, **fields
+    )
+    model = Llama(config, seed=1)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    return model
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    ids = torch.randint(VOCAB, (4, 9))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def streams_and_loss(model: Llama, tokens: Tensor, targets: Tensor) -> tuple[list, Tensor]:
+    """The stream before the first block and after each, block by block, and the loss from log-probabilities."""
+    stream = PLACEMENTS[model.config.placement].start(model.embed_tokens.weight[tokens])
+    streams, rope = [stream], model.rope(0, tokens.shape[1])
+    for block in model.layers:
+        stream = block(stream, rope)
+        streams.append(stream)
+    log_probabilities = (model.finish(stream) @ model.lm_head.weight.T).log_softmax(-1)
+    return streams, -log_probabilities.gather(-1, targets[..., None]).mean()
+
+
+def rms(x: Tensor) -> float:
+    return math.sqrt(sum(value * value for value in x.flatten().tolist()) / x.numel())
+
+
+# fp32 rounds at 6e-8; over three blocks, whose norms divide differences of like size, some hundred times that is left.
+CLOSE = 1e-5
+
+
+@pytest.mark.parametrize("norm, placement", [("rmsnorm", "pre"), ("layernorm", "siamese"), ("batchnorm", "post")])
+def test_figures_are_those_of_float64(norm, placement):
+    model, (tokens, targets) = make_model(norm, placement), make_batch()
+    exact = copy.deepcopy(model).double().train()
+    streams, loss = streams_and_loss(exact, tokens, targets)
+    loss.backward()
+    seen = probe(model, tokens, targets)
+
+    assert [figures.block for figures in seen] == list(range(LAYERS + 1))
+    parts: list[nn.Module] = [exact.embed_tokens, *exact.layers]
+    for figures, stream, part in zip(seen, streams, parts, strict=True):
+        first, second = stream if isinstance(stream, tuple) else (stream, None)
+        assert figures.residual_rms == pytest.approx(rms(first), rel=CLOSE)
+        assert (figures.second_rms is None) == (second is None)
+        if second is not None:
+            assert figures.second_rms == pytest.approx(rms(second), rel=CLOSE)
+        squares = sum(float(weight.grad.square().sum()) for weight in part.parameters() if weight.grad is not None)
+        assert figures.grad_norm == pytest.approx(math.sqrt(squares), rel=CLOSE)
+
+    for figures, part in zip(seen[1:], exact.layers, strict=True):
+        gains = torch.cat(
+            [weights for name, weights in part.named_parameters() if "norm" in name and name.endswith(".weight")]
+        )
+        assert len(gains) == {"pre": 2, "siamese": 6, "post": 2}[placement] * 16
+        expected = gains.abs().mean().item(), gains.abs().min().item(), gains.abs().max().item()
+        assert (figures.gain_mean, figures.gain_min, figures.gain_max) == pytest.approx(expected, rel=CLOSE)
+    assert (seen[0].gain_mean, seen[0].gain_min, seen[0].gain_max) == (None, None, None)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_has_figures(kind):
+    seen = probe(make_model(kind), *make_batch())
+    for figures in seen[1:]:
+        assert 0 < figures.residual_rms < math.inf and 0 < figures.grad_norm < math.inf
+        gains = [gain for gain in (figures.gain_min, figures.gain_mean, figures.gain_max) if gain is not None]
+        assert len(gains) == (0 if kind == "none" else 3) and gains == sorted(gains)
+
+
+def test_norms_without_gains_have_no_figures_of_them():
+    seen = probe(make_model(norm_args={"elementwise_affine": False}), *make_batch())
+    assert {figures.gain_mean for figures in seen} == {None}
+
+
+def test_earlier_gradients_do_not_count_and_the_hooks_are_gone():
+    model, batch = make_model(), make_batch()
+    first = probe(model, *batch)
+    model.loss(*batch).backward()
+    assert probe(model, *batch) == first
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_plot_over_depth(tmp_path):
+    """Of one arm with gains and one without, which never ended; a warning is an error here."""
+    rows = [
+        {"norm": norm, "placement": "pre", "when": when} | vars(figures)
+        for norm, when in (("rmsnorm", "start"), ("rmsnorm", "end"), ("none", "start"))
+        for figures in probe(make_model(norm), *make_batch())
+    ]
+    plot_depth(rows, tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
