@@ -128,7 +128,7 @@ class TrainConfig:
         None, "sequences that go through the model at once; divides --batch-size (default: all)"
     )
     lr: float = knob(0.01, "peak learning rate")
-    schedule: str = knob("cosine", "learning rate after the warm-up", choices=["cosine", "wsd", "constant"])
+    schedule: str = knob("cosine", "learning rate after the warm-up", choices=["cosine", "linear", "wsd", "constant"])
     warmup: int = knob(None, "steps of linear warm-up (default: a twentieth of --steps)")
     weight_decay: float = knob(0.1, "decay of matrices; never of gains, biases and embeddings")
     optimizer: str = knob("muon", "adamw for everything, or muon for the blocks' matrices", choices=["muon", "adamw"])

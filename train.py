@@ -193,7 +193,7 @@ class Trainer:
                 group["lr"] = rate
             if not overflow:
                 self.scaler.step(optimizer)
-            optimizer.zero_grad()
+        self.model.zero_grad()
         self.scaler.update()
         if scaled and self.scaler.get_scale() < 1:
             raise NotFinite(self.step + 1)

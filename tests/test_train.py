@@ -270,6 +270,8 @@ def test_schedules():
     assert [learning_rate(cosine, step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
     assert learning_rate(cosine, 55) == pytest.approx(0.5)
     assert learning_rate(cosine, 99) == pytest.approx((1 + math.cos(math.pi * 89 / 90)) / 2)
+    linear = TrainConfig(schedule="linear", steps=100, warmup=10, lr=1.0)
+    assert [learning_rate(linear, step) for step in (9, 10, 55, 99)] == pytest.approx([1.0, 1.0, 0.5, 1 / 90])
     stable = TrainConfig(schedule="wsd", steps=100, warmup=10, lr=1.0)
     assert [learning_rate(stable, step) for step in (10, 79, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
     constant = TrainConfig(schedule="constant", steps=100, warmup=0, lr=1.0)
