@@ -12,7 +12,6 @@ from config import TrainConfig
 from machine import has_bfloat16
 from model import Llama, weights_by_role
 
-MOMENTUM = 0.9  # of Muon; 0.95 is for runs ten times as long
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5  # Jordan's coefficients: singular values end between 0.7 and 1.2
 FINAL_SHARE = 0.0  # of the peak learning rate, at the end of all schedules but `constant`
 WSD_DECAY = 0.2  # share of all steps in which `wsd` goes down
@@ -29,7 +28,7 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     no_decay = {"params": others, "weight_decay": 0.0}
     decay = {"params": hidden, "weight_decay": config.weight_decay}
     if config.optimizer == "muon":
-        return [Muon([decay], config.lr), AdamW([no_decay], config.lr)]
+        return [Muon([decay], config.lr, config.momentum), AdamW([no_decay], config.lr)]
     return [AdamW([no_decay, decay], config.lr)]
 
 
@@ -72,8 +71,8 @@ class Muon(LeanOptimizer):
     do their transposes: a fifth of the time.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float):
-        super().__init__(groups, {"lr": lr})
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float):
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -84,17 +83,17 @@ class Muon(LeanOptimizer):
                     alike.setdefault(tuple(sorted(weight.shape)), []).append(weight)
             for (_, longer), weights in alike.items():
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-                updates = orthogonal([self._momentum(weight) for weight in weights])
+                updates = orthogonal([self._ahead(weight, group["momentum"]) for weight in weights])
                 torch._foreach_add_(weights, updates, alpha=-group["lr"] * 0.2 * math.sqrt(longer))
 
-    def _momentum(self, weight: Tensor) -> Tensor:
+    def _ahead(self, weight: Tensor, momentum: float) -> Tensor:
         """The running mean of the gradient, and a step ahead of it (Nesterov)."""
         gradient, state = weight.grad, self.state[weight]
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
-        return gradient.lerp(mean, MOMENTUM)
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(mean, momentum)
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
