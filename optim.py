@@ -13,6 +13,7 @@ from machine import has_bfloat16
 from model import Llama, weights_by_role
 
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5  # Jordan's coefficients: singular values end between 0.7 and 1.2
+BESIDE_MUON = 2.0  # AdamW's rate for embedding, head and norms, in Muon's
 FINAL_SHARE = 0.0  # of the peak learning rate, at the end of all schedules but `constant`
 WSD_DECAY = 0.2  # share of all steps in which `wsd` goes down
 
@@ -20,14 +21,16 @@ WSD_DECAY = 0.2  # share of all steps in which `wsd` goes down
 def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest.
 
-    Only the blocks' matrices decay: not the gains and biases of norms, nor embedding and head.
+    Only the blocks' matrices decay: not the gains and biases of norms, nor embedding and head. The "share" of a group
+    is its rate in that of the schedule.
     """
     hidden = hidden_matrices(model)
     chosen = {id(weight) for weight in hidden}
     others = [weight for weight in model.parameters() if id(weight) not in chosen]
-    no_decay = {"params": others, "weight_decay": 0.0}
-    decay = {"params": hidden, "weight_decay": config.weight_decay}
+    no_decay = {"params": others, "weight_decay": 0.0, "share": 1.0}
+    decay = {"params": hidden, "weight_decay": config.weight_decay, "share": 1.0}
     if config.optimizer == "muon":
+        no_decay["share"] = BESIDE_MUON
         return [Muon([decay], config.lr, config.momentum), AdamW([no_decay], config.lr)]
     return [AdamW([no_decay, decay], config.lr)]
 

@@ -190,7 +190,7 @@ class Trainer:
         overflow = scaled and not grad_norm.isfinite()  # normal in float16: leave the step out, and scale less
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["share"]
             if not overflow:
                 self.scaler.step(optimizer)
         self.model.zero_grad()

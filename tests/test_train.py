@@ -218,12 +218,12 @@ def test_each_step_takes_the_rate_of_the_schedule(command, monkeypatch):
 
     def update_and_look(trainer, rate):
         update(trainer, rate)
-        rates.append({group["lr"] for each in trainer.optimizers for group in each.param_groups})
+        rates.append([group["lr"] for each in trainer.optimizers for group in each.param_groups])
 
     monkeypatch.setattr(train.Trainer, "update", update_and_look)
     run = command("--steps 20 --warmup 5 --lr 0.01 --optimizer muon")
     config = TrainConfig(steps=20, warmup=5, lr=0.01)
-    assert rates == [{learning_rate(config, step)} for step in range(20)]
+    assert rates == [[learning_rate(config, step), 2 * learning_rate(config, step)] for step in range(20)]
     assert [row["lr"] for row in rows(run) if "lr" in row] == [learning_rate(config, step) for step in (9, 19)]
 
 
