@@ -128,10 +128,11 @@ class TrainConfig:
         None, "sequences that go through the model at once; divides --batch-size (default: all)"
     )
     lr: float = knob(0.01, "peak learning rate")
-    schedule: str = knob("cosine", "learning rate after the warm-up", choices=["cosine", "wsd", "constant"])
+    schedule: str = knob("linear", "learning rate after the warm-up", choices=["linear", "cosine", "wsd", "constant"])
     warmup: int = knob(None, "steps of linear warm-up (default: a twentieth of --steps)")
     weight_decay: float = knob(0.1, "decay of matrices; never of gains, biases and embeddings")
     optimizer: str = knob("muon", "adamw for everything, or muon for the blocks' matrices", choices=["muon", "adamw"])
+    momentum: float = knob(0.9, "of Muon: share of its running mean that stays at each step; more in longer runs")
     clip: float = knob(1.0, "largest norm of the whole gradient; 0 leaves it as it is")
     seed: int = knob(0, "of the initial draws, the batches and the dropout")
     device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
@@ -158,6 +159,7 @@ class TrainConfig:
             require(0 <= value < math.inf, f"--{_dashed(name)} must be a number from 0 up, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
         require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
+        require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
         require(
             self.batch_size % self.micro_batch_size == 0,
             f"--batch-size {self.batch_size} is not divisible by --micro-batch-size {self.micro_batch_size}",
@@ -170,8 +172,8 @@ FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field i
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
-        dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, steps=3000,
-        eval_every=500, save_every=500,
+        dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, momentum=0.95,
+        steps=3000, eval_every=500, save_every=500,
     ),
     "124m": dict(
         dim=768, layers=12, heads=12, hidden_dim=2048, context=1024, vocab_size=32000,

@@ -201,10 +201,10 @@ class Trainer:
         overflow = scaled and not grad_norm.isfinite()  # normal in float16: leave the step out, and scale less
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["share"]
             if not overflow:
                 self.scaler.step(optimizer)
-            optimizer.zero_grad()
+        self.model.zero_grad()
         self.scaler.update()
         if scaled and self.scaler.get_scale() < 1:
             raise NotFinite(self.step + 1)

@@ -56,6 +56,7 @@ BAD_VALUES = {
     **{f"--{name} -1": f"--{name} must be a number from 0 up, not -1" for name in ("warmup", "seed")},
     "--weight-decay nan": "--weight-decay must be a number from 0 up, not nan",
     "--clip inf": "--clip must be a number from 0 up, not inf",
+    "--momentum 1": "--momentum must be at least 0 and below 1, not 1.0",
     "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
     "--seed 9223372036854775808": "--seed must be below 2**63",
     "--norm-arg eps": "--norm-arg takes key=value, not 'eps'",
@@ -235,7 +236,7 @@ def test_every_flag_reaches_its_field():
         "dropout": 0.25, "init": "xavier", "depth_scaled_init": False,
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 8,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "muon",
-        "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "compile": True, "eval_every": 5,
+        "momentum": 0.5, "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "compile": True, "eval_every": 5,
         "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere", "cache_dir": "elsewhere",
     }  # fmt: skip
     flags = "--norm-arg bias=false --norm-arg eps=0.5"

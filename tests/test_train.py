@@ -218,12 +218,12 @@ def test_each_step_takes_the_rate_of_the_schedule(command, monkeypatch):
 
     def update_and_look(trainer, rate):
         update(trainer, rate)
-        rates.append({group["lr"] for each in trainer.optimizers for group in each.param_groups})
+        rates.append([group["lr"] for each in trainer.optimizers for group in each.param_groups])
 
     monkeypatch.setattr(train.Trainer, "update", update_and_look)
     run = command("--steps 20 --warmup 5 --lr 0.01 --optimizer muon")
     config = TrainConfig(steps=20, warmup=5, lr=0.01)
-    assert rates == [{learning_rate(config, step)} for step in range(20)]
+    assert rates == [[learning_rate(config, step), 2 * learning_rate(config, step)] for step in range(20)]
     assert [row["lr"] for row in rows(run) if "lr" in row] == [learning_rate(config, step) for step in (9, 19)]
 
 
@@ -270,6 +270,8 @@ def test_schedules():
     assert [learning_rate(cosine, step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
     assert learning_rate(cosine, 55) == pytest.approx(0.5)
     assert learning_rate(cosine, 99) == pytest.approx((1 + math.cos(math.pi * 89 / 90)) / 2)
+    linear = TrainConfig(schedule="linear", steps=100, warmup=10, lr=1.0)
+    assert [learning_rate(linear, step) for step in (9, 10, 55, 99)] == pytest.approx([1.0, 1.0, 0.5, 1 / 90])
     stable = TrainConfig(schedule="wsd", steps=100, warmup=10, lr=1.0)
     assert [learning_rate(stable, step) for step in (10, 79, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
     constant = TrainConfig(schedule="constant", steps=100, warmup=0, lr=1.0)
