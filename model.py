@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig
-from fused import CausalAttention, LinearCrossEntropy, Rotate
+from gradients import CausalAttention, LinearCrossEntropy, Rotate
 from norms import TRAITS, build_norm
 from norms.placement import PLACEMENTS, Site
 
@@ -132,9 +132,6 @@ class SwiGLU(nn.Module):
         return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-SHORT = 128  # keys, up to which torch's attention trains faster in fp32 than in bf16 on a CPU: 2.5 times at 64
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Attention of the last T of S positions, q B H T D, to those before them and themselves, k and v B K S D."""
     new, seen = q.shape[2], k.shape[2]
@@ -143,9 +140,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     mask = None
     if 1 < new < seen:
         mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
-    if q.requires_grad and q.device.type == "cpu" and seen <= SHORT and q.dtype == torch.bfloat16:
-        with torch.autocast("cpu", enabled=False):
-            return attend(q.float(), k.float(), v.float(), dropout).bfloat16()
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=1 < new == seen, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-import fused
-from fused import CausalAttention, LinearCrossEntropy, Rotate
+import gradients as by_hand
+from gradients import CausalAttention, LinearCrossEntropy, Rotate
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_attention_in_bf16_has_gradients_as_near_as_pytorchs():
 
 @pytest.mark.parametrize("logits_at_once", [1 << 24, 27, 1], ids=["whole", "three rows", "row by row"])
 def test_cross_entropy_is_the_formula(monkeypatch, logits_at_once):
-    monkeypatch.setattr(fused, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(by_hand, "LOGITS_AT_ONCE", logits_at_once)
     h, w, targets = draw(11, 6), draw(9, 6, seed=1), torch.arange(11) % 9
     p = (h @ w.T).exp() / (h @ w.T).exp().sum(-1, keepdim=True)
     expected = -p[torch.arange(11), targets].log().mean()
@@ -101,7 +101,7 @@ def test_cross_entropy_passes_on_the_gradient_of_what_follows():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cross_entropy_under_autocast_is_as_near_as_the_plain_one(monkeypatch, dtype):
-    monkeypatch.setattr(fused, "LOGITS_AT_ONCE", 100 * 50)
+    monkeypatch.setattr(by_hand, "LOGITS_AT_ONCE", 100 * 50)
     h, w = draw(400, 32, dtype=torch.float32), draw(100, 32, seed=1, dtype=torch.float32)
     targets = torch.arange(400) % 100
     exact_loss = F.cross_entropy(h.double() @ w.double().T, targets)
