@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from norms.job import Job, call, job_for, padded
-from norms.kernels import library
+from native import library
+from norms.job import KERNELS, Job, call, job_for, padded
 
 _formula_only = False
 
@@ -52,13 +52,13 @@ def fits(statistics: Statistics, x: Tensor, *parameters: Any) -> bool:
         and x.shape[-len(statistics.shape) :] == statistics.shape
         and not any(p is not None and (p.dtype != torch.float32 or p.device.type != "cpu") for p in parameters)
         and x.numel() > 0
-        and library()[0] is not None
+        and library(KERNELS)[0] is not None
     )
 
 
 def in_use() -> str:
     """What computes fp32 and bf16 on a CPU here, in a few words."""
-    kernels, how = library()
+    kernels, how = library(KERNELS)
     return how if kernels else f"formulas, as {how}"
 
 

@@ -2,13 +2,15 @@
 
 import ctypes
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from norms.kernels import library
+from native import library
 
+KERNELS = Path(__file__).with_name("kernels.c")
 STEP = 32  # features, to a multiple of which it wants its gains padded
 CHUNKS = 64  # into which rows are divided, at most: not by the number of threads, on which sums would then depend
 SMALLEST = 16384  # features of a chunk, unless it is the last
@@ -43,6 +45,6 @@ def padded(gains: Any, width: int) -> Tensor:
 
 
 def call(function: str, job: Job, *tensors: Tensor | None) -> None:
-    kernels, _ = library()
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    kernels, _ = library(KERNELS)
+    addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
     getattr(kernels, function)(ctypes.byref(job), *addresses)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from norms import KINDS, build_norm, kernels
+import native
+from norms import KINDS, build_norm
 from norms.fused import fits, formula_only, in_use
+from norms.job import KERNELS
 
 ROOT = Path(__file__).parents[2]
 FUSED = sorted(kind for kind, norm in KINDS.items() if hasattr(norm, "formula"))
@@ -24,7 +26,7 @@ each_fused = pytest.mark.parametrize("kind", FUSED)
 
 @pytest.fixture(autouse=True)
 def kernel() -> None:
-    if kernels.library()[0] is None:
+    if native.library(KERNELS)[0] is None:
         pytest.skip(in_use())
 
 
@@ -154,26 +156,26 @@ def test_bf16_rounds_special_values_as_torch_does(special):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch) -> Iterator[Path]:
     """An empty folder for what is built."""
-    monkeypatch.setattr(kernels, "BUILT", tmp_path / "kernels")
-    kernels.library.cache_clear()
+    monkeypatch.setattr(native, "BUILT", tmp_path / "kernels")
+    native.library.cache_clear()
     yield tmp_path / "kernels"
-    kernels.library.cache_clear()
+    native.library.cache_clear()
 
 
 def test_it_is_built_once(elsewhere):
-    kernels.library()
+    native.library(KERNELS)
     (first,) = elsewhere.iterdir()
     made = first.stat().st_mtime_ns
-    kernels.library.cache_clear()
-    library, how = kernels.library()
+    native.library.cache_clear()
+    library, how = native.library(KERNELS)
     assert library and "kernels by" in how
     assert [file.stat().st_mtime_ns for file in elsewhere.iterdir()] == [made]
 
 
 def test_many_may_build_it_at_once(elsewhere):
-    flags = [*kernels.FLAGS, *kernels.THREADS["on torch's threads"]]
+    flags = [*native.FLAGS, *native.THREADS["on torch's threads"]]
     with ThreadPoolExecutor(4) as pool:
-        built = set(pool.map(lambda _: kernels.build("cc", flags), range(4)))
+        built = set(pool.map(lambda _: native.build(KERNELS, "cc", flags), range(4)))
     assert list(elsewhere.iterdir()) == list(built)
 
 
@@ -206,7 +208,7 @@ def test_there_is_one_pool_of_threads():
     if not Path("/proc/self/maps").exists():
         pytest.skip("no list of the libraries in this process")
     program = (
-        "import torch; from norms import kernels; kernels.library(); "
+        "import torch; from norms.fused import in_use; in_use(); "
         "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line or 'libomp' in line}))"
     )
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, text=True)

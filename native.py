@@ -1,4 +1,4 @@
-"""kernels.c, built with the system's C compiler when it is first needed, and loaded."""
+"""C files, each built with the system's C compiler when it is first needed, and loaded."""
 
 import ctypes
 import hashlib
@@ -11,8 +11,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_suffix(".c")
-BUILT = SOURCE.parents[1] / ".cache" / "kernels"
+BUILT = Path(__file__).parent / ".cache" / "native"
 FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")
@@ -21,16 +20,14 @@ THREADS = {"on torch's threads": ["-fopenmp", "-nostdlib"], "on one thread": ["-
 
 
 @cache
-def library() -> tuple[ctypes.CDLL | None, str]:
-    """The kernels, and a few words on how they were built; or None, and why they are not to be had here."""
+def library(source: Path) -> tuple[ctypes.CDLL | None, str]:
+    """The functions of a C file, and a few words on how they were built; or None, and why they are not to be had."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None or os.name == "nt":
         return None, "no C compiler (cc, gcc or clang) was found"
     for how, flags in THREADS.items():
         try:
-            kernels = ctypes.CDLL(str(build(compiler, [*FLAGS, *flags])))
-            kernels.forward.argtypes, kernels.backward.argtypes = [ctypes.c_void_p] * 6, [ctypes.c_void_p] * 7
-            return kernels, f"kernels by {compiler} {how}"
+            return ctypes.CDLL(str(build(source, compiler, [*FLAGS, *flags]))), f"kernels by {compiler} {how}"
         except subprocess.CalledProcessError as error:
             why = error.stderr.strip().partition("\n")[0]
         except OSError as error:
@@ -38,20 +35,20 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     return None, f"{compiler} could not build the kernels: {why}"
 
 
-def build(compiler: str, flags: list[str]) -> Path:
+def build(source: Path, compiler: str, flags: list[str]) -> Path:
     """The library for this processor, from an earlier build if nothing has changed since.
 
     Several may build at once: each writes a file of its own, which then takes its name in one step.
     Raises CalledProcessError if the compiler gives up, OSError if there is no room for the file.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    recipe = [SOURCE.read_text(), version, processor(), *flags]
+    recipe = [source.read_text(), version, processor(), *flags]
     built = BUILT / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not built.exists():
         BUILT.mkdir(parents=True, exist_ok=True)
         part = built.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
-            command = [compiler, str(SOURCE), *flags, "-o", str(part)]
+            command = [compiler, str(source), *flags, "-o", str(part)]
             subprocess.run(command, capture_output=True, check=True, text=True)
             part.replace(built)
         finally:
