@@ -11,22 +11,21 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
+import decode
 from checkpoint import find_checkpoint, load_model
 from config import Parser, add_knobs, check_sizes, knob, require
 from data.tokenizer import Tokenizer
 from exits import bad_input, exit_codes
 from machine import pick_device, pick_dtype
-from model import KVCache, Llama
+from model import Llama
 from rounding import round_weights
 
-Step = Callable[[Tensor, KVCache], Tensor]  # a token of each sample, B 1, in; logits of the next, B V, out
 MOST_BY_DEFAULT = 256  # tokens, where the context has room for them
 
 
@@ -69,11 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
             model, tokenizer = load_model(checkpoint, device)
             ids = tokenizer.encode(prompt)
             check_room(ids, sampling, model.config.context)
-        print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
-        if dtype != torch.float32:
-            round_weights(model, dtype, pack=not flags.compile)
-        step = compile_step(model, flags.samples) if flags.compile else model.next_logits
-        show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop, step), flags.samples)
+        how = f", {decode.in_use()}" if device.type == "cpu" else ""
+        print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{how}", file=sys.stderr)
+        round_weights(model, dtype)
+        show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop), flags.samples)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -95,7 +93,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=["auto", "float32", "bfloat16", "float16", "int8"],
         help="of matrix products (default: bfloat16 where the device computes in it; float32 is exact)",
     )
-    parser.add_argument("--compile", action="store_true", help="compile first: half a minute, then faster tokens")
     return parser.parse_args(arguments)
 
 
@@ -120,24 +117,6 @@ def check_room(prompt: list[int], sampling: Sampling, context: int) -> int:
         f"ask for at most {room}",
     )
     return sampling.tokens or min(room, MOST_BY_DEFAULT)
-
-
-def compile_step(model: Llama, samples: int) -> Step:
-    """`model.next_logits` for one more token of each sample, compiled here and now. It says how long that took."""
-    started = time.perf_counter()
-    on_cpu: dict[str, Any] = {
-        "freezing": True,
-        "cpp_wrapper": True,
-        "max_autotune": True,
-    }  # weights are constants, no Python between
-    options = on_cpu if model.embed_tokens.weight.device.type == "cpu" else {}
-    step = torch.compile(model.next_logits, fullgraph=True, dynamic=True, options=options)
-    with torch.inference_mode():
-        cache, tokens = model.new_cache(), torch.zeros(samples, 1, dtype=torch.long, device=model.rope.cos.device)
-        model.next_logits(tokens.expand(-1, 2), cache)
-        step(tokens, cache)
-    print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    return step
 
 
 def show(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
@@ -177,28 +156,26 @@ def generate(
     sampling: Sampling,
     end_of_document: int,
     samples: int = 1,
-    step: Step | None = None,
 ) -> Iterator[list[int]]:
     """The next token's id for each of `samples` continuations of `prompt`, again and again until all of them ended.
 
     A continuation that has ended goes on with `end_of_document`, which is also what an empty prompt starts from.
     Every sample has its own random numbers, a function of the seed and its index: they are the same beside
-    others and alone, and no other random state is touched. `step` stands in for `model.next_logits` after the prompt.
-    Raises ValueError, before the first token, where the context has no room.
+    others and alone, and no other random state is touched. Raises ValueError, before the first token, where the
+    context has no room.
     """
     device = model.embed_tokens.weight.device
     tokens = torch.tensor([prompt or [end_of_document]], device=device).expand(samples, -1)  # B T
     generators = [make_generator(sampling.seed, sample) for sample in range(samples)]
     cache = model.new_cache()
     ended = torch.zeros(samples, dtype=torch.bool)
-    next_logits: Step = model.next_logits
     for _ in range(check_room(prompt, sampling, model.config.context)):
-        ids = draw(next_logits(tokens, cache), sampling, generators).masked_fill(ended, end_of_document)  # B
+        ids = draw(model.next_logits(tokens, cache), sampling, generators).masked_fill(ended, end_of_document)  # B
         yield ids.tolist()
         ended |= ids == end_of_document
         if ended.all():
             return
-        tokens, next_logits = ids.to(device).unsqueeze(1), step or model.next_logits  # B 1
+        tokens = ids.to(device).unsqueeze(1)  # B 1
 
 
 def make_generator(seed: int, sample: int) -> Generator:
@@ -260,7 +237,6 @@ def stream_text(
     sampling: Sampling,
     samples: int = 1,
     stop: Sequence[str] = (),
-    step: Step | None = None,
 ) -> Iterator[list[str | None]]:
     """What each sample's text grows by, token by token; None for one that has ended.
 
@@ -268,7 +244,7 @@ def stream_text(
     """
     texts = [GrowingText(stop) for _ in range(samples)]
     length = check_room(prompt, sampling, model.config.context)
-    for count, ids in enumerate(generate(model, prompt, sampling, tokenizer.end_of_document, samples, step), 1):
+    for count, ids in enumerate(generate(model, prompt, sampling, tokenizer.end_of_document, samples), 1):
         pieces: list[str | None] = []
         for text, token in zip(texts, ids, strict=True):
             if text.ended:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import decode
 from config import ModelConfig
 from gradients import CausalAttention, LinearCrossEntropy, Rotate
 from norms import TRAITS, build_norm
 from norms.placement import PLACEMENTS, Site
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and sines of the positions at hand, T D/2 each
-Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of new tokens in, of all so far out
 
 
 class Llama(nn.Module):
@@ -60,9 +60,7 @@ class Llama(nn.Module):
         rope = self.rope(cache.length if cache else 0, tokens.shape[1])
         x = self.placement.start(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
-            x = block(x, rope, cache.of(layer) if cache else None)
-        if cache:
-            cache.length += tokens.shape[1]
+            x = block(x, rope, cache.blocks[layer] if cache else None)
         return self.finish(x)  # B T C
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -87,8 +85,8 @@ class Block(nn.Module):
         self.mlp_residual = residual(Site("mlp", layer, config.layers, make_norm))
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, rope: RopeTable, remember: Remember | None = None) -> Tensor:
-        x = self.attention_residual(x, self.self_attn, rope, remember)
+    def forward(self, x: Tensor, rope: RopeTable, cache: "BlockCache | None" = None) -> Tensor:
+        x = self.attention_residual(x, self.self_attn, rope, cache)
         return self.mlp_residual(x, self.mlp)
 
 
@@ -102,20 +100,18 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.dim, config.heads * config.head_dim)
         self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim)
+        self.qkv = Together(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj = Linear(config.heads * config.head_dim, config.dim)
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
 
-    def forward(self, x: Tensor, rope: RopeTable, remember: Remember | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: RopeTable, cache: "BlockCache | None" = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), rope).transpose(1, 2)  # B H T D
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), rope).transpose(1, 2)  # B K T D
-        v = self.v_norm(self.v_proj(x).view(heads)).transpose(1, 2)  # B K T D
-        if remember is not None:
-            k, v = remember(k, v)  # B K S D
-        y = attend(q, k, v, self.dropout.p if self.training else 0.0)  # B H T D
-        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # B T C
+        q, k, v = (part.view(heads) for part in self.qkv(x))  # B T H D, B T K D twice
+        dropout = self.dropout.p if self.training else 0.0
+        y = turn_and_attend(self.q_norm(q), self.k_norm(k), self.v_norm(v), rope, cache, dropout)  # B T H·D
+        return self.dropout(self.o_proj(y))  # B T C
 
 
 class SwiGLU(nn.Module):
@@ -126,10 +122,24 @@ class SwiGLU(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.gate_proj = Linear(config.dim, config.hidden_dim)
         self.up_proj = Linear(config.dim, config.hidden_dim)
+        self.gate_up = Together(self.gate_proj, self.up_proj)
         self.down_proj = Linear(config.hidden_dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        gate, up = self.gate_up(x)
+        return self.dropout(self.down_proj(F.silu(gate) * up))
+
+
+def turn_and_attend(
+    q: Tensor, k: Tensor, v: Tensor, rope: RopeTable, cache: "BlockCache | None", dropout: float
+) -> Tensor:
+    """Attention of new tokens, q B T H D, k and v B T K D, to themselves and those in the cache; B T H·D."""
+    if cache is not None and cache.length and not dropout and decode.fits(q, cache.keys):
+        return cache.attend(q, k, v, rope)
+    q, k, v = rotate(q, rope).transpose(1, 2), rotate(k, rope).transpose(1, 2), v.transpose(1, 2)  # B H T D
+    if cache is not None:
+        k, v = cache.extend(k, v)  # B K S D
+    return attend(q, k, v, dropout).transpose(1, 2).flatten(2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -228,28 +238,37 @@ class FullWidth(nn.Module):
 
 
 class KVCache:
-    """The keys and values of every block for the `length` tokens so far; the memory for `context` is taken at once.
-
-    One length for all blocks: `torch.compile` then sees one number change from step to step.
-    """
+    """The keys and values of every block for the `length` tokens so far."""
 
     def __init__(self, layers: int, context: int):
+        self.blocks = [BlockCache(context) for _ in range(layers)]
+
+    @property
+    def length(self) -> int:
+        return self.blocks[0].length
+
+
+class BlockCache:
+    """The keys and values of one block for the `length` tokens so far; the memory for `context` is taken at once."""
+
+    def __init__(self, context: int):
         self.context, self.length = context, 0
-        self.keys, self.values = [torch.empty(0)] * layers, [torch.empty(0)] * layers
+        self.keys, self.values = torch.empty(0), torch.empty(0)  # B K context D
 
-    def of(self, layer: int) -> Remember:
-        """What block `layer` adds its keys and values of new tokens with, B K T D; it gets all so far, B K S D."""
-        return partial(self._extend, layer)
-
-    def _extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens, B K T D; all so far, B K S D."""
         if self.length == 0:
-            batch, heads, _, head_dim = keys.shape
-            self.keys[layer] = keys.new_empty(batch, heads, self.context, head_dim)
-            self.values[layer] = torch.empty_like(self.keys[layer])
-        end = self.length + keys.shape[2]
-        self.keys[layer][:, :, self.length : end] = keys
-        self.values[layer][:, :, self.length : end] = values
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+            batch, heads, _, head_dim = k.shape
+            self.keys, self.values = k.new_empty(2, batch, heads, self.context, head_dim)
+        new = slice(self.length, self.length + k.shape[2])
+        self.keys[:, :, new], self.values[:, :, new] = k, v
+        self.length = new.stop
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: RopeTable) -> Tensor:
+        """`attend` for one more token, in one call."""
+        self.length += 1
+        return decode.attend(q, k, v, rope, self.keys, self.values, self.length - 1)
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------
@@ -263,6 +282,16 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         pass
+
+
+class Together:
+    """The products of several matrices with the same x. The modules stay where they are; this names them as one."""
+
+    def __init__(self, *parts: Linear):
+        self.parts = parts
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part(x) for part in self.parts)
 
 
 class Embedding(nn.Embedding):

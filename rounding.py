@@ -1,36 +1,67 @@
-"""Matrices in fewer bits, for a model that only generates: what a token costs is mostly to read every weight once."""
+"""Matrices for a model that only generates, in fewer bits if wanted: a token costs what reading each weight once does."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Linear, Llama
+from decode import FEW, Product, functions
+from model import Linear, Llama, Together
 
 
-def round_weights(model: Llama, dtype: torch.dtype, pack: bool = True) -> None:
-    """Turn every matrix product of `model` into one in `dtype`, for good: bfloat16, float16, or int8 on a CPU.
+def round_weights(model: Llama, dtype: torch.dtype) -> None:
+    """Turn every matrix product of `model` into one in `dtype`, for good: float32, bfloat16, float16, or int8 on a CPU.
 
-    The 16-bit ones compute what autocast does, without converting the weights for every token; int8 rounds them
-    further. The embedding that tokens are looked up in, norms and the residual stream stay in float32, also where
-    the embedding is the head besides. With `pack`, bfloat16 lies in memory the way the CPU's library likes it,
-    which `torch.compile` would rather decide itself.
+    What reads the same x becomes one product. The embedding that tokens are looked up in, norms and the residual
+    stream stay in float32, also where the embedding is the head besides. The 16-bit formats compute what autocast
+    does, without converting the weights for every token; int8 rounds them further. For a few tokens at a time on a
+    CPU, only the weights are rounded, and x stays in float32.
     """
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        for name, together in [(name, value) for name, value in vars(parent).items() if isinstance(value, Together)]:
+            weights = [part.weight.detach() for part in together.parts]
+            for part in [part for part, module in parent.named_children() if module in together.parts]:
+                delattr(parent, part)
+            setattr(parent, name, Joined(_rounded(torch.cat(weights), dtype), [len(weight) for weight in weights]))
+        for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, _rounded(child.weight.detach(), dtype, pack))
+                setattr(parent, name, _rounded(child.weight.detach(), dtype))
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype, pack: bool) -> nn.Module:
+def _rounded(weight: Tensor, dtype: torch.dtype) -> nn.Module:
+    if weight.device.type != "cpu" or dtype == torch.float16:
+        return PlainLinear(weight, dtype)
+    few = functions()[0] is not None
     if dtype == torch.int8:
-        return Int8Linear(weight)
-    if dtype == torch.bfloat16 and weight.device.type == "cpu" and pack:
-        return PackedLinear(weight)
-    return HalfLinear(weight, dtype)
+        int8 = Int8Linear(weight)
+        return FewRows(Product(int8.weight, int8.steps), int8) if few else int8
+    many = PackedLinear(weight) if dtype == torch.bfloat16 else PlainLinear(weight, dtype)
+    return FewRows(Product(weight.to(dtype)), many) if few else many
 
 
-class HalfLinear(nn.Module):
-    """x Wᵀ in a format of 16 bits, whatever that of x."""
+class Joined(nn.Module):
+    """Several products with the same x, from one whose outputs are all of theirs."""
+
+    def __init__(self, whole: nn.Module, sizes: list[int]):
+        super().__init__()
+        self.whole, self.sizes = whole, sizes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.whole(x).split(self.sizes, -1)
+
+
+class FewRows(nn.Module):
+    """x Wᵀ in float32: by decode.c for a few rows x, which costs what reading W costs; by `many` for more."""
+
+    def __init__(self, few: Product, many: nn.Module):
+        super().__init__()
+        self.few, self.many, self.most = few, many, FEW * few.inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.few(x) if x.numel() <= self.most else self.many(x).float()
+
+
+class PlainLinear(nn.Module):
+    """x Wᵀ in a format of 16 or 32 bits, whatever that of x."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         super().__init__()
@@ -42,7 +73,7 @@ class HalfLinear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """`HalfLinear` in bfloat16 on a CPU, its weight in oneDNN's own layout: otherwise that is made anew every time."""
+    """x Wᵀ in bfloat16 on a CPU, W in oneDNN's own layout: otherwise that is made anew every time."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
