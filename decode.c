@@ -72,7 +72,7 @@ INLINE void tile(const Product *p, int bits, int height, int width, const float 
     for (int64_t i = 0; i < whole; i += LANES)
         for (int r = 0; r < height; r++) {
             lanes w = weights(bits, row + r * inputs * size, i);
-            if (bits < 32) __builtin_prefetch(row + (r + 2 * height) * inputs * size + i * size);
+            __builtin_prefetch(row + (r + size * height) * inputs * size + i * size);
             for (int b = 0; b < width; b++) sums[r][b] += w * AT(x + b * inputs, i);
         }
     for (int r = 0; r < height; r++)

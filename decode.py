@@ -77,7 +77,7 @@ class AttentionJob(ctypes.Structure):
 
 
 def fits(q: Tensor, keys: Tensor) -> bool:
-    """Whether `attend` can do it: a single new position, in float32 on a CPU, of which no gradient is wanted."""
+    """Whether `Attend` can do it: a single new position, in float32 on a CPU, of which no gradient is wanted."""
     return (
         q.shape[1] == 1
         and q.dtype == keys.dtype == torch.float32
@@ -88,20 +88,29 @@ def fits(q: Tensor, keys: Tensor) -> bool:
     )
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, seen: int
-) -> Tensor:
-    """Attention of one new position, q B 1 H D, k and v B 1 K D, to itself and the `seen` before it; B 1 H·D.
+class Attend:
+    """Attention of one more position, q B 1 H D, k and v B 1 K D, to itself and all before it; B 1 H·D.
 
-    q and k are turned by the angles of `rope` first, and k and v become number `seen` of keys and values, B K S D.
+    q and k are turned by the angles of `rope` first; k and v become number `seen` of keys and values, B K S D.
     """
-    q, k, v = (x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous() for x in (q, k, v))
-    batch, _, heads, head_dim = q.shape
-    kv_heads, context = keys.shape[1], keys.shape[2]
-    job = AttentionJob(
-        *(batch, heads, kv_heads, head_dim, context, seen, q.stride(0), k.stride(0), v.stride(0), head_dim**-0.5)
-    )
-    y, room = torch.empty(batch, 1, heads * head_dim), torch.empty(batch * heads * (head_dim + context + 16))
-    tensors = (q, k, v, *rope, keys, values, y, room)
-    functions()[1](ctypes.addressof(job), *(tensor.data_ptr() for tensor in tensors))
-    return y
+
+    def __init__(self, keys: Tensor, values: Tensor, heads: int):
+        batch, kv_heads, context, head_dim = keys.shape
+        self.keys, self.values, self.shape = keys, values, (batch, 1, heads * head_dim)
+        self.room = torch.empty(batch * heads * (head_dim + context + 16))
+        self.job = AttentionJob(batch, heads, kv_heads, head_dim, context, scale=head_dim**-0.5)
+        self.address, self.function = ctypes.addressof(self.job), functions()[1]
+        self.addresses = keys.data_ptr(), values.data_ptr(), self.room.data_ptr()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], seen: int) -> Tensor:
+        (cos, sin), (keys, values, room), y = rope, self.addresses, torch.empty(self.shape)
+        q, k, v, job = heads_together(q), heads_together(k), heads_together(v), self.job
+        job.length, job.q_stride, job.k_stride, job.v_stride = seen, q.stride(0), k.stride(0), v.stride(0)
+        new = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        self.function(self.address, *new, keys, values, y.data_ptr(), room)
+        return y
+
+
+def heads_together(x: Tensor) -> Tensor:
+    """The same with the heads of a sequence one after the other in memory, whatever lies between sequences."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()

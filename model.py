@@ -254,6 +254,7 @@ class BlockCache:
     def __init__(self, context: int):
         self.context, self.length = context, 0
         self.keys, self.values = torch.empty(0), torch.empty(0)  # B K context D
+        self.one_more: decode.Attend | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new tokens, B K T D; all so far, B K S D."""
@@ -266,9 +267,11 @@ class BlockCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: RopeTable) -> Tensor:
-        """`attend` for one more token, in one call."""
+        """`turn_and_attend` for one more token, in one call."""
+        if self.one_more is None:
+            self.one_more = decode.Attend(self.keys, self.values, q.shape[2])
         self.length += 1
-        return decode.attend(q, k, v, rope, self.keys, self.values, self.length - 1)
+        return self.one_more(q, k, v, rope, self.length - 1)
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Matrices for a model that only generates, in fewer bits if wanted: a token costs what reading each weight once does."""
+"""Matrices for a model that only generates, in fewer bits if wanted: a token costs what reading its weights does."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,76 +26,80 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
             setattr(parent, name, Joined(_rounded(torch.cat(weights), dtype), [len(weight) for weight in weights]))
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, _rounded(child.weight.detach(), dtype))
+                _replace(parent, name, _rounded(child.weight.detach(), dtype))
+            if isinstance(child, nn.Identity | nn.Dropout):
+                _replace(parent, name, _same)
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype) -> nn.Module:
+def _replace(parent: nn.Module, name: str, product: Callable) -> None:
+    """By something that is no module: the call of one takes longer than that of a kernel."""
+    delattr(parent, name)
+    setattr(parent, name, product)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     if weight.device.type != "cpu" or dtype == torch.float16:
-        return PlainLinear(weight, dtype)
+        return PlainProduct(weight, dtype)
     few = functions()[0] is not None
     if dtype == torch.int8:
-        int8 = Int8Linear(weight)
+        int8 = Int8Product(weight)
         return FewRows(Product(int8.weight, int8.steps), int8) if few else int8
-    many = PackedLinear(weight) if dtype == torch.bfloat16 else PlainLinear(weight, dtype)
+    many = PackedProduct(weight) if dtype == torch.bfloat16 else PlainProduct(weight, dtype)
     return FewRows(Product(weight.to(dtype)), many) if few else many
 
 
-class Joined(nn.Module):
+class Joined:
     """Several products with the same x, from one whose outputs are all of theirs."""
 
-    def __init__(self, whole: nn.Module, sizes: list[int]):
-        super().__init__()
+    def __init__(self, whole: Callable[[Tensor], Tensor], sizes: list[int]):
         self.whole, self.sizes = whole, sizes
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.whole(x).split(self.sizes, -1)
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.whole(x).split_with_sizes(self.sizes, -1)
 
 
-class FewRows(nn.Module):
+class FewRows:
     """x Wᵀ in float32: by decode.c for a few rows x, which costs what reading W costs; by `many` for more."""
 
-    def __init__(self, few: Product, many: nn.Module):
-        super().__init__()
+    def __init__(self, few: Product, many: Callable[[Tensor], Tensor]):
         self.few, self.many, self.most = few, many, FEW * few.inputs
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return self.few(x) if x.numel() <= self.most else self.many(x).float()
 
 
-class PlainLinear(nn.Module):
+class PlainProduct:
     """x Wᵀ in a format of 16 or 32 bits, whatever that of x."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
-        super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", weight.to(dtype))
+        self.weight = weight.to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight)
 
 
-class PackedLinear(nn.Module):
+class PackedProduct:
     """x Wᵀ in bfloat16 on a CPU, W in oneDNN's own layout: otherwise that is made anew every time."""
 
     def __init__(self, weight: Tensor):
-        super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self.weight, None, "none", [], "")
 
 
-class Int8Linear(nn.Module):
+class Int8Product:
     """x Wᵀ with x in bfloat16 and each row of W as 127ths of its largest entry, a whole number of them."""
 
     def __init__(self, weight: Tensor):
-        super().__init__()
-        self.weight: Tensor
-        self.steps: Tensor
         steps = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
-        self.register_buffer("steps", steps)
-        self.register_buffer("weight", (weight / steps.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8))
+        self.steps = steps
+        self.weight = (weight / steps.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         y = torch._weight_int8pack_mm(x.bfloat16().flatten(0, -2), self.weight, self.steps)
         return y.view(*x.shape[:-1], -1)

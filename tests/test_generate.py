@@ -134,6 +134,17 @@ def test_which_tokens_each_filter_keeps():
         assert torch.equal(filtered[left], logits[left])  # what is kept is not changed
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.999])
+def test_the_nucleus_of_a_large_vocabulary(spread, p):
+    """Whether a few hundred tokens hold p of the probability, as with a large spread, or not, as with a small one."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * spread
+    for row, indices in zip(logits.numpy(), kept(keep_top_p(logits, p)), strict=True):
+        order = np.argsort(-row)
+        count = 1 + int((np.cumsum(softmax(row)[order]) < p).sum())
+        assert sorted(order[:count]) == indices
+
+
 def test_no_temperature_is_too_small():
     logits = torch.tensor([[3.0, 5.0, -2.0]])
     for temperature in (0.0, 5e-324, 1e-300, 1e-9):

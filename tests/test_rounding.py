@@ -12,7 +12,7 @@ from config import ModelConfig
 from decode import Product
 from machine import has_bfloat16
 from model import Linear, Llama
-from rounding import Int8Linear, round_weights
+from rounding import Int8Product, round_weights
 
 CPU = torch.device("cpu")
 BASE = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2, hidden_dim=96, context=32, vocab_size=101)
@@ -147,7 +147,7 @@ def test_int8_products_by_hand():
     weight = torch.randn(48, 64, generator=generator) * torch.logspace(-3, 2, 48).unsqueeze(1)
     weight[5] = 0
     x = torch.randn(2, 3, 64, generator=generator)
-    got = Int8Linear(weight)(x)
+    got = Int8Product(weight)(x)
     steps = (weight.abs().amax(1) / 127).bfloat16().double().clamp(min=1e-30)
     whole = (weight.double() / steps[:, None]).round().clamp(-127, 127)
     expected = x.bfloat16().double() @ whole.T * steps
