@@ -1,17 +1,20 @@
-"""What PyTorch takes apart into many passes over memory, with its gradient written by hand.
+"""Gradients written by hand, of what PyTorch takes apart into many passes over memory; and gradients in less memory.
 
-Each is the plain formula that its docstring gives, to rounding. Shapes: B sequences, H heads, T tokens, D features of a
-head; N tokens of a batch, C features of the stream, V token ids.
+Each class is the plain formula that its docstring gives, to rounding. Shapes: B sequences, H heads, T tokens, D
+features of a head; N tokens of a batch, C features of the stream, V token ids.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from native import library
 
@@ -124,3 +127,28 @@ def cross_entropy(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[
     wanted = targets.unsqueeze(-1)
     losses = -log_p.gather(-1, wanted).squeeze(-1)
     return losses, log_p.exp_().scatter_add_(-1, wanted, -torch.ones_like(losses).unsqueeze(-1)).to(logits.dtype)
+
+
+def recomputed(block: nn.Module, *args: Any) -> Any:
+    """`block(*args)`, of which only the arguments are kept; the rest is computed again for the gradient.
+
+    That is Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174. The second time, running statistics start
+    from where they were the first time, and end where that left them.
+    """
+    before = [buffer.clone() for buffer in block.buffers()]
+
+    @contextmanager
+    def as_before() -> Iterator[None]:
+        now = [buffer.clone() for buffer in block.buffers()]
+        put(before)
+        try:
+            yield
+        finally:
+            put(now)
+
+    @torch.no_grad()
+    def put(values: list[Tensor]) -> None:
+        for buffer, value in zip(block.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+    return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), as_before()))
