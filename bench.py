@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import gpu
+import growth
 from config import ModelConfig, Parser, TrainConfig, add_knobs, check_sizes, knob
 from exits import bad_input, exit_codes
 from machine import autocast, describe, has_bfloat16, keep_memory, peak_memory, pick_device
@@ -33,7 +35,7 @@ from train import flops_per_token
 
 Call = Callable[[], Any]
 Report = dict[str, Any]  # what a command found: "rows", each with the same names, and what they are about
-PRODUCT = 2048  # size of the matrices whose product is the ceiling of training
+PRODUCT = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # size of matrices whose product is the ceiling of training
 WARM_UP = 2  # rounds that do not count
 
 
@@ -76,6 +78,29 @@ class StepConfig:
     def model_config(self) -> ModelConfig:
         names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
         return ModelConfig(**{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class GrowthConfig:
+    """How `growth` measures. Raises ValueError like `NormsConfig`."""
+
+    rounds: int = knob(3, "rounds that count")
+    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
+    plot: str = knob("runs/growth.png", "file for the plot", metavar="FILE")
+    out: str = knob("", "file for the report, in JSON (default: bench-growth.json under runs/)", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "rounds")
+
+
+@dataclass(frozen=True)
+class GPUConfig:
+    """What `gpu` runs."""
+
+    part: str = knob(None, "one of its parts (default: all)", choices=list(gpu.PARTS))
+    folder: str = knob("runs/gpu", "folder of the results", metavar="DIR")
+    device: str = knob("cuda", "where to compute", choices=["cuda"])
+    out: str = knob("", "file for the report, in JSON (default: bench-gpu.json under runs/)", metavar="FILE")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -211,9 +236,10 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> None:
 
 def bench_train(config: StepConfig, device: torch.device) -> Report:
     """A training step beside the same by torch's own functions, and beside matrix products alone."""
+    size = PRODUCT[device.type]
     report: Report = {
-        "settings": " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items() if value),
-        "ceiling": f"tokens/s at the speed of a product of two {PRODUCT}² matrices",
+        "settings": described(config),
+        "ceiling": f"tokens/s at the speed of a product of two {size}² matrices",
         "share": "of that ceiling",
         "rows": [],
     }
@@ -228,14 +254,14 @@ def bench_train(config: StepConfig, device: torch.device) -> Report:
         for name, loss in losses.items():
             computed = torch.compile(loss) if config.compile else loss
             calls[name] = partial(training_step, computed, optimizers, tokens, dtype)
-        matrix = torch.randn(PRODUCT, PRODUCT, device=device, dtype=dtype)
+        matrix = torch.randn(size, size, device=device, dtype=dtype)
         calls["product"] = partial(torch.mm, matrix, matrix)
         if not report["rows"]:
             calls["ours"]()
             report["memory of a step, MB"] = (peak_memory(device) - before) / 1e6
         seconds = take_turns(calls, config.rounds, device)
         per_step = config.batch_size * config.context
-        ceiling = 2 * PRODUCT**3 / seconds["product"] / flops_per_token(model)
+        ceiling = 2 * size**3 / seconds["product"] / flops_per_token(model)
         for name in losses:
             speed = per_step / seconds[name]
             report["rows"].append(
@@ -248,6 +274,10 @@ def bench_train(config: StepConfig, device: torch.device) -> Report:
                 }
             )
     return report
+
+
+def described(config: StepConfig) -> str:
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items() if value)
 
 
 def training_step(loss: Callable, optimizers: list[Optimizer], tokens: Tensor, dtype: torch.dtype) -> None:
@@ -284,9 +314,59 @@ def torch_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
+    """Tokens/s and memory of a step against width, depth, context and batch, and what theory says; with a plot."""
+    base = StepConfig(256, 4, 4, 704, 2048, 256, 16, rounds=config.rounds, device=device.type)
+    costs = growth.measure(base, step_cost)
+    growth.plot(costs, base, Path(config.plot))
+    rows = []
+    for cost in costs:
+        middle = next(there for there in costs if (there.axis, there.value) == (cost.axis, getattr(base, cost.axis)))
+        speed, memory = growth.in_theory(cost, middle)
+        rows.append(
+            {
+                "axis": f"{cost.axis} {cost.value}",
+                "tokens/s": round(cost.tokens_per_second),
+                "in theory": round(speed),
+                "MB": round(cost.memory / 1e6),
+                "MB in theory": round(memory / 1e6),
+            }
+        )
+    return {"settings": described(base), "plot": config.plot, "rows": rows}
+
+
+def step_cost(config: StepConfig) -> tuple[float, float, float, float, float]:
+    """What `growth.Cost` holds of one shape, after axis and value."""
+    device = torch.device(config.device)
+    keep_memory()
+    before = peak_memory(device)
+    model = Llama(config.model_config()).to(device)
+    optimizers = make_optimizers(model, TrainConfig(optimizer=config.optimizer))
+    tokens = torch.randint(config.vocab_size, (config.batch_size, config.context + 1), device=device)
+    dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
+    seconds = take_turns({"step": partial(training_step, model.loss, optimizers, tokens, dtype)}, config.rounds, device)
+    per_step = config.batch_size * config.context
+    weights = sum(weight.nbytes for weight in model.parameters())
+    return (
+        per_step / seconds["step"],
+        peak_memory(device) - before,
+        flops_per_token(model),
+        4 * weights,  # and gradients, and two moments
+        per_step * config.layers * config.dim,
+    )
+
+
+def bench_gpu(config: GPUConfig, device: torch.device) -> Report:
+    """All that is worth to know of a card, in parts of at most eight minutes."""
+    names = [config.part] if config.part else list(gpu.PARTS)
+    return {"folder": config.folder, "rows": gpu.run_parts(names, Path(config.folder))}
+
+
 COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
     "norms": (bench_norms, NormsConfig),
     "train": (bench_train, StepConfig),
+    "growth": (bench_growth, GrowthConfig),
+    "gpu": (bench_gpu, GPUConfig),
 }
 
 
