@@ -19,16 +19,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from config import Parser, add_knobs, check_sizes, knob
+import gpu
+import growth
+from config import ModelConfig, Parser, TrainConfig, add_knobs, check_sizes, knob
 from exits import bad_input, exit_codes
-from machine import describe, keep_memory, pick_device
+from machine import autocast, describe, has_bfloat16, keep_memory, peak_memory, pick_device
+from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from norms.fused import in_use
+from optim import make_optimizers
 from run import RUNS, write_whole
+from train import flops_per_token
 
 Call = Callable[[], Any]
 Report = dict[str, Any]  # what a command found: "rows", each with the same names, and what they are about
+PRODUCT = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # size of matrices whose product is the ceiling of training
 WARM_UP = 2  # rounds that do not count
 
 
@@ -46,13 +53,63 @@ class NormsConfig:
         check_sizes(self, "rows", "dim", "rounds")
 
 
+@dataclass(frozen=True)
+class StepConfig:
+    """The training step that `train` measures. Raises ValueError like `NormsConfig`."""
+
+    dim: int = knob(288, "width of the residual stream")
+    layers: int = knob(6, "number of blocks")
+    heads: int = knob(6, "attention heads")
+    hidden_dim: int = knob(768, "width inside the MLP")
+    vocab_size: int = knob(32000, "number of token ids")
+    context: int = knob(256, "tokens in a sequence")
+    batch_size: int = knob(8, "sequences in a step")
+    optimizer: str = knob("adamw", "as of train.py", choices=["adamw", "muon"])
+    compile: bool = knob(False, "torch.compile both")
+    recompute: bool = knob(False, "as of train.py")
+    rounds: int = knob(7, "rounds that count")
+    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
+    out: str = knob("", "file for the report, in JSON (default: bench-train.json under runs/)", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "batch_size", "rounds")
+        self.model_config()
+
+    def model_config(self) -> ModelConfig:
+        names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
+        return ModelConfig(**{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class GrowthConfig:
+    """How `growth` measures. Raises ValueError like `NormsConfig`."""
+
+    rounds: int = knob(3, "rounds that count")
+    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
+    plot: str = knob("runs/growth.png", "file for the plot", metavar="FILE")
+    out: str = knob("", "file for the report, in JSON (default: bench-growth.json under runs/)", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "rounds")
+
+
+@dataclass(frozen=True)
+class GPUConfig:
+    """What `gpu` runs."""
+
+    part: str = knob(None, "one of its parts (default: all)", choices=list(gpu.PARTS))
+    folder: str = knob("runs/gpu", "folder of the results", metavar="DIR")
+    device: str = knob("cuda", "where to compute", choices=["cuda"])
+    out: str = knob("", "file for the report, in JSON (default: bench-gpu.json under runs/)", metavar="FILE")
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
     command, make_config = COMMANDS[flags.command]
-    with exit_codes("--rows or --dim"):
+    with exit_codes("--rows, --batch-size or --dim"):
         with bad_input():
             names = [field.name for field in dataclasses.fields(make_config)]
             config = make_config(**{name: value for name, value in vars(flags).items() if name in names})
@@ -174,7 +231,143 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> None:
     norm(x).backward(grad_y)
 
 
-COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {"norms": (bench_norms, NormsConfig)}
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def bench_train(config: StepConfig, device: torch.device) -> Report:
+    """A training step beside the same by torch's own functions, and beside matrix products alone."""
+    size = PRODUCT[device.type]
+    report: Report = {
+        "settings": described(config),
+        "ceiling": f"tokens/s at the speed of a product of two {size}² matrices",
+        "share": "of that ceiling",
+        "rows": [],
+    }
+    before = peak_memory(device)
+    tokens = torch.randint(config.vocab_size, (config.batch_size, config.context + 1), device=device)
+    for dtype in (torch.bfloat16, torch.float32) if has_bfloat16(device) else (torch.float32,):
+        model = Llama(config.model_config()).to(device)
+        model.recompute = config.recompute
+        optimizers = make_optimizers(model, TrainConfig(optimizer=config.optimizer))
+        losses: dict[str, Any] = {"ours": model.loss, "torch": partial(torch_loss, model)}
+        calls: dict[str, Call] = {}
+        for name, loss in losses.items():
+            computed = torch.compile(loss) if config.compile else loss
+            calls[name] = partial(training_step, computed, optimizers, tokens, dtype)
+        matrix = torch.randn(size, size, device=device, dtype=dtype)
+        calls["product"] = partial(torch.mm, matrix, matrix)
+        if not report["rows"]:
+            calls["ours"]()
+            report["memory of a step, MB"] = (peak_memory(device) - before) / 1e6
+        seconds = take_turns(calls, config.rounds, device)
+        per_step = config.batch_size * config.context
+        ceiling = 2 * size**3 / seconds["product"] / flops_per_token(model)
+        for name in losses:
+            speed = per_step / seconds[name]
+            report["rows"].append(
+                {
+                    "step": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "tokens/s": round(speed),
+                    "ceiling": round(ceiling),
+                    "share": speed / ceiling,
+                }
+            )
+    return report
+
+
+def described(config: StepConfig) -> str:
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items() if value)
+
+
+def training_step(loss: Callable, optimizers: list[Optimizer], tokens: Tensor, dtype: torch.dtype) -> None:
+    """Forward, backward, clipping and update, as in train.py."""
+    with autocast(tokens.device, dtype):
+        value = loss(tokens[:, :-1], tokens[:, 1:])
+    value.backward()
+    weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+    nn.utils.clip_grad_norm_(weights, 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    for weight in weights:
+        weight.grad = None
+
+
+def torch_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """`model.loss` for RMSNorm, pre-norm, as one would write it with torch's own functions."""
+    config, norm = model.config, partial(F.rms_norm, normalized_shape=(model.config.dim,), eps=1e-6)
+    cos, sin = model.rope(0, tokens.shape[1])  # T D/2
+    x = model.embed_tokens(tokens)  # B T C
+    for block in model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        h = norm(x, weight=block.attention_residual.norm.weight)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v = (p(h).unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for p in projections)  # B H T D
+        (a, b), (c, d) = (heads.float().chunk(2, -1) for heads in (q, k))
+        q = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).type_as(v)
+        k = torch.cat((c * cos - d * sin, d * cos + c * sin), -1).type_as(v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + attention.o_proj(y.transpose(1, 2).flatten(2))
+        h = norm(x, weight=block.mlp_residual.norm.weight)
+        x = x + mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
+    logits = model.lm_head(norm(x, weight=model.finish.weight))
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
+    """Tokens/s and memory of a step against width, depth, context and batch, and what theory says; with a plot."""
+    base = StepConfig(256, 4, 4, 704, 2048, 256, 16, rounds=config.rounds, device=device.type)
+    costs = growth.measure(base, step_cost)
+    growth.plot(costs, base, Path(config.plot))
+    rows = []
+    for cost in costs:
+        middle = next(there for there in costs if (there.axis, there.value) == (cost.axis, getattr(base, cost.axis)))
+        speed, memory = growth.in_theory(cost, middle)
+        rows.append(
+            {
+                "axis": f"{cost.axis} {cost.value}",
+                "tokens/s": round(cost.tokens_per_second),
+                "in theory": round(speed),
+                "MB": round(cost.memory / 1e6),
+                "MB in theory": round(memory / 1e6),
+            }
+        )
+    return {"settings": described(base), "plot": config.plot, "rows": rows}
+
+
+def step_cost(config: StepConfig) -> tuple[float, float, float, float, float]:
+    """What `growth.Cost` holds of one shape, after axis and value."""
+    device = torch.device(config.device)
+    keep_memory()
+    before = peak_memory(device)
+    model = Llama(config.model_config()).to(device)
+    optimizers = make_optimizers(model, TrainConfig(optimizer=config.optimizer))
+    tokens = torch.randint(config.vocab_size, (config.batch_size, config.context + 1), device=device)
+    dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
+    seconds = take_turns({"step": partial(training_step, model.loss, optimizers, tokens, dtype)}, config.rounds, device)
+    per_step = config.batch_size * config.context
+    weights = sum(weight.nbytes for weight in model.parameters())
+    return (
+        per_step / seconds["step"],
+        peak_memory(device) - before,
+        flops_per_token(model),
+        4 * weights,  # and gradients, and two moments
+        per_step * config.layers * config.dim,
+    )
+
+
+def bench_gpu(config: GPUConfig, device: torch.device) -> Report:
+    """All that is worth to know of a card, in parts of at most eight minutes."""
+    names = [config.part] if config.part else list(gpu.PARTS)
+    return {"folder": config.folder, "rows": gpu.run_parts(names, Path(config.folder))}
+
+
+COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
+    "norms": (bench_norms, NormsConfig),
+    "train": (bench_train, StepConfig),
+    "growth": (bench_growth, GrowthConfig),
+    "gpu": (bench_gpu, GPUConfig),
+}
 
 
 if __name__ == "__main__":

@@ -1,17 +1,26 @@
-"""What PyTorch takes apart into many passes over memory, with its gradient written by hand.
+"""Gradients written by hand, of what PyTorch takes apart into many passes over memory; and gradients in less memory.
 
-Each is the plain formula that its docstring gives, to rounding. Shapes: B sequences, H heads, T tokens, D features of a
-head; N tokens of a batch, C features of the stream, V token ids.
+Each class is the plain formula that its docstring gives, to rounding. Shapes: B sequences, H heads, T tokens, D
+features of a head; N tokens of a batch, C features of the stream, V token ids.
 """
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = 1 << 24  # 64 MB in fp32
+from native import library
+
+LOGITS_AT_ONCE = 1 << 26  # 128 MB in bf16
+CROSS_ENTROPY = Path(__file__).with_name("cross_entropy.c")
+CHUNKS = 64  # of rows that a thread takes in one go
 
 
 class Rotate(torch.autograd.Function):
@@ -82,12 +91,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_h, grad_w = (torch.empty_like(h), torch.zeros_like(w)) if with_gradient else (h, w)
         with torch.autocast(device, enabled=False):
             for start in range(0, len(h), rows):
-                some, wanted = h[start : start + rows].to(dtype), targets[start : start + rows, None]
-                log_p = torch.log_softmax(some @ low_w.T, -1, dtype=loss.dtype)
-                log_p_wanted = log_p.gather(-1, wanted)
-                loss -= log_p_wanted.sum()
+                some = h[start : start + rows].to(dtype)
+                losses, grad = cross_entropy(some @ low_w.T, targets[start : start + rows], loss.dtype)
+                loss += losses.sum()
                 if with_gradient:
-                    grad = log_p.exp_().scatter_add_(-1, wanted, torch.full_like(log_p_wanted, -1)).to(dtype)
                     grad_h[start : start + rows] = grad @ low_w
                     grad_w += grad.T @ some
         ctx.save_for_backward(grad_h, grad_w)
@@ -99,3 +106,49 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_h, grad_w = ctx.saved_tensors
         scale = grad / len(grad_h)
         return grad_h * scale, grad_w * scale, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """−log softmax at the target of each row of logits (N, V), in `dtype`, and its gradient in theirs, in their place.
+
+    By cross_entropy.c for fp32 and bf16 on a CPU.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
+        kernels, _ = library(CROSS_ENTROPY)
+        if kernels:
+            losses, (rows, width) = torch.empty(len(logits)), logits.shape
+            room = torch.empty(CHUNKS, -(-width // 16) * 16)
+            addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (logits, targets, losses, room))
+            sizes = map(ctypes.c_int64, (rows, width, CHUNKS))
+            kernels.cross_entropy(*sizes, logits.dtype == torch.bfloat16, *addresses)
+            return losses, logits
+    log_p = torch.log_softmax(logits, -1, dtype=dtype)
+    wanted = targets.unsqueeze(-1)
+    losses = -log_p.gather(-1, wanted).squeeze(-1)
+    return losses, log_p.exp_().scatter_add_(-1, wanted, -torch.ones_like(losses).unsqueeze(-1)).to(logits.dtype)
+
+
+def recomputed(block: nn.Module, *args: Any) -> Any:
+    """`block(*args)`, of which only the arguments are kept; the rest is computed again for the gradient.
+
+    That is Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174. The second time, running statistics start
+    from where they were the first time, and end where that left them.
+    """
+    before = [buffer.clone() for buffer in block.buffers()]
+
+    @contextmanager
+    def as_before() -> Iterator[None]:
+        now = [buffer.clone() for buffer in block.buffers()]
+        put(before)
+        try:
+            yield
+        finally:
+            put(now)
+
+    @torch.no_grad()
+    def put(values: list[Tensor]) -> None:
+        for buffer, value in zip(block.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+    return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), as_before()))

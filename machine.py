@@ -10,6 +10,11 @@ from pathlib import Path
 
 import torch
 
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
+
 # Peak dense bf16 speed in FLOP/s by card, from the makers' data sheets, for model FLOPs utilisation (MFU).
 PEAK_FLOPS = {
     "A100": 312e12,
@@ -99,3 +104,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((PEAK_FLOPS[card] for card in sorted(PEAK_FLOPS, key=len, reverse=True) if card in name), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes in use at the peak: of the card's memory, else by this process as a whole (0 where nobody counts them)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import decode
 from config import ModelConfig
-from gradients import CausalAttention, LinearCrossEntropy, Rotate
+from gradients import CausalAttention, LinearCrossEntropy, Rotate, recomputed
 from norms import TRAITS, build_norm
 from norms.placement import PLACEMENTS, Site
 
@@ -39,6 +39,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.finish = self.placement.finish(_norm_maker(config))
         self.lm_head = Linear(config.dim, config.vocab_size)
+        self.recompute = False  # each block's inside for the gradient, instead of keeping it
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         draw_weights(self, seed)
@@ -60,7 +61,10 @@ class Llama(nn.Module):
         rope = self.rope(cache.length if cache else 0, tokens.shape[1])
         x = self.placement.start(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
-            x = block(x, rope, cache.blocks[layer] if cache else None)
+            if self.recompute and torch.is_grad_enabled():
+                x = recomputed(block, x, rope)
+            else:
+                x = block(x, rope, cache.blocks[layer] if cache else None)
         return self.finish(x)  # B T C
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, re
 from data.batches import Prepared, evaluation_batches, prepare, training_batch
 from exits import NotFinite, Stopped, bad_input, exit_codes
 from generate import Sampling, sample_text
-from machine import autocast, compile_pays, describe, keep_memory, peak_flops, pick_device, pick_dtype
+from machine import autocast, compile_pays, describe, keep_memory, peak_flops, peak_memory, pick_device, pick_dtype
 from model import Llama
 from norms import TRAITS
 from optim import hidden_matrices, learning_rate, make_optimizers
@@ -54,7 +54,7 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
-    with exit_codes("--micro-batch-size, --context or --dim"):
+    with exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with bad_input():
             run = settle(flags)
         if flags.eval_only:
@@ -154,6 +154,7 @@ class Trainer:
     def __init__(self, run: Run, resume: bool = False):
         self.run = run
         self.model = Llama(run.model_config, run.config.seed).to(run.device)
+        self.model.recompute = run.config.recompute
         self.optimizers = make_optimizers(self.model, run.config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.loss = torch.compile(self.model.loss) if run.config.compile else self.model.loss
@@ -294,7 +295,8 @@ class Trainer:
         run, last = self.run, self.log.rows[-1]
         gzip_bpb = 8 * run.data.val_gzip_bytes / run.data.val_bytes
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 needs {gzip_bpb:.4f} bits per byte for the validation text")
-        print(f"done in {self.clock.seconds():.0f} s; look at {run.folder}/loss.png and samples.txt, or run")
+        print(f"done in {self.clock.seconds():.0f} s with {peak_memory(run.device) / 1e9:.1f} GB of memory at the peak")
+        print(f"look at {run.folder}/loss.png and samples.txt, or run")
         print(f"python generate.py --checkpoint {run.folder}")
 
 

@@ -1,11 +1,14 @@
 """bench.py: every kind of norm is measured, what it prints is what it writes, and bad flags end in one line."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 import bench
+from config import ModelConfig
+from model import Llama
 from norms import KINDS
 
 
@@ -40,6 +43,32 @@ def test_calls_take_turns_and_the_first_rounds_do_not_count(monkeypatch):
     calls = {"a": lambda: call("a", 1), "b": lambda: call("b", 2)}
     assert bench.take_turns(calls, 3, torch.device("cpu")) == {"a": 1, "b": 2}
     assert made == ["a", "b"] * (3 + bench.WARM_UP)
+
+
+def test_train_compares_the_same_step(tmp_path, capsys):
+    out = tmp_path / "report.json"
+    sizes = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --batch-size 2 --rounds 1"
+    bench.main(f"train {sizes} --device cpu --out {out}".split())
+    report = json.loads(out.read_text())
+    assert [row["step"] for row in report["rows"][-2:]] == ["ours", "torch"]
+    for row in report["rows"]:
+        assert row["tokens/s"] > 0 and row["share"] == pytest.approx(row["tokens/s"] / row["ceiling"], rel=0.1)
+    assert report["memory of a step, MB"] >= 0
+    assert report["settings"] in capsys.readouterr().out
+
+
+def test_torchs_own_step_is_ours():
+    """Loss and gradients, on the same weights: what is compared does the same work."""
+    model = Llama(ModelConfig(dim=32, layers=2, heads=2, context=16, vocab_size=50))
+    tokens = torch.arange(3 * 17).view(3, 17) % 50
+    results = []
+    for loss in (model.loss, partial(bench.torch_loss, model)):
+        model.zero_grad()
+        value = loss(tokens[:, :-1], tokens[:, 1:])
+        value.backward()
+        results.append([value.detach(), *(weight.grad for weight in model.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -236,8 +236,9 @@ def test_every_flag_reaches_its_field():
         "dropout": 0.25, "init": "xavier", "depth_scaled_init": False,
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 8,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "muon",
-        "momentum": 0.5, "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "compile": True, "eval_every": 5,
-        "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere", "cache_dir": "elsewhere",
+        "momentum": 0.5, "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "recompute": True,
+        "compile": True, "eval_every": 5, "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere",
+        "cache_dir": "elsewhere",
     }  # fmt: skip
     flags = "--norm-arg bias=false --norm-arg eps=0.5"
     for name, value in values.items():

@@ -471,3 +471,41 @@ def test_compiled_model_equals_the_eager_one(placement):
             (value.detach(), [torch.clone(weight.grad) for weight in model.parameters() if weight.grad is not None])
         )
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm", "powernorm"])
+def test_computing_blocks_again_changes_no_bit(norm):
+    """Not the loss, not a gradient, and no running statistic: of two steps, with dropout."""
+    tokens = torch.arange(4 * 9).view(4, 9) % 11
+
+    def two_steps(recompute: bool) -> list[torch.Tensor]:
+        model = Llama(ModelConfig(norm=norm, dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2))
+        model.recompute = recompute
+        torch.manual_seed(0)
+        losses = []
+        for _ in range(2):
+            losses.append(model.loss(tokens[:, :-1], tokens[:, 1:]))
+            losses[-1].backward()
+        grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        return [*losses, *grads, *model.buffers()]
+
+    assert all(map(torch.equal, two_steps(True), two_steps(False)))
+
+
+def test_computing_blocks_again_keeps_less():
+    tokens = torch.arange(8 * 65).view(8, 65) % 11
+
+    def kept(recompute: bool) -> int:
+        model = Llama(ModelConfig(dim=32, layers=6, heads=2, context=64, vocab_size=11))
+        model.recompute = recompute
+        sizes = []
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model.loss(tokens[:, :-1], tokens[:, 1:])
+        return sum(sizes)
+
+    assert kept(True) < kept(False) / 5
