@@ -7,6 +7,7 @@ minutes at a time: ratios of one run can be relied on, milliseconds of two runs 
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -21,15 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import decode
 import gpu
 import growth
-from config import ModelConfig, Parser, TrainConfig, add_knobs, check_sizes, knob
+from config import ModelConfig, Parser, TrainConfig, add_knobs, check_sizes, knob, require
 from exits import bad_input, exit_codes
+from generate import Sampling, generate
 from machine import autocast, describe, has_bfloat16, keep_memory, peak_memory, pick_device
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from norms.fused import in_use
 from optim import make_optimizers
+from rounding import round_weights
 from run import RUNS, write_whole
 from train import flops_per_token
 
@@ -76,8 +80,37 @@ class StepConfig:
         self.model_config()
 
     def model_config(self) -> ModelConfig:
-        names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
-        return ModelConfig(**{name: getattr(self, name) for name in names})
+        return model_config(self)
+
+
+def model_config(shape: Any) -> ModelConfig:
+    names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
+    return ModelConfig(**{name: getattr(shape, name) for name in names})
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """The model of random weights that `generate` lets speak. Raises ValueError like `NormsConfig`."""
+
+    dim: int = knob(288, "width of the residual stream")
+    layers: int = knob(6, "number of blocks")
+    heads: int = knob(6, "attention heads")
+    hidden_dim: int = knob(768, "width inside the MLP")
+    vocab_size: int = knob(32000, "number of token ids")
+    context: int = knob(256, "most tokens of a sample")
+    tokens: int = knob(200, "tokens of a sample, after one that is given")
+    samples: int = knob(8, "samples at a time, beside one")
+    rounds: int = knob(5, "rounds that count")
+    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
+    out: str = knob("", "file for the report, in JSON (default: bench-generate.json under runs/)", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "tokens", "samples", "rounds")
+        require(self.tokens < self.context, f"--tokens {self.tokens} must be below --context {self.context}")
+        self.model_config()
+
+    def model_config(self) -> ModelConfig:
+        return model_config(self)
 
 
 @dataclass(frozen=True)
@@ -276,7 +309,7 @@ def bench_train(config: StepConfig, device: torch.device) -> Report:
     return report
 
 
-def described(config: StepConfig) -> str:
+def described(config: Any) -> str:
     return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items() if value)
 
 
@@ -312,6 +345,51 @@ def torch_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         x = x + mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
     logits = model.lm_head(norm(x, weight=model.finish.weight))
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+def bench_generate(config: GenerateConfig, device: torch.device) -> Report:
+    """Greedy generation with weights in each format, beside the time that it takes to read them once a token."""
+    report: Report = {
+        "settings": described(config),
+        "one more token on a CPU": decode.in_use(),
+        "ceiling": "tokens/s if a token took as long as reading all weights once, by torch.dot or in one product",
+        "share": "of that ceiling",
+        "rows": [],
+    }
+    calls: dict[str, Call] = {}
+    for dtype in formats_of_weights(device):
+        model = Llama(config.model_config()).eval().to(device)
+        words = sum(weight.numel() for weight in model.parameters() if weight.ndim == 2) * dtype.itemsize // 4
+        round_weights(model, dtype)
+        for samples in (1, config.samples):
+            calls[f"{dtype} {samples}"] = partial(speak, model, config.tokens, samples)
+        calls[f"{dtype} dot"] = partial(torch.dot, *torch.randn(2, words // 2, device=device))
+        if device.type == "cpu" and decode.available():
+            calls[f"{dtype} product"] = partial(decode.Product(torch.randn(words // 1024, 1024)), torch.randn(1024))
+    seconds = take_turns(calls, config.rounds, device)
+    for dtype in formats_of_weights(device):
+        reading = min(seconds.get(f"{dtype} {how}", math.inf) for how in ("dot", "product"))
+        for samples in (1, config.samples):
+            speed, ceiling = samples * config.tokens / seconds[f"{dtype} {samples}"], samples / reading
+            row = {"weights": str(dtype).removeprefix("torch."), "samples": samples, "tokens/s": round(speed)}
+            report["rows"].append(row | {"ceiling": round(ceiling), "share": speed / ceiling})
+    return report
+
+
+def formats_of_weights(device: torch.device) -> list[torch.dtype]:
+    bfloat16 = [torch.bfloat16] if has_bfloat16(device) else []
+    return [torch.float32, *bfloat16, *([torch.int8] if device.type == "cpu" else [])]
+
+
+def speak(model: Llama, tokens: int, samples: int) -> None:
+    for _ in generate(model, [0], Sampling(tokens, temperature=0), end_of_document=-1, samples=samples):
+        pass
+
+
+# --- growth, and a card ----------------------------------------------------------------------------------------------
 
 
 def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
@@ -365,6 +443,7 @@ def bench_gpu(config: GPUConfig, device: torch.device) -> Report:
 COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
     "norms": (bench_norms, NormsConfig),
     "train": (bench_train, StepConfig),
+    "generate": (bench_generate, GenerateConfig),
     "growth": (bench_growth, GrowthConfig),
     "gpu": (bench_gpu, GPUConfig),
 }

@@ -34,6 +34,10 @@ def functions() -> tuple:
     return kernels.product, kernels.attend
 
 
+def available() -> bool:
+    return functions()[0] is not None
+
+
 # --- products --------------------------------------------------------------------------------------------------------
 
 
@@ -84,7 +88,7 @@ def fits(q: Tensor, keys: Tensor) -> bool:
         and q.device.type == "cpu"
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and functions()[1] is not None
+        and available()
     )
 
 

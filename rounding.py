@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode import FEW, Product, functions
+from decode import FEW, Product, available
 from model import Linear, Llama, Together
 
 
@@ -44,12 +44,11 @@ def _same(x: Tensor) -> Tensor:
 def _rounded(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     if weight.device.type != "cpu" or dtype == torch.float16:
         return PlainProduct(weight, dtype)
-    few = functions()[0] is not None
     if dtype == torch.int8:
         int8 = Int8Product(weight)
-        return FewRows(Product(int8.weight, int8.steps), int8) if few else int8
+        return FewRows(Product(int8.weight, int8.steps), int8) if available() else int8
     many = PackedProduct(weight) if dtype == torch.bfloat16 else PlainProduct(weight, dtype)
-    return FewRows(Product(weight.to(dtype)), many) if few else many
+    return FewRows(Product(weight.to(dtype)), many) if available() else many
 
 
 class Joined:

@@ -57,6 +57,17 @@ def test_train_compares_the_same_step(tmp_path, capsys):
     assert report["settings"] in capsys.readouterr().out
 
 
+def test_generation_is_measured_in_every_format(tmp_path, capsys):
+    out = tmp_path / "report.json"
+    sizes = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --tokens 15 --samples 3"
+    bench.main(f"generate {sizes} --rounds 1 --device cpu --out {out}".split())
+    report = json.loads(out.read_text())
+    assert {(row["weights"], row["samples"]) for row in report["rows"]} >= {("float32", 1), ("int8", 1), ("int8", 3)}
+    for row in report["rows"]:
+        assert row["tokens/s"] > 0 and row["share"] == pytest.approx(row["tokens/s"] / row["ceiling"], rel=0.1)
+    assert report["one more token on a CPU"] in capsys.readouterr().out
+
+
 def test_torchs_own_step_is_ours():
     """Loss and gradients, on the same weights: what is compared does the same work."""
     model = Llama(ModelConfig(dim=32, layers=2, heads=2, context=16, vocab_size=50))
@@ -77,6 +88,8 @@ def test_torchs_own_step_is_ours():
         ("norms --rows 0", "--rows must be at least 1, not 0"),
         ("norms --dim -3", "--dim must be at least 1, not -3"),
         ("norms --rounds 0", "--rounds must be at least 1, not 0"),
+        ("generate --tokens 256", "--tokens 256 must be below --context 256"),
+        ("generate --heads 5", "heads"),
         ("norms --rows many", "invalid int value: 'many'"),
         ("norms --device abacus", "invalid choice: 'abacus'"),
         ("norms --out README.md/report.json", "README.md"),

@@ -24,7 +24,7 @@ VARIANTS = [
     {"placement": "siamese"},
     {"placement": "hybrid", "norm": "layernorm"},
 ]
-needs_kernels = pytest.mark.skipif(decode.functions()[0] is None, reason="no C compiler")
+needs_kernels = pytest.mark.skipif(not decode.available(), reason="no C compiler")
 needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(CPU), reason="the processor does not compute in bfloat16")
 
 
