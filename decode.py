@@ -13,7 +13,6 @@ from torch import Tensor
 from native import library
 
 SOURCE = Path(__file__).with_suffix(".c")
-FEW = 8  # rows of x up to which reading the weights is what takes the time
 
 
 def in_use() -> str:

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode import FEW, Product, available
+from decode import Product, available
 from model import Linear, Llama, Together
+
+FEW = {torch.float32: 16, torch.bfloat16: 4}  # rows of x up to which decode.c is faster; in int8 it always is
 
 
 def round_weights(model: Llama, dtype: torch.dtype) -> None:
@@ -15,8 +17,8 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
 
     What reads the same x becomes one product. The embedding that tokens are looked up in, norms and the residual
     stream stay in float32, also where the embedding is the head besides. The 16-bit formats compute what autocast
-    does, without converting the weights for every token; int8 rounds them further. For a few tokens at a time on a
-    CPU, only the weights are rounded, and x stays in float32.
+    does, without converting the weights for every token. By decode.c, that is for a few tokens at a time and always
+    in int8, only the weights are rounded: x stays in float32.
     """
     for parent in list(model.modules()):
         for name, together in [(name, value) for name, value in vars(parent).items() if isinstance(value, Together)]:
@@ -46,9 +48,9 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return PlainProduct(weight, dtype)
     if dtype == torch.int8:
         int8 = Int8Product(weight)
-        return FewRows(Product(int8.weight, int8.steps), int8) if available() else int8
+        return Product(int8.weight, int8.steps) if available() else int8
     many = PackedProduct(weight) if dtype == torch.bfloat16 else PlainProduct(weight, dtype)
-    return FewRows(Product(weight.to(dtype)), many) if available() else many
+    return FewRows(Product(weight.to(dtype)), FEW[dtype], many) if available() else many
 
 
 class Joined:
@@ -64,8 +66,8 @@ class Joined:
 class FewRows:
     """x Wᵀ in float32: by decode.c for a few rows x, which costs what reading W costs; by `many` for more."""
 
-    def __init__(self, few: Product, many: Callable[[Tensor], Tensor]):
-        self.few, self.many, self.most = few, many, FEW * few.inputs
+    def __init__(self, few: Product, rows: int, many: Callable[[Tensor], Tensor]):
+        self.few, self.many, self.most = few, many, rows * few.inputs
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.few(x) if x.numel() <= self.most else self.many(x).float()

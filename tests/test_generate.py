@@ -35,6 +35,7 @@ from generate import (
     temper,
 )
 from model import Llama
+from rounding import round_weights
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
@@ -163,6 +164,9 @@ def test_greedy_sampling_equals_the_uncached_forward(model):
             expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
     assert END not in expected
     assert prompt + [token for (token,) in generate(model, prompt, GREEDY, END)] == expected
+    faster = vivid()
+    round_weights(faster, torch.float32)
+    assert prompt + [token for (token,) in generate(faster, prompt, GREEDY, END)] == expected
 
 
 def test_the_same_seed_gives_the_same_tokens_and_touches_no_random_state(model):

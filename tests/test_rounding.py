@@ -118,8 +118,59 @@ def test_token_by_token_equals_the_whole(changes, kernels, dtype, monkeypatch):
     decode.functions.cache_clear()
 
 
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """By complex numbers: features i and i + D/2 are the parts of one."""
+    a, b = x.chunk(2, -1)
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((z.real, z.imag), -1)
+
+
 @needs_kernels
-@pytest.mark.parametrize("rows", range(1, decode.FEW + 2))
+@pytest.mark.parametrize("batch, heads, kv_heads, head_dim", [(1, 6, 6, 48), (3, 4, 2, 6), (2, 5, 1, 34), (1, 1, 1, 2)])
+@pytest.mark.parametrize("spread", [0.3, 30.0])
+@torch.inference_mode()
+def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, spread):
+    generator = torch.Generator().manual_seed(3)
+    context, seen = 40, 37
+    keys, values = torch.randn(2, batch, kv_heads, context, head_dim, generator=generator) * spread
+    before = keys.clone(), values.clone()
+    qkv = torch.randn(batch, 1, heads + 2 * kv_heads, head_dim, generator=generator)  # strided, as from one product
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 2)
+    angles = torch.rand(1, head_dim // 2, generator=generator, dtype=torch.float64) * 9
+    rope = angles.cos().float(), angles.sin().float()
+    attend = decode.Attend(keys, values, heads)
+    got = attend(q, k, v, rope, seen)
+    assert torch.equal(attend(q.clone(), k.contiguous(), v.transpose(0, 1).clone().transpose(0, 1), rope, seen), got)
+
+    new_k, new_v = turned(k.double(), angles).transpose(1, 2), v.double().transpose(1, 2)
+    all_k, all_v = (
+        torch.cat((old[:, :, :seen].double(), new), 2) for old, new in zip(before, (new_k, new_v), strict=True)
+    )
+    all_k, all_v = (x.repeat_interleave(heads // kv_heads, 1) for x in (all_k, all_v))
+    scores = turned(q.double(), angles).transpose(1, 2) @ all_k.mT / math.sqrt(head_dim)
+    expected = (scores.softmax(-1) @ all_v).transpose(1, 2).flatten(2)
+    # a score is off by 2^-24 of what is added up in it, up to some 300 with the large spread: e to that power
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5 * spread)
+    torch.testing.assert_close(keys[:, :, seen : seen + 1].double(), new_k, rtol=0, atol=1e-6)
+    others = torch.arange(context) != seen
+    assert all(
+        torch.equal(now[:, :, others], then[:, :, others]) for now, then in zip((keys, values), before, strict=True)
+    )
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_what_is_not_a_number_stays_none():
+    keys = torch.zeros(1, 1, 8, 16)
+    q, k, v = torch.ones(3, 1, 1, 1, 16)
+    q[..., 3] = math.nan
+    rope = torch.ones(1, 8), torch.zeros(1, 8)
+    assert decode.Attend(keys, keys.clone(), 1)(q, k, v, rope, 2).isnan().all()
+    assert Product(torch.ones(4, 16))(q).isnan().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("outputs, inputs", [(48, 64), (1, 1), (7, 33), (130, 15), (257, 512)])
 @torch.inference_mode()
 def test_products_of_a_few_rows(rows, outputs, inputs):
