@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig
-from gradients import CausalAttention, LinearCrossEntropy, Rotate, recomputed
+from gradients import CausalAttention, LinearCrossEntropy, Rotate, gated_silu, recomputed
 from norms import TRAITS, build_norm
 from norms.placement import PLACEMENTS, Site
 
@@ -133,7 +133,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(config.hidden_dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        return self.dropout(self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x))))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -172,7 +172,7 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
 
     Pairing halves instead of neighbours is the layout of Hugging Face's Llama weights.
     """
-    return Rotate.apply(x, *(table.unsqueeze(1) for table in rope))  # T 1 D/2 each
+    return Rotate.apply(x, *rope)
 
 
 class Rope(nn.Module):
