@@ -19,36 +19,80 @@ from torch.utils.checkpoint import checkpoint
 from native import library
 
 LOGITS_AT_ONCE = 1 << 26  # 128 MB in bf16
-CROSS_ENTROPY = Path(__file__).with_name("cross_entropy.c")
+KERNELS = Path(__file__).with_suffix(".c")
 CHUNKS = 64  # of rows that a thread takes in one go
+
+
+def by_kernel(*tensors: Tensor) -> bool:
+    """Whether gradients.c does it: on a CPU, in fp32 or bf16, and not while torch.compile looks on, which fuses too."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) for x in tensors)
+        and len({x.dtype for x in tensors}) == 1
+        and library(KERNELS)[0] is not None
+    )
+
+
+def call(function: str, *arguments: int | Tensor | None) -> None:
+    """Call a function of gradients.c with whole numbers and contiguous tensors."""
+    kernels, _ = library(KERNELS)
+    pointers = (ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments)
+    getattr(kernels, function)(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in pointers))
 
 
 class Rotate(torch.autograd.Function):
     """(a, b) → (a cos − b sin, b cos + a sin) of the halves a and b of the last axis, in fp32 or more, then cast back.
 
-    Its gradient is the rotation by the opposite angle.
+    x is B T H D, cosines and sines T D/2. The gradient is the rotation by the opposite angle.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return rotated(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return rotated(grad, cos, sin, back=True), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    h = x.to(torch.promote_types(x.dtype, cos.dtype))
-    a, b = h.chunk(2, dim=-1)
-    y = h * torch.cat((cos, cos), dim=-1)
-    front, back = y.chunk(2, dim=-1)
-    front.addcmul_(b, sin, value=-1)
-    back.addcmul_(a, sin)
-    return y.to(x.dtype)
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    if by_kernel(x) and cos.dtype == torch.float32:
+        batch, length, heads, width = x.shape
+        x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        sizes = (batch * length, length, heads, width // 2, x.dtype == torch.bfloat16, -1 if back else 1)
+        call("rotate", *sizes, x, cos.contiguous(), sin.contiguous(), y)
+        return y
+    cos, sin = (table.unsqueeze(1) for table in (cos, -sin if back else sin))  # T 1 D/2
+    a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class GatedSiLU(torch.autograd.Function):
+    """silu(gate) · up, with one rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        y = torch.empty_like(gate)
+        call("swiglu", gate.numel(), gate.dtype == torch.bfloat16, gate, up, None, y, None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        call("swiglu", gate.numel(), gate.dtype == torch.bfloat16, gate, up, grad.contiguous(), *grads)
+        return grads
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, of the same shape and dtype."""
+    return GatedSiLU.apply(gate, up) if by_kernel(gate, up) else F.silu(gate) * up
 
 
 class CausalAttention(torch.autograd.Function):
@@ -88,7 +132,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         loss = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         rows, low_w = max(1, LOGITS_AT_ONCE // len(w)), w.to(dtype)
-        grad_h, grad_w = (torch.empty_like(h), torch.zeros_like(w)) if with_gradient else (h, w)
+        grad_h, grad_w = torch.empty_like(h), low_w
         with torch.autocast(device, enabled=False):
             for start in range(0, len(h), rows):
                 some = h[start : start + rows].to(dtype)
@@ -96,7 +140,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 loss += losses.sum()
                 if with_gradient:
                     grad_h[start : start + rows] = grad @ low_w
-                    grad_w += grad.T @ some
+                    grad_w = grad_w.to(w.dtype).add_(grad.T @ some) if start else grad.T @ some
         ctx.save_for_backward(grad_h, grad_w)
         return loss / len(h)
 
@@ -105,24 +149,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_h, grad_w = ctx.saved_tensors
         scale = grad / len(grad_h)
-        return grad_h * scale, grad_w * scale, None, None
+        return grad_h * scale, grad_w.to(grad_h.dtype, copy=True).mul_(scale), None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """−log softmax at the target of each row of logits (N, V), in `dtype`, and its gradient in theirs, in their place.
-
-    By cross_entropy.c for fp32 and bf16 on a CPU.
-    """
-    compiling = torch.compiler.is_compiling()
-    if not compiling and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
-        kernels, _ = library(CROSS_ENTROPY)
-        if kernels:
-            losses, (rows, width) = torch.empty(len(logits)), logits.shape
-            room = torch.empty(CHUNKS, -(-width // 16) * 16)
-            addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (logits, targets, losses, room))
-            sizes = map(ctypes.c_int64, (rows, width, CHUNKS))
-            kernels.cross_entropy(*sizes, logits.dtype == torch.bfloat16, *addresses)
-            return losses, logits
+    """−log softmax at the target of each row of logits (N, V), in `dtype`; and in their place its gradient."""
+    if by_kernel(logits):
+        losses, room = torch.empty(len(logits)), torch.empty(CHUNKS, -(-logits.shape[1] // 16) * 16)
+        call("cross_entropy", *logits.shape, CHUNKS, logits.dtype == torch.bfloat16, logits, targets, losses, room)
+        return losses, logits
     log_p = torch.log_softmax(logits, -1, dtype=dtype)
     wanted = targets.unsqueeze(-1)
     losses = -log_p.gather(-1, wanted).squeeze(-1)

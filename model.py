@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import decode
 from config import ModelConfig
-from gradients import CausalAttention, LinearCrossEntropy, Rotate, recomputed
+from gradients import CausalAttention, LinearCrossEntropy, Rotate, gated_silu, recomputed
 from norms import TRAITS, build_norm
 from norms.placement import PLACEMENTS, Site
 
@@ -130,8 +130,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(config.hidden_dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x)
-        return self.dropout(self.down_proj(F.silu(gate) * up))
+        return self.dropout(self.down_proj(gated_silu(*self.gate_up(x))))
 
 
 def turn_and_attend(
@@ -182,7 +181,7 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
 
     Pairing halves instead of neighbours is the layout of Hugging Face's Llama weights.
     """
-    return Rotate.apply(x, *(table.unsqueeze(1) for table in rope))  # T 1 D/2 each
+    return Rotate.apply(x, *rope)
 
 
 class Rope(nn.Module):

@@ -27,24 +27,74 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
+@pytest.fixture(params=["kernel", "formula"])
+def way(request, monkeypatch) -> str:
+    """By the kernel and by the formula, where there are both."""
+    if request.param == "formula":
+        monkeypatch.setattr(by_hand, "library", lambda source: (None, "not asked for"))
+    elif by_hand.library(by_hand.KERNELS)[0] is None:
+        pytest.skip("no C compiler")
+    return request.param
+
+
 # --- rotation --------------------------------------------------------------------------------------------------------
 
 
 def test_rotation_is_the_formula():
-    x, angle = draw(2, 5, 3, 8), torch.arange(20.0, dtype=torch.float64).view(5, 1, 4)
+    x, angle = draw(2, 5, 3, 8), torch.arange(20.0, dtype=torch.float64).view(5, 4)
     turned = Rotate.apply(x, angle.cos(), angle.sin())
-    as_complex = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    as_complex = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
     torch.testing.assert_close(turned, torch.cat((as_complex.real, as_complex.imag), -1), rtol=0, atol=1e-14)
     assert gradcheck(lambda x: Rotate.apply(x, angle.cos(), angle.sin()), x)
 
 
-def test_rotation_of_bf16_rounds_once():
-    x, angle = draw(2, 5, 3, 8, dtype=torch.bfloat16), torch.arange(20.0).view(5, 1, 4)
-    exact = Rotate.apply(x.double(), angle.double().cos(), angle.double().sin())
-    turned = Rotate.apply(x, angle.cos(), angle.sin())
-    assert turned.dtype == torch.bfloat16
-    # Half a unit in the last place of a bf16 number, and fp32's own rounding before.
-    assert ((turned.double() - exact).abs() <= 0.501 * 2**-7 * exact.abs() + 1e-6).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_rounds_once_and_turns_back(way, dtype):
+    for heads, width in ((3, 8), (1, 2), (2, 1030)):
+        x, grad = (draw(2, 5, heads, width, seed=seed, dtype=dtype) for seed in range(2))
+        angle = torch.arange(5.0 * width / 2).view(5, -1)
+        cos, sin = angle.cos(), angle.sin()
+        turned = Rotate.apply(x, cos, sin)
+        same = x.detach().double().requires_grad_()
+        exact = Rotate.apply(same, cos.double(), sin.double())
+        assert turned.dtype == dtype and turned.shape == x.shape
+        # Half a unit in the last place of a bf16 number, and fp32's own rounding of two products.
+        unit = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-23
+        assert ((turned.double() - exact).abs() <= 0.501 * unit * exact.abs() + 1e-6).all()
+        (back,) = gradients((turned * grad).sum(), x)
+        (exact_back,) = gradients((exact * grad.double()).sum(), same)
+        assert ((back - exact_back).abs() <= 0.51 * unit * exact_back.abs() + 1e-6).all()
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 1), (4, 600)])
+def test_gated_silu(way, shape, dtype):
+    gate, up, grad = (draw(*shape, seed=seed, dtype=dtype) for seed in range(3))
+    with torch.no_grad():
+        gate *= 8
+    g, u = gate.detach().double().requires_grad_(), up.detach().double().requires_grad_()
+    expected = g / (1 + (-g).exp()) * u
+    y = by_hand.gated_silu(gate, up)
+    assert y.dtype == dtype
+    found = [y.double(), *gradients((y * grad).sum(), gate, up)]
+    wanted = [expected, *gradients((expected * grad.double()).sum(), g, u)]
+    # The kernel rounds once, torch's own functions up to four times.
+    roundings = 0.51 if way == "kernel" else 4
+    unit = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-19
+    for ours, exact in zip(found, wanted, strict=True):
+        assert ((ours - exact).abs() <= roundings * unit * exact.abs() + unit * 1e-2).all()
+
+
+def test_a_gate_far_from_zero_is_open_or_shut(way):
+    gate = torch.tensor([1e4, -1e4, math.inf, 0.0], requires_grad=True)
+    y = by_hand.gated_silu(gate, torch.full((4,), 3.0))
+    assert y.tolist() == pytest.approx([3e4, 0.0, math.inf, 0.0], abs=1e-30)  # the kernel's exp ends at 1e-38
+    (grad,) = torch.autograd.grad(y[[0, 1, 3]].sum(), gate)
+    assert [grad[i].item() for i in (0, 1, 3)] == pytest.approx([3.0, 0.0, 1.5], abs=1e-30)
+    assert by_hand.gated_silu(torch.tensor([math.nan]), torch.ones(1)).isnan()
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -122,16 +172,6 @@ def test_cross_entropy_of_a_hopeless_guess_is_finite():
     assert loss.item() == 400  # -log of e^-400, which fp32 holds as 0
     loss.backward()
     torch.testing.assert_close(h.grad, torch.tensor([[2.0]]))
-
-
-@pytest.fixture(params=["kernel", "formula"])
-def way(request, monkeypatch) -> str:
-    """Both ways to a cross-entropy on a CPU."""
-    if request.param == "formula":
-        monkeypatch.setattr(by_hand, "library", lambda source: (None, "not asked for"))
-    elif by_hand.library(by_hand.CROSS_ENTROPY)[0] is None:
-        pytest.skip("no C compiler")
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
