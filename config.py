@@ -122,7 +122,7 @@ class TrainConfig:
 
     data: list[str] = knob(["python"], "python, shakespeare, or paths: text file, folder, .jsonl, any gzipped")
     tokenizer: str = knob("sentencepiece", "text to ids", choices=["sentencepiece", "bytes"])
-    steps: int = knob(320, "optimizer steps")
+    steps: int = knob(480, "optimizer steps")
     batch_size: int = knob(16, "sequences in one optimizer step")
     micro_batch_size: int = knob(
         None, "sequences that go through the model at once; divides --batch-size (default: all)"
@@ -139,8 +139,8 @@ class TrainConfig:
     dtype: str = knob("auto", "of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
     recompute: bool = knob(False, "compute each block again for its gradient: less memory, a third more time")
     compile: bool = knob(None, "torch.compile the model (default: where it pays within the run)")
-    eval_every: int = knob(80, "steps between evaluations; the last step always has one")
-    save_every: int = knob(160, "steps between checkpoints; the last step always has one")
+    eval_every: int = knob(120, "steps between evaluations; the last step always has one")
+    save_every: int = knob(240, "steps between checkpoints; the last step always has one")
     keep: int = knob(2, "checkpoints to keep")
     log: str = knob("none", "log to this as well", choices=["none", "tensorboard", "wandb"])
     out: str = knob("", "folder of the run (default: a new one under runs/)", metavar="DIR")
