@@ -310,7 +310,7 @@ def bench_train(config: StepConfig, device: torch.device) -> Report:
 
 
 def described(config: Any) -> str:
-    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items() if value)
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items() if value and name != "out")
 
 
 def training_step(loss: Callable, optimizers: list[Optimizer], tokens: Tensor, dtype: torch.dtype) -> None:

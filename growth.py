@@ -65,6 +65,8 @@ def plot(costs: list[Cost], base: Any, path: Path) -> None:
             panel.loglog(values, seen, "o-", label="measured")
             panel.loglog(values, expected, "--", color="0.4", label="theory")
             panel.grid(alpha=0.3, which="both")
+            panel.set_xticks(values, [str(value) for value in values])
+            panel.minorticks_off()
         panels[1, column].set_xlabel(LABELS[axis])
     panels[0, 0].set_ylabel("tokens/s")
     panels[1, 0].set_ylabel("memory of a step, MB")
