@@ -148,7 +148,9 @@ def main(arguments: list[str] | None = None) -> None:
             config = make_config(**{name: value for name, value in vars(flags).items() if name in names})
             device = pick_device(config.device)
             out = Path(config.out) if config.out else RUNS / f"bench-{flags.command}.json"
-            out.parent.mkdir(parents=True, exist_ok=True)
+            for file in (out, Path(getattr(config, "plot", out))):
+                require(not file.is_dir(), f"{file} is a folder; name a file for the result")
+                file.parent.mkdir(parents=True, exist_ok=True)
         keep_memory()
         machine = {"device": describe(device), "torch": torch.__version__, "python": sys.version.split()[0]}
         report = {"command": ["bench.py", *(sys.argv[1:] if arguments is None else arguments)], **machine}

@@ -137,7 +137,7 @@ class TrainConfig:
     seed: int = knob(0, "of the initial draws, the batches and the dropout")
     device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
     dtype: str = knob("auto", "of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
-    recompute: bool = knob(False, "compute each block again for its gradient: less memory, a third more time")
+    recompute: bool = knob(False, "compute each block again for its gradient: slower, in less memory")
     compile: bool = knob(None, "torch.compile the model (default: where it pays within the run)")
     eval_every: int = knob(120, "steps between evaluations; the last step always has one")
     save_every: int = knob(240, "steps between checkpoints; the last step always has one")

@@ -83,6 +83,7 @@ def fits(q: Tensor, keys: Tensor) -> bool:
     """Whether `Attend` can do it: a single new position, in float32 on a CPU, of which no gradient is wanted."""
     return (
         q.shape[1] == 1
+        and q.shape[0] == keys.shape[0]
         and q.dtype == keys.dtype == torch.float32
         and q.device.type == "cpu"
         and not torch.is_grad_enabled()

@@ -40,6 +40,7 @@ PARTS = {
 def run_parts(names: list[str], out: Path) -> list[dict[str, Any]]:
     """Run the parts; a row for each command, written to `out`/gpu.json as it ends, with its last lines."""
     rows: list[dict[str, Any]] = []
+    out = out.resolve()  # for commands that run in this project's folder
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         until = time.monotonic() + MOST_SECONDS

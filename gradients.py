@@ -155,7 +155,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """−log softmax at the target of each row of logits (N, V), in `dtype`; and in their place its gradient."""
-    if by_kernel(logits):
+    if by_kernel(logits) and len(logits):
+        if len(targets) != len(logits) or targets.min() < 0 or targets.max() >= logits.shape[1]:
+            raise IndexError(f"{len(logits)} targets from 0 to {logits.shape[1] - 1} are needed, one for each row")
+        targets = targets.long().contiguous()
         losses, room = torch.empty(len(logits)), torch.empty(CHUNKS, -(-logits.shape[1] // 16) * 16)
         call("cross_entropy", *logits.shape, CHUNKS, logits.dtype == torch.bfloat16, logits, targets, losses, room)
         return losses, logits
@@ -187,4 +190,6 @@ def recomputed(block: nn.Module, *args: Any) -> Any:
         for buffer, value in zip(block.buffers(), values, strict=True):
             buffer.copy_(value)
 
+    if not before:
+        return checkpoint(block, *args, use_reentrant=False)
     return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), as_before()))

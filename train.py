@@ -99,6 +99,8 @@ def settle(flags: argparse.Namespace) -> Run:
     model_config, config = resolve(flags)
     if earlier:
         check_same_settings(flags.config, model_config, config, BATCHES)
+        if flags.resume and "momentum" not in read_run(flags.config):
+            raise ValueError(f"the run in {out} was started by an earlier version, which trained in another way")
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_memory()
@@ -116,6 +118,10 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     compiled = compile_pays(device, config.steps) if config.compile is None else config.compile
     check_tracker(config.log)
+    if compiled and config.recompute and not TRAITS[model_config.norm].causal_in_training:
+        raise ValueError(
+            f"--recompute and --compile do not go together with the statistics of --norm {model_config.norm}"
+        )
     if not TRAITS[model_config.norm].per_token and config.micro_batch_size * model_config.context < 2:
         raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     return model_config, dataclasses.replace(config, device=device.type, dtype=dtype, compile=compiled, out="")

@@ -30,6 +30,7 @@ typedef struct {
 typedef struct {
     const float *row;
     float mean, rest, r;  // the mean in two parts, as far as float goes and what is left
+    int at_floor;         // whether r no longer depends on the row
 } Prepared;
 
 INLINE double total(const lanes *sums) {
@@ -111,7 +112,8 @@ INLINE Prepared prepare(const Job *job, int centred, const void *x, int64_t i, f
     double rest = centred ? (sum + total(sums)) / first : 0;  // what rounding left of the mean
     double variance = (square + total(squares)) / first - rest * rest;
     float mean_square = (float)(variance < 0 ? 0 : variance) + job->eps;
-    return (Prepared){row, mean, rest, 1 / sqrtf(mean_square < job->floor ? job->floor : mean_square)};
+    int at_floor = mean_square < job->floor;
+    return (Prepared){row, mean, rest, 1 / sqrtf(at_floor ? job->floor : mean_square), at_floor};
 }
 
 INLINE void forward_row(const Job *job, int centred, const void *x, const float *weight, const float *bias, void *y,
@@ -150,7 +152,7 @@ INLINE void backward_row(const Job *job, int centred, const void *x, const void 
     }
     // grad_x = r · (grad_n − mean(grad_n) − n · mean(grad_n · n)), n only as far as its mean square was taken.
     float mean = centred ? total(grads) / first : 0;
-    float along = p.r * p.r * job->floor >= 1 ? 0 : total(products) / first;
+    float along = p.at_floor ? 0 : total(products) / first;
     EACH(j, whole) AT(out, j) = (AT(grad, j) * AT(w, j) - mean - (AT(p.row, j) - p.mean - p.rest) * p.r * along) * p.r;
     for (int64_t j = whole; j < stride; j++) out[j] = (grad[j] * w[j] - (j < first ? p.row[j] * p.r * along : 0)) * p.r;
     write_row(job, grad_x, i, out);

@@ -197,6 +197,18 @@ def test_what_is_no_number_stays_none(way):
         assert grad[1].isfinite().all()
 
 
+def test_targets_may_lie_anywhere_but_must_be_token_ids(way):
+    logits, targets = draw(6, 5, dtype=torch.float32).detach(), torch.tensor([0, 4, 1, 3, 2, 0])
+    expected, _ = by_hand.cross_entropy(logits.clone(), targets, torch.float32)
+    strided = torch.stack((targets, targets + 1), 1)[:, 0]
+    for same in (strided, targets.clone()):
+        assert torch.equal(by_hand.cross_entropy(logits.clone(), same, torch.float32)[0], expected)
+    if way == "kernel":
+        for wrong in (targets + 1, targets - 1, targets[:5]):
+            with pytest.raises(IndexError, match="from 0 to 4"):
+                by_hand.cross_entropy(logits.clone(), wrong, torch.float32)
+
+
 def test_threads_change_no_bit_of_the_kernel():
     results = []
     for threads in (1, 2, 3):

@@ -582,3 +582,21 @@ def test_bfloat16_is_refused_where_the_processor_lacks_it(text, tmp_path):
     )
     assert ended.returncode == 2
     assert "--dtype bfloat16" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_a_run_of_an_earlier_version_is_not_gone_on_with_in_another_way(command, capsys):
+    run = command("--steps 2")
+    description = json.loads((run / "run.json").read_text())
+    del description["training"]["momentum"]  # which came with other updates
+    (run / "run.json").write_text(json.dumps(description))
+    with pytest.raises(SystemExit) as exit:
+        command("--steps 4 --resume")
+    assert exit.value.code == 2
+    assert "earlier version" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_statistics_cannot_be_computed_again_while_compiled(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        command("--steps 2 --norm batchnorm --recompute --compile")
+    assert exit.value.code == 2
+    assert "--recompute and --compile" in capsys.readouterr().err.splitlines()[-1]

@@ -139,6 +139,17 @@ def test_a_frozen_gain_and_a_frozen_input_are_left_alone():
     assert torch.equal(torch.autograd.grad(norm(x), x, grad_y)[0], expected)
 
 
+@pytest.mark.parametrize("dim", [16, 48, 96, 192, 384, 768])
+def test_a_row_below_scalenorms_floor_has_the_formulas_gradient(dim):
+    """There the scale no longer depends on the row, whatever the width makes of the floor's rounding."""
+    norm, x, grad_y = norm_and_tensors("scalenorm", 4, dim)
+    short = (x.detach() * (1e-7 / x.detach().norm(dim=-1, keepdim=True))).requires_grad_()
+    (ours,) = torch.autograd.grad(norm(short), short, grad_y)
+    with formula_only():
+        (expected,) = torch.autograd.grad(norm(short), short, grad_y)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 def test_bf16_rounds_special_values_as_torch_does(special):
     """A not-a-number with all bits set must not become a zero by rounding up."""
