@@ -58,15 +58,24 @@ class NormsConfig:
 
 
 @dataclass(frozen=True)
-class StepConfig:
-    """The training step that `train` measures. Raises ValueError like `NormsConfig`."""
+class Shape:
+    """A model to measure, of random weights. Raises ValueError like `NormsConfig`."""
 
     dim: int = knob(288, "width of the residual stream")
     layers: int = knob(6, "number of blocks")
     heads: int = knob(6, "attention heads")
     hidden_dim: int = knob(768, "width inside the MLP")
     vocab_size: int = knob(32000, "number of token ids")
-    context: int = knob(256, "tokens in a sequence")
+    context: int = knob(256, "most tokens of a sequence")
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Shape)})
+
+
+@dataclass(frozen=True)
+class StepConfig(Shape):
+    """The training step that `train` measures."""
+
     batch_size: int = knob(8, "sequences in a step")
     optimizer: str = knob("adamw", "as of train.py", choices=["adamw", "muon"])
     compile: bool = knob(False, "torch.compile both")
@@ -79,25 +88,11 @@ class StepConfig:
         check_sizes(self, "batch_size", "rounds")
         self.model_config()
 
-    def model_config(self) -> ModelConfig:
-        return model_config(self)
-
-
-def model_config(shape: Any) -> ModelConfig:
-    names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
-    return ModelConfig(**{name: getattr(shape, name) for name in names})
-
 
 @dataclass(frozen=True)
-class GenerateConfig:
-    """The model of random weights that `generate` lets speak. Raises ValueError like `NormsConfig`."""
+class GenerateConfig(Shape):
+    """The model that `generate` lets speak."""
 
-    dim: int = knob(288, "width of the residual stream")
-    layers: int = knob(6, "number of blocks")
-    heads: int = knob(6, "attention heads")
-    hidden_dim: int = knob(768, "width inside the MLP")
-    vocab_size: int = knob(32000, "number of token ids")
-    context: int = knob(256, "most tokens of a sample")
     tokens: int = knob(200, "tokens of a sample, after one that is given")
     samples: int = knob(8, "samples at a time, beside one")
     rounds: int = knob(5, "rounds that count")
@@ -108,9 +103,6 @@ class GenerateConfig:
         check_sizes(self, "tokens", "samples", "rounds")
         require(self.tokens < self.context, f"--tokens {self.tokens} must be below --context {self.context}")
         self.model_config()
-
-    def model_config(self) -> ModelConfig:
-        return model_config(self)
 
 
 @dataclass(frozen=True)
