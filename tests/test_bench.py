@@ -93,6 +93,8 @@ def test_torchs_own_step_is_ours():
         ("norms --rows many", "invalid int value: 'many'"),
         ("norms --device abacus", "invalid choice: 'abacus'"),
         ("norms --out README.md/report.json", "README.md"),
+        ("norms --out tests", "tests is a folder"),
+        ("growth --plot tests", "tests is a folder"),
         ("norm", "invalid choice: 'norm'"),
         ("", "required"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,15 @@ def test_a_part_is_a_row_for_each_command(tmp_path, monkeypatch):
     assert [row["ended"] for row in rows] == ["exit 0", "exit 3"]
     assert json.loads((tmp_path / "out" / "gpu.json").read_text()) == rows
     assert "42" in (tmp_path / "out" / "good.txt").read_text()
+
+
+def test_a_folder_is_where_the_caller_says(tmp_path, monkeypatch):
+    """Commands run in the project's folder, whatever the caller's."""
+    monkeypatch.chdir(tmp_path)
+    program = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
+    monkeypatch.setattr(gpu, "PARTS", {"good": [f"-c '{program}' {{out}}/made"]})
+    (row,) = gpu.run_parts(["good"], Path("out"))
+    assert row["ended"] == "exit 0" and (tmp_path / "out" / "made").exists()
 
 
 def test_a_part_ends_in_time(tmp_path, monkeypatch):

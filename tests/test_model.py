@@ -473,23 +473,26 @@ def test_compiled_model_equals_the_eager_one(placement):
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm", "powernorm"])
-def test_computing_blocks_again_changes_no_bit(norm):
-    """Not the loss, not a gradient, and no running statistic: of two steps, with dropout."""
-    tokens = torch.arange(4 * 9).view(4, 9) % 11
+@pytest.mark.parametrize("norm, norm_args", [("rmsnorm", {}), ("batchnorm", {}), ("powernorm", {"warmup": 0})])
+def test_computing_blocks_again_changes_no_bit(norm, norm_args):
+    """Not the loss, not a gradient, and no running statistic: of two batches, with dropout.
 
-    def two_steps(recompute: bool) -> list[torch.Tensor]:
-        model = Llama(ModelConfig(norm=norm, dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2))
+    Both go forward before either comes back, so that the first is computed again from statistics that have moved on,
+    and powernorm, past its warm-up, divides by those.
+    """
+    tokens = torch.arange(4 * 18).view(2, 4, 9) % 11
+
+    def two_batches(recompute: bool) -> list[torch.Tensor]:
+        shape = ModelConfig(dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2)
+        model = Llama(dataclasses.replace(shape, norm=norm, norm_args=norm_args))
         model.recompute = recompute
         torch.manual_seed(0)
-        losses = []
-        for _ in range(2):
-            losses.append(model.loss(tokens[:, :-1], tokens[:, 1:]))
-            losses[-1].backward()
+        losses = [model.loss(batch[:, :-1], batch[:, 1:]) for batch in tokens]
+        torch.stack(losses).sum().backward()
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
         return [*losses, *grads, *model.buffers()]
 
-    assert all(map(torch.equal, two_steps(True), two_steps(False)))
+    assert all(map(torch.equal, two_batches(True), two_batches(False)))
 
 
 def test_computing_blocks_again_keeps_less():
@@ -509,3 +512,12 @@ def test_computing_blocks_again_keeps_less():
         return sum(sizes)
 
     assert kept(True) < kept(False) / 5
+
+
+def test_a_cache_is_for_as_many_sequences_as_it_began_with():
+    model = Llama(ModelConfig(dim=16, layers=2, heads=2, context=8, vocab_size=11)).eval()
+    cache = model.new_cache()
+    with torch.inference_mode():
+        model(torch.zeros(1, 2, dtype=torch.long), cache)
+        with pytest.raises(RuntimeError, match="expand"):
+            model(torch.zeros(3, 1, dtype=torch.long), cache)
