@@ -3,35 +3,11 @@
 //
 // Every sum has an order that is written out and is one thread's own, so the results do not depend on their number.
 
-#include <stdint.h>
-#include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
-enum { LANES = 16, ROWS = 4 };  // floats of a vector; rows of weights, and of x, that are multiplied at a time
-enum { ALONE = 1 << 16 };       // multiplications that one thread does as soon as it could wake another
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float eight __attribute__((vector_size(32)));
-typedef float four __attribute__((vector_size(16)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+enum { ROWS = 4 };         // rows of weights, and of x, that are multiplied at a time
+enum { ALONE = 1 << 16 };  // multiplications that one thread does as soon as it could wake another
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
-#define AT(p, i) (*(lanes *)((p) + (i)))
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float total(lanes v) {
-    union {
-        lanes all;
-        eight halves[2];
-    } in8 = {v};
-    union {
-        eight all;
-        four halves[2];
-    } in4 = {in8.halves[0] + in8.halves[1]};
-    four sums = in4.halves[0] + in4.halves[1];
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
 
 // --- y = x Wᵀ ---
 
@@ -42,17 +18,15 @@ typedef struct {
     const float *steps;  // what each row's whole numbers count
 } Product;
 
-#ifdef __AVX512F__  // one instruction each, which GCC 12 does not find by itself
-#define WIDEN_HALVES(h) (ints) _mm512_cvtepu16_epi32((__m256i)(h))
+#ifdef __AVX512F__  // one instruction, which GCC 12 does not find by itself
 #define WIDEN_BYTES(b) (ints) _mm512_cvtepi8_epi32((__m128i)(b))
 #else
-#define WIDEN_HALVES(h) __builtin_convertvector(h, ints)
 #define WIDEN_BYTES(b) __builtin_convertvector(b, ints)
 #endif
 
 INLINE lanes weights(int bits, const char *row, int64_t i) {
     if (bits == 32) return AT((float *)row, i);
-    if (bits == 16) return (lanes)(WIDEN_HALVES(*(halves *)(row + 2 * i)) << 16);
+    if (bits == 16) return load(1, row, i);
     return __builtin_convertvector(WIDEN_BYTES(*(bytes *)(row + i)), lanes);
 }
 
@@ -119,16 +93,6 @@ typedef struct {
     int64_t q_stride, k_stride, v_stride;  // from one sequence to the next
     float scale;
 } Attention;
-
-// e^x to 2e-7 of itself: 2^n · e^f with |f| <= ln 2 / 2, and the series of e^f.
-INLINE lanes exponential(lanes x) {
-    const float shift = 12582912;  // 1.5 · 2^23: what is added to it becomes whole
-    ints low = x < -87;            // below, e^-87
-    x = (lanes)((low & (ints)((lanes){0} - 87)) | (~low & (ints)x));
-    lanes n = x * 1.44269504f + shift - shift, f = x - n * 0.693359375f + n * 2.12194440e-4f;
-    lanes series = 1 + f * (1 + f * (1 / 2.f + f * (1 / 6.f + f * (1 / 24.f + f * (1 / 120.f + f * (1 / 720.f))))));
-    return series * (lanes)((__builtin_convertvector(n, ints) + 127) << 23);
-}
 
 INLINE void rotate(const float *restrict x, const float *cos, const float *sin, int64_t dim, float *restrict y) {
     for (int64_t i = 0; i < dim / 2; i++) {

@@ -2,27 +2,10 @@
 // into float in between where it is bfloat16. No result depends on the number of threads.
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-enum { LANES = 16, BLOCK = 32 * LANES };  // features that are worked on in one go
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
-#define AT(p, i) (*(lanes *)((p) + (i)))
-#define INLINE static inline __attribute__((always_inline))
+#include "vectors.h"
 
-INLINE lanes pick(ints which, lanes a, lanes b) { return (lanes)((which & (ints)a) | (~which & (ints)b)); }
-
-// exp(x) of x ≤ 0, to 2 units in the last place; what is below -87 counts as -87, whose exponential is 10^-38.
-INLINE lanes exponential(lanes x) {
-    const float round = 0x1.8p23f;  // added, it leaves a whole number in the last bits
-    x = pick(x < -87, (lanes){0} - 87, x);
-    lanes shifted = x * 0x1.715476p0f + round, n = shifted - round;             // x = n log 2 + r
-    lanes r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r / 5040;  // exp r by its series
-    const float factorials[] = {720, 120, 24, 6, 2, 1, 1};
-    for (int i = 0; i < 7; i++) power = power + 1 / factorials[i], power = i < 6 ? power * r : power;
-    return (lanes)((ints)power + ((ints)shifted << 23));
-}
+enum { BLOCK = 32 * LANES };  // features that are worked on in one go
 
 INLINE void read(int bf16, const void *from, int64_t at, int64_t width, float *restrict to) {
     if (bf16) {

@@ -11,6 +11,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
+SHARED = Path(__file__).with_name("vectors.h")
 BUILT = Path(__file__).parent / ".cache" / "native"
 FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
@@ -42,7 +43,7 @@ def build(source: Path, compiler: str, flags: list[str]) -> Path:
     Raises CalledProcessError if the compiler gives up, OSError if there is no room for the file.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    recipe = [source.read_text(), version, processor(), *flags]
+    recipe = [source.read_text(), SHARED.read_text(), version, processor(), *flags]
     built = BUILT / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not built.exists():
         BUILT.mkdir(parents=True, exist_ok=True)

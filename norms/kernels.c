@@ -5,18 +5,14 @@
 // row lies in memory.
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-enum { LANES = 16, STEP = 2 * LANES };  // two vectors at a time, as an addition waits for the one before it
-enum { FEW = 16 };                      // rows whose gain gradients are summed in float, before they go to double
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef double wide __attribute__((vector_size(8 * LANES), aligned(8)));
-#define AT(p, i) (*(lanes *)((p) + (i)))
+#include "../vectors.h"
+
+enum { STEP = 2 * LANES };  // two vectors at a time, as an addition waits for the one before it
+enum { FEW = 16 };          // rows whose gain gradients are summed in float, before they go to double
 #define WIDE_AT(p, i) (*(wide *)((p) + (i)))
 #define WIDEN(v) __builtin_convertvector(v, wide)
 #define EACH(i, n) for (int64_t i = 0; i < (n); i += LANES)
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     int64_t rows, width;    // of x; each row is normalised by itself
@@ -33,7 +29,7 @@ typedef struct {
     int at_floor;         // whether r no longer depends on the row
 } Prepared;
 
-INLINE double total(const lanes *sums) {
+INLINE double total_of(const lanes *sums) {
     wide all = WIDEN(sums[0]) + WIDEN(sums[1]);
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) all[i] += all[i + half];
@@ -93,7 +89,7 @@ INLINE Prepared prepare(const Job *job, int centred, const void *x, int64_t i, f
         for (int64_t j = 0; j < whole; j += STEP)
             for (int k = 0; k < 2; k++) sums[k] += AT(row, j + k * LANES) - row[0];
         for (int64_t j = whole; j < first; j++) sum += row[j] - row[0];
-        mean = row[0] + (sum + total(sums)) / first;
+        mean = row[0] + (sum + total_of(sums)) / first;
         sum = 0, sums[0] = sums[1] = (lanes){0};
     }
     for (int64_t j = 0; j < whole; j += STEP) {
@@ -109,8 +105,8 @@ INLINE Prepared prepare(const Job *job, int centred, const void *x, int64_t i, f
         square += v * v;
         if (centred) sum += v;
     }
-    double rest = centred ? (sum + total(sums)) / first : 0;  // what rounding left of the mean
-    double variance = (square + total(squares)) / first - rest * rest;
+    double rest = centred ? (sum + total_of(sums)) / first : 0;  // what rounding left of the mean
+    double variance = (square + total_of(squares)) / first - rest * rest;
     float mean_square = (float)(variance < 0 ? 0 : variance) + job->eps;
     int at_floor = mean_square < job->floor;
     return (Prepared){row, mean, rest, 1 / sqrtf(at_floor ? job->floor : mean_square), at_floor};
@@ -151,8 +147,8 @@ INLINE void backward_row(const Job *job, int centred, const void *x, const void 
         }
     }
     // grad_x = r · (grad_n − mean(grad_n) − n · mean(grad_n · n)), n only as far as its mean square was taken.
-    float mean = centred ? total(grads) / first : 0;
-    float along = p.at_floor ? 0 : total(products) / first;
+    float mean = centred ? total_of(grads) / first : 0;
+    float along = p.at_floor ? 0 : total_of(products) / first;
     EACH(j, whole) AT(out, j) = (AT(grad, j) * AT(w, j) - mean - (AT(p.row, j) - p.mean - p.rest) * p.r * along) * p.r;
     for (int64_t j = whole; j < stride; j++) out[j] = (grad[j] * w[j] - (j < first ? p.row[j] * p.r * along : 0)) * p.r;
     write_row(job, grad_x, i, out);

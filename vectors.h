@@ -1,0 +1,97 @@
+// What the C files share: vectors of 16 floats, and how memory holds them, as float or as bfloat16.
+
+#ifndef VECTORS_H
+#define VECTORS_H
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+enum { LANES = 16 };
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef double wide __attribute__((vector_size(8 * LANES), aligned(8)));
+#define AT(p, i) (*(lanes *)((p) + (i)))
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE lanes pick(ints which, lanes a, lanes b) { return (lanes)((which & (ints)a) | (~which & (ints)b)); }
+
+// The sum of all lanes, by halves.
+INLINE float total(lanes v) {
+    typedef float eight __attribute__((vector_size(32)));
+    typedef float four __attribute__((vector_size(16)));
+    union {
+        lanes all;
+        eight halves[2];
+    } in8 = {v};
+    union {
+        eight all;
+        four halves[2];
+    } in4 = {in8.halves[0] + in8.halves[1]};
+    four sums = in4.halves[0] + in4.halves[1];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// exp(x) of x <= 0, to 2 units in the last place; what is below -87 counts as -87, whose exponential is 10^-38.
+INLINE lanes exponential(lanes x) {
+    const float round = 0x1.8p23f;  // added, it leaves a whole number in the last bits
+    x = pick(x < -87, (lanes){0} - 87, x);
+    lanes shifted = x * 0x1.715476p0f + round, n = shifted - round;             // x = n log 2 + r
+    lanes r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r / 5040;  // exp r by its series
+    const float factorials[] = {720, 120, 24, 6, 2, 1, 1};
+    for (int i = 0; i < 7; i++) power = power + 1 / factorials[i], power = i < 6 ? power * r : power;
+    return (lanes)((ints)power + ((ints)shifted << 23));
+}
+
+// --- bfloat16: the upper half of a float ---
+
+#ifdef __AVX512F__  // one instruction each, which GCC 12 does not find by itself
+#define WIDEN_HALVES(h) (ints) _mm512_cvtepu16_epi32((__m256i)(h))
+#define NARROW_INTS(n) (halves) _mm512_cvtepi32_epi16((__m512i)(n))
+#else
+#define WIDEN_HALVES(h) __builtin_convertvector(h, ints)
+#define NARROW_INTS(n) __builtin_convertvector(n, halves)
+#endif
+
+INLINE lanes from_bf16(halves h) { return (lanes)(WIDEN_HALVES(h) << 16); }
+
+// To the nearest, ties to even; what is not a number stays none.
+INLINE halves to_bf16(lanes v) {
+    ints bits = (ints)v, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = v != v;
+    return NARROW_INTS((nearest & ~nan) | (nan & 0x7fc0));
+}
+
+// Features i to i + LANES of a tensor in bfloat16 or float. Where fewer than LANES are left, `some` of them, and zeros.
+INLINE lanes load(int bf16, const void *x, int64_t i) {
+    return bf16 ? from_bf16(*(const halves *)((const uint16_t *)x + i)) : AT((const float *)x, i);
+}
+
+INLINE void store(int bf16, void *y, int64_t i, lanes v) {
+    if (bf16)
+        *(halves *)((uint16_t *)y + i) = to_bf16(v);
+    else
+        AT((float *)y, i) = v;
+}
+
+INLINE lanes load_some(int bf16, const void *x, int64_t i, int64_t some) {
+    lanes v = {0};
+    halves h = {0};
+    if (bf16) {
+        memcpy(&h, (const uint16_t *)x + i, some * 2);
+        return from_bf16(h);
+    }
+    memcpy(&v, (const float *)x + i, some * 4);
+    return v;
+}
+
+INLINE void store_some(int bf16, void *y, int64_t i, lanes v, int64_t some) {
+    halves h = to_bf16(v);
+    if (bf16)
+        memcpy((uint16_t *)y + i, &h, some * 2);
+    else
+        memcpy((float *)y + i, &v, some * 4);
+}
+
+#endif
