@@ -1,104 +1,151 @@
-// What gradients.py says is computed, in one pass over memory each: a row is read once and written once, and is turned
-// into float in between where it is bfloat16. No result depends on the number of threads.
+// What gradients.py says is computed, in one pass over memory each. No result depends on the number of threads.
 
 #include <math.h>
 
 #include "vectors.h"
 
-enum { BLOCK = 32 * LANES };  // features that are worked on in one go
+enum { ALONE = 1 << 15 };                // features that one thread does as soon as it could wake another
+enum { BLOCK = 32 * LANES };             // exponentials that are summed in float, before they go to double
+#define EACH(j, n) for (int64_t j = 0; j < (n); j += LANES)
 
-INLINE void read(int bf16, const void *from, int64_t at, int64_t width, float *restrict to) {
-    if (bf16) {
-        const uint16_t *restrict half = (const uint16_t *)from + at;
-        uint32_t *restrict bits = (uint32_t *)to;
-        for (int64_t j = 0; j < width; j++) bits[j] = (uint32_t)half[j] << 16;
-    } else
-        memcpy(to, (const float *)from + at, width * sizeof(float));
+static const ints COLUMN = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#define NOTHING ((lanes){0} - INFINITY)
+
+INLINE float largest(lanes v) {
+    for (int half = LANES / 2; half; half /= 2) {
+        lanes other = __builtin_shuffle(v, COLUMN + half);
+        v = pick(other > v, other, v);
+    }
+    return v[0];
 }
 
-INLINE void write(int bf16, const float *restrict from, int64_t width, void *to, int64_t at) {
-    if (bf16) {  // to the nearest, ties to even; what is not a number stays none
-        uint16_t *restrict half = (uint16_t *)to + at;
-        const uint32_t *restrict bits = (const uint32_t *)from;
-        for (int64_t j = 0; j < width; j++) {
-            uint32_t nearest = (bits[j] + 0x7fff + ((bits[j] >> 16) & 1)) >> 16;
-            half[j] = (bits[j] & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest;
-        }
-    } else
-        memcpy((float *)to + at, from, width * sizeof(float));
+// Calls a function of one row whose first argument, whether x is bfloat16, is a constant, which makes it quick.
+#define ROW(function, ...) (bf16 ? function(1, __VA_ARGS__) : function(0, __VA_ARGS__))
+
+// --- cross-entropy ---
+
+INLINE void cross_entropy_of(int bf16, int64_t row, int64_t width, void *logits, int64_t target, float *loss,
+                             float *restrict powers) {
+    int64_t at = row * width, stride = (width + LANES - 1) / LANES * LANES;
+    lanes highest = NOTHING;
+    EACH(j, width) {
+        AT(powers, j) = pick(COLUMN < (int32_t)(width - j), load_some(bf16, logits, at + j, width - j), NOTHING);
+        highest = pick(AT(powers, j) > highest, AT(powers, j), highest);
+    }
+    float top = largest(highest), wanted = powers[target];
+    double sum = 0;
+    for (int64_t begin = 0; begin < stride; begin += BLOCK) {
+        lanes some = {0};
+        for (int64_t j = begin; j < stride && j < begin + BLOCK; j += LANES)
+            some += AT(powers, j) = exponential(AT(powers, j) - top);
+        sum += total(some);
+    }
+    *loss = (float)log(sum) - (wanted - top);
+    powers[target] -= (float)sum;
+    float share = (float)(1 / sum);
+    EACH(j, width) store_some(bf16, logits, at + j, AT(powers, j) * share, width - j);
 }
 
 // Rows of `width` logits become softmax less 1 at the target; losses get -log softmax at the target.
-// room: width, rounded up to a multiple of LANES, floats for each of `chunks`, into which the rows are divided.
+// room: `width`, rounded up to a multiple of LANES, floats for each of `chunks`, into which the rows are divided.
 void cross_entropy(int64_t rows, int64_t width, int64_t chunks, int64_t bf16, void *logits, const int64_t *targets,
-                   float *losses, float *rooms) {
+                   float *losses, float *room) {
     int64_t each = (rows + chunks - 1) / chunks, stride = (width + LANES - 1) / LANES * LANES;
-#pragma omp parallel for schedule(static) if (rows * width > 1 << 15)
+#pragma omp parallel for schedule(static) if (rows * width > ALONE)
     for (int64_t chunk = 0; chunk < chunks; chunk++)
-        for (int64_t i = chunk * each; i < rows && i < (chunk + 1) * each; i++) {
-            float *restrict row = rooms + chunk * stride;
-            read(bf16, logits, i * width, width, row);
-            for (int64_t j = width; j < stride; j++) row[j] = -INFINITY;
-            lanes highest = AT(row, 0);
-            for (int64_t j = LANES; j < stride; j += LANES) highest = pick(AT(row, j) > highest, AT(row, j), highest);
-            float top = highest[0], wanted = row[targets[i]];
-            for (int k = 1; k < LANES; k++) top = highest[k] > top ? highest[k] : top;
-
-            double sum = 0;
-            for (int64_t begin = 0; begin < stride; begin += BLOCK) {
-                lanes some = {0};
-                for (int64_t j = begin; j < stride && j < begin + BLOCK; j += LANES)
-                    some += AT(row, j) = exponential(AT(row, j) - top);
-                for (int k = 0; k < LANES; k++) sum += some[k];
-            }
-            losses[i] = (float)log(sum) - (wanted - top);
-            row[targets[i]] -= (float)sum;
-            float share = (float)(1 / sum);
-            for (int64_t j = 0; j < stride; j += LANES) AT(row, j) *= share;
-            write(bf16, row, width, logits, i * width);
-        }
+        for (int64_t i = chunk * each; i < rows && i < (chunk + 1) * each; i++)
+            ROW(cross_entropy_of, i, width, logits, targets[i], losses + i, room + chunk * stride);
 }
 
-// (a, b) becomes (a cos − b sin, b cos + a sin), a and b the halves of each of a token's `heads`, which has 2 · half
-// features; token i stands at position i % length. sign: −1 turns back. x and y may be the same.
-void rotate(int64_t tokens, int64_t length, int64_t heads, int64_t half, int64_t bf16, int64_t sign, const void *x,
-            const float *cosines, const float *sines, void *y) {
-#pragma omp parallel for schedule(static) if (tokens * heads * half > 1 << 15)
-    for (int64_t i = 0; i < tokens; i++) {
-        const float *restrict cosine = cosines + i % length * half, *restrict sine = sines + i % length * half;
-        for (int64_t head = 0; head < heads; head++)
-            for (int64_t begin = 0; begin < half; begin += BLOCK) {
-                int64_t at = (i * heads + head) * 2 * half + begin, n = half - begin < BLOCK ? half - begin : BLOCK;
-                float a[BLOCK], b[BLOCK], c[BLOCK], d[BLOCK];
-                read(bf16, x, at, n, a), read(bf16, x, at + half, n, b);
-                for (int64_t j = 0; j < n; j++) {
-                    float s = sine[begin + j] * sign;
-                    c[j] = a[j] * cosine[begin + j] - b[j] * s, d[j] = b[j] * cosine[begin + j] + a[j] * s;
-                }
-                write(bf16, c, n, y, at), write(bf16, d, n, y, at + half);
-            }
+// --- rotation ---
+
+typedef struct {
+    int64_t batch, length, heads, half;  // a head has 2 · half features, one after the other
+    int64_t from[3], to[3];              // how far apart sequences, tokens and heads are, in x and in y
+    int64_t bf16;
+    float sign;                          // -1 turns back
+} Turn;
+
+INLINE void rotate_token(int bf16, int64_t token, const Turn *t, const void *x, const float *cosines,
+                         const float *sines, void *y) {
+    int64_t half = t->half, b = token / t->length, i = token % t->length;
+    for (int64_t head = 0; head < t->heads; head++) {
+        int64_t from = b * t->from[0] + i * t->from[1] + head * t->from[2];
+        int64_t to = b * t->to[0] + i * t->to[1] + head * t->to[2];
+        EACH(j, half) {
+            int64_t some = half - j;
+            lanes a = load_some(bf16, x, from + j, some), b = load_some(bf16, x, from + half + j, some);
+            lanes c = load_some(0, cosines, i * half + j, some), s = load_some(0, sines, i * half + j, some) * t->sign;
+            store_some(bf16, y, to + j, a * c - b * s, some);
+            store_some(bf16, y, to + half + j, b * c + a * s, some);
+        }
     }
 }
 
-// With grad_y, the gradients of gate and up under y = silu(gate) · up; without it, y in the place of grad_gate.
-void swiglu(int64_t size, int64_t bf16, const void *gate, const void *up, const void *grad_y, void *grad_gate,
-            void *grad_up) {
-#pragma omp parallel for schedule(static) if (size > 1 << 15)
-    for (int64_t begin = 0; begin < size; begin += BLOCK) {
-        int64_t n = size - begin < BLOCK ? size - begin : BLOCK;
-        float g[BLOCK] = {0}, u[BLOCK] = {0}, y[BLOCK] = {0};
-        read(bf16, gate, begin, n, g), read(bf16, up, begin, n, u);
-        if (grad_y) read(bf16, grad_y, begin, n, y);
-        for (int64_t j = 0; j < n; j += LANES) {
-            lanes x = AT(g, j), small = exponential(pick(x < 0, x, -x));  // exp(−|x|)
-            lanes sigmoid = pick(x < 0, small, (lanes){0} + 1) / (1 + small), silu = x * sigmoid;
-            if (grad_y) {
-                AT(g, j) = AT(y, j) * AT(u, j) * (sigmoid + silu * (1 - sigmoid));
-                AT(u, j) = AT(y, j) * silu;
-            } else
-                AT(g, j) = silu * AT(u, j);
-        }
-        write(bf16, g, n, grad_gate, begin);
-        if (grad_y) write(bf16, u, n, grad_up, begin);
+// (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves of each head.
+void rotate(const Turn *t, const void *x, const float *cosines, const float *sines, void *y) {
+    int64_t bf16 = t->bf16, tokens = t->batch * t->length;
+#pragma omp parallel for schedule(static) if (tokens * t->heads * t->half > ALONE)
+    for (int64_t token = 0; token < tokens; token++) ROW(rotate_token, token, t, x, cosines, sines, y);
+}
+
+// --- the gate ---
+
+INLINE void swiglu_of(int bf16, int64_t row, int64_t width, const void *x, const void *grad_y, void *out) {
+    EACH(j, width) {
+        int64_t some = width - j, gate = 2 * row * width + j, up = gate + width, at = row * width + j;
+        lanes g = load_some(bf16, x, gate, some), u = load_some(bf16, x, up, some);
+        lanes small = exponential(pick(g < 0, g, -g));  // exp(-|g|)
+        lanes sigmoid = pick(g < 0, small, (lanes){0} + 1) / (1 + small), silu = g * sigmoid;
+        if (grad_y) {
+            lanes grad = load_some(bf16, grad_y, at, some);
+            store_some(bf16, out, gate, grad * u * (sigmoid + silu * (1 - sigmoid)), some);
+            store_some(bf16, out, up, grad * silu, some);
+        } else
+            store_some(bf16, out, at, silu * u, some);
     }
+}
+
+// y = silu(gate) · up of rows x = (gate, up), each `width` wide; with grad_y, the gradient of x instead.
+void swiglu(int64_t rows, int64_t width, int64_t bf16, const void *x, const void *grad_y, void *out) {
+#pragma omp parallel for schedule(static) if (rows * width > ALONE)
+    for (int64_t row = 0; row < rows; row++)
+        if (grad_y)
+            ROW(swiglu_of, row, width, x, grad_y, out);
+        else
+            ROW(swiglu_of, row, width, x, NULL, out);
+}
+
+// --- causal softmax ---
+
+INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale, void *scores, void *grad) {
+    int64_t at = row * length, seen = row % length + 1;
+    lanes highest = NOTHING, sums = {0}, products = {0};
+#define SEEN(j, v, otherwise) pick(COLUMN < (int32_t)(seen - (j)), v, otherwise)
+#define SCORES(j) (load_some(bf16, scores, at + (j), length - (j)) * scale)
+    EACH(j, seen) {
+        lanes v = SEEN(j, SCORES(j), NOTHING);
+        highest = pick(v > highest, v, highest);
+    }
+    float top = largest(highest);
+    EACH(j, seen) sums += SEEN(j, exponential(SCORES(j) - top), (lanes){0});
+    top += logf(total(sums));
+    EACH(j, length) {
+        lanes p = j < seen ? SEEN(j, exponential(SCORES(j) - top), (lanes){0}) : (lanes){0};
+        if (j < seen) products += SEEN(j, p * load_some(bf16, grad, at + j, length - j), (lanes){0});
+        store_some(bf16, scores, at + j, p, length - j);
+    }
+    float along = total(products);
+    EACH(j, length) {
+        lanes p = load_some(bf16, scores, at + j, length - j), g = load_some(bf16, grad, at + j, length - j);
+        store_some(bf16, grad, at + j, SEEN(j, p * (g - along) * scale, (lanes){0}), length - j);
+    }
+}
+
+// Squares of scores, `length` each way, become p = softmax(scale · scores) of what a row may see, columns 0 to its own;
+// the others get 0. grad, of p, becomes that of the scores.
+void causal_softmax(int64_t squares, int64_t length, int64_t bf16, const float *scale, void *scores, void *grad) {
+#pragma omp parallel for schedule(static) if (squares * length * length > ALONE)
+    for (int64_t row = 0; row < squares * length; row++)
+        ROW(causal_softmax_of, row, length, *scale, scores, grad);
 }

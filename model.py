@@ -105,6 +105,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim)
         self.qkv = Together(self.q_proj, self.k_proj, self.v_proj)
+        self.widths = [part.out_features for part in self.qkv.parts]
         self.o_proj = Linear(config.heads * config.head_dim, config.dim)
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
@@ -112,7 +113,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "BlockCache | None" = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads) for part in self.qkv(x))  # B T H D, B T K D twice
+        q, k, v = (part.view(heads) for part in self.qkv(x).split(self.widths, -1))  # B T H D, B T K D twice
         dropout = self.dropout.p if self.training else 0.0
         y = turn_and_attend(self.q_norm(q), self.k_norm(k), self.v_norm(v), rope, cache, dropout)  # B T H·D
         return self.dropout(self.o_proj(y))  # B T C
@@ -130,7 +131,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(config.hidden_dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down_proj(gated_silu(*self.gate_up(x))))
+        return self.dropout(self.down_proj(gated_silu(self.gate_up(x))))
 
 
 def turn_and_attend(
@@ -291,13 +292,13 @@ class Linear(nn.Linear):
 
 
 class Together:
-    """The products of several matrices with the same x. The modules stay where they are; this names them as one."""
+    """Several matrices' products with the same x in one, side by side; the matrices stay with their modules."""
 
     def __init__(self, *parts: Linear):
         self.parts = parts
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part(x) for part in self.parts)
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.cat([part.weight for part in self.parts]))
 
 
 class Embedding(nn.Embedding):

@@ -25,7 +25,7 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
             weights = [part.weight.detach() for part in together.parts]
             for part in [part for part, module in parent.named_children() if module in together.parts]:
                 delattr(parent, part)
-            setattr(parent, name, Joined(_rounded(torch.cat(weights), dtype), [len(weight) for weight in weights]))
+            setattr(parent, name, _rounded(torch.cat(weights), dtype))
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
                 _replace(parent, name, _rounded(child.weight.detach(), dtype))
@@ -51,16 +51,6 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return Product(int8.weight, int8.steps) if available() else int8
     many = PackedProduct(weight) if dtype == torch.bfloat16 else PlainProduct(weight, dtype)
     return FewRows(Product(weight.to(dtype)), FEW[dtype], many) if available() else many
-
-
-class Joined:
-    """Several products with the same x, from one whose outputs are all of theirs."""
-
-    def __init__(self, whole: Callable[[Tensor], Tensor], sizes: list[int]):
-        self.whole, self.sizes = whole, sizes
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.whole(x).split_with_sizes(self.sizes, -1)
 
 
 class FewRows:

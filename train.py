@@ -44,6 +44,7 @@ from run import (
 LOG_EVERY = 10  # steps between two rows of training loss
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MOST_EVALUATED = 1 << 20  # tokens of the validation text, from its beginning
+EVALUATED_AT_ONCE = 1 << 12  # tokens, or a micro-batch where that is more
 BATCHES = ("data", "tokenizer", "seed", "batch_size", "optimizer")  # what going on with a run must not change
 SAMPLE_PROMPT = 16  # tokens: samples go on from where the validation text begins
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
@@ -390,7 +391,8 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     training = model.training
     model.eval()
     nats, tokens, utf8_bytes = 0.0, 0, 0
-    context, batch_size = run.model_config.context, run.config.micro_batch_size
+    context = run.model_config.context
+    batch_size = max(run.config.micro_batch_size, EVALUATED_AT_ONCE // context)
     for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, MOST_EVALUATED):
         with autocast(run.device, run.dtype):
             loss = model.loss(inputs.to(run.device), targets.to(run.device))

@@ -38,8 +38,8 @@ INLINE float total(lanes v) {
 INLINE lanes exponential(lanes x) {
     const float round = 0x1.8p23f;  // added, it leaves a whole number in the last bits
     x = pick(x < -87, (lanes){0} - 87, x);
-    lanes shifted = x * 0x1.715476p0f + round, n = shifted - round;             // x = n log 2 + r
-    lanes r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r / 5040;  // exp r by its series
+    lanes shifted = x * 0x1.715476p0f + round, n = shifted - round;                     // x = n log 2 + r
+    lanes r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r * (1 / 5040.f);  // exp r, a series
     const float factorials[] = {720, 120, 24, 6, 2, 1, 1};
     for (int i = 0; i < 7; i++) power = power + 1 / factorials[i], power = i < 6 ? power * r : power;
     return (lanes)((ints)power + ((ints)shifted << 23));
@@ -63,7 +63,7 @@ INLINE halves to_bf16(lanes v) {
     return NARROW_INTS((nearest & ~nan) | (nan & 0x7fc0));
 }
 
-// Features i to i + LANES of a tensor in bfloat16 or float. Where fewer than LANES are left, `some` of them, and zeros.
+// Features i to i + LANES of a tensor in bfloat16 or float.
 INLINE lanes load(int bf16, const void *x, int64_t i) {
     return bf16 ? from_bf16(*(const halves *)((const uint16_t *)x + i)) : AT((const float *)x, i);
 }
@@ -75,20 +75,23 @@ INLINE void store(int bf16, void *y, int64_t i, lanes v) {
         AT((float *)y, i) = v;
 }
 
+// The same where only `some` may be left: fewer than LANES are followed by zeros.
 INLINE lanes load_some(int bf16, const void *x, int64_t i, int64_t some) {
     lanes v = {0};
     halves h = {0};
-    if (bf16) {
-        memcpy(&h, (const uint16_t *)x + i, some * 2);
-        return from_bf16(h);
-    }
-    memcpy(&v, (const float *)x + i, some * 4);
+    if (some >= LANES) return load(bf16, x, i);
+    if (bf16)
+        memcpy(&h, (const uint16_t *)x + i, some * 2), v = from_bf16(h);
+    else
+        memcpy(&v, (const float *)x + i, some * 4);
     return v;
 }
 
 INLINE void store_some(int bf16, void *y, int64_t i, lanes v, int64_t some) {
     halves h = to_bf16(v);
-    if (bf16)
+    if (some >= LANES)
+        store(bf16, y, i, v);
+    else if (bf16)
         memcpy((uint16_t *)y + i, &h, some * 2);
     else
         memcpy((float *)y + i, &v, some * 4);

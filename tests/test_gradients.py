@@ -77,7 +77,7 @@ def test_gated_silu(way, shape, dtype):
         gate *= 8
     g, u = gate.detach().double().requires_grad_(), up.detach().double().requires_grad_()
     expected = g / (1 + (-g).exp()) * u
-    y = by_hand.gated_silu(gate, up)
+    y = by_hand.gated_silu(torch.cat((gate, up), -1))
     assert y.dtype == dtype
     found = [y.double(), *gradients((y * grad).sum(), gate, up)]
     wanted = [expected, *gradients((expected * grad.double()).sum(), g, u)]
@@ -90,11 +90,11 @@ def test_gated_silu(way, shape, dtype):
 
 def test_a_gate_far_from_zero_is_open_or_shut(way):
     gate = torch.tensor([1e4, -1e4, math.inf, 0.0], requires_grad=True)
-    y = by_hand.gated_silu(gate, torch.full((4,), 3.0))
+    y = by_hand.gated_silu(torch.stack((gate, torch.full((4,), 3.0)), -1)).squeeze(-1)
     assert y.tolist() == pytest.approx([3e4, 0.0, math.inf, 0.0], abs=1e-30)  # the kernel's exp ends at 1e-38
     (grad,) = torch.autograd.grad(y[[0, 1, 3]].sum(), gate)
     assert [grad[i].item() for i in (0, 1, 3)] == pytest.approx([3.0, 0.0, 1.5], abs=1e-30)
-    assert by_hand.gated_silu(torch.tensor([math.nan]), torch.ones(1)).isnan()
+    assert by_hand.gated_silu(torch.tensor([math.nan, 1.0])).isnan()
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -113,6 +113,29 @@ def test_attention_is_the_formula():
     q, k, v = (draw(2, 3, 7, 4, seed=seed) for seed in range(3))
     torch.testing.assert_close(CausalAttention.apply(q, k, v), attention(q, k, v), rtol=0, atol=1e-14)
     assert gradcheck(CausalAttention.apply, (q, k, v))
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 33])
+@pytest.mark.parametrize("at_once", [1, 3000])
+def test_attention_has_the_gradients_of_the_formula(way, monkeypatch, length, at_once):
+    monkeypatch.setattr(by_hand, "SCORES_AT_ONCE", at_once)  # one head, then as many as fit
+    q, k, v, grad = (draw(2, 3, length, 8, seed=seed, dtype=torch.float32) for seed in range(4))
+    exact = gradients((attention(*(x.double() for x in (q, k, v))) * grad.double()).sum(), q, k, v)
+    for ours, wanted in zip(gradients((CausalAttention.apply(q, k, v) * grad).sum(), q, k, v), exact, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_future_does_not_reach_a_gradient(way):
+    q, k, v, grad = (draw(1, 2, 40, 16, seed=seed, dtype=torch.bfloat16) for seed in range(4))
+    past, found = slice(21), []
+    with torch.no_grad():
+        grad[:, :, 21:] = 0
+        for future in (1, 1e3):
+            k[:, :, 21:], v[:, :, 21:] = future, -future
+            with torch.enable_grad():
+                grads = gradients((CausalAttention.apply(q, k, v) * grad).sum(), q, k, v)
+            found.append([grad[:, :, past] for grad in grads])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_attention_in_bf16_has_gradients_as_near_as_pytorchs():

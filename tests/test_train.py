@@ -104,8 +104,8 @@ def test_bits_per_byte_are_those_of_the_probabilities(command):
 
 
 def test_accumulated_micro_batches_are_the_whole_batch(command):
-    whole = command("--steps 5 --clip 0", "whole")
-    parts = command("--steps 5 --clip 0 --micro-batch-size 2", "parts")
+    exactly = "--steps 5 --clip 0 --optimizer adamw"  # where Muon rounds to bfloat16 on the way
+    whole, parts = command(exactly, "whole"), command(f"{exactly} --micro-batch-size 2", "parts")
     for there, here in zip(rows(whole), rows(parts), strict=True):
         for name in there.keys() & {"train_loss", "grad_norm", "val_loss"}:
             assert there[name] == pytest.approx(here[name], rel=1e-4)
@@ -256,7 +256,7 @@ def test_products_are_of_the_dtype_and_the_stream_is_not(dtype, command, monkeyp
 
     def watch(trainer):
         block = trainer.model.layers[0]
-        block.mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.add(("product", output.dtype)))
+        block.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.add(("product", output.dtype)))
         block.register_forward_hook(lambda module, inputs, output: seen.add(("stream", output.dtype)))
         return accumulate(trainer)
 
