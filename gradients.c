@@ -11,14 +11,6 @@ enum { BLOCK = 32 * LANES };             // exponentials that are summed in floa
 static const ints COLUMN = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #define NOTHING ((lanes){0} - INFINITY)
 
-INLINE float largest(lanes v) {
-    for (int half = LANES / 2; half; half /= 2) {
-        lanes other = __builtin_shuffle(v, COLUMN + half);
-        v = pick(other > v, other, v);
-    }
-    return v[0];
-}
-
 // Calls a function of one row whose first argument, whether x is bfloat16, is a constant, which makes it quick.
 #define ROW(function, ...) (bf16 ? function(1, __VA_ARGS__) : function(0, __VA_ARGS__))
 
@@ -30,7 +22,7 @@ INLINE void cross_entropy_of(int bf16, int64_t row, int64_t width, void *logits,
     lanes highest = NOTHING;
     EACH(j, width) {
         AT(powers, j) = pick(COLUMN < (int32_t)(width - j), load_some(bf16, logits, at + j, width - j), NOTHING);
-        highest = pick(AT(powers, j) > highest, AT(powers, j), highest);
+        highest = larger(AT(powers, j), highest);
     }
     float top = largest(highest), wanted = powers[target];
     double sum = 0;
@@ -95,8 +87,7 @@ INLINE void swiglu_of(int bf16, int64_t row, int64_t width, const void *x, const
     EACH(j, width) {
         int64_t some = width - j, gate = 2 * row * width + j, up = gate + width, at = row * width + j;
         lanes g = load_some(bf16, x, gate, some), u = load_some(bf16, x, up, some);
-        lanes small = exponential(pick(g < 0, g, -g));  // exp(-|g|)
-        lanes sigmoid = pick(g < 0, small, (lanes){0} + 1) / (1 + small), silu = g * sigmoid;
+        lanes sigmoid = 1 / (1 + exponential(smaller((lanes){0} + 87, -g))), silu = g * sigmoid;
         if (grad_y) {
             lanes grad = load_some(bf16, grad_y, at, some);
             store_some(bf16, out, gate, grad * u * (sigmoid + silu * (1 - sigmoid)), some);
@@ -123,10 +114,7 @@ INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale
     lanes highest = NOTHING, sums = {0}, products = {0};
 #define SEEN(j, v, otherwise) pick(COLUMN < (int32_t)(seen - (j)), v, otherwise)
 #define SCORES(j) (load_some(bf16, scores, at + (j), length - (j)) * scale)
-    EACH(j, seen) {
-        lanes v = SEEN(j, SCORES(j), NOTHING);
-        highest = pick(v > highest, v, highest);
-    }
+    EACH(j, seen) highest = larger(SEEN(j, SCORES(j), NOTHING), highest);
     float top = largest(highest);
     EACH(j, seen) sums += SEEN(j, exponential(SCORES(j) - top), (lanes){0});
     top += logf(total(sums));

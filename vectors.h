@@ -18,6 +18,21 @@ typedef double wide __attribute__((vector_size(8 * LANES), aligned(8)));
 
 INLINE lanes pick(ints which, lanes a, lanes b) { return (lanes)((which & (ints)a) | (~which & (ints)b)); }
 
+// The larger and the smaller of two, b where one of them is not a number; and the largest of all lanes.
+#ifdef __AVX512F__  // one instruction each, which GCC 12 does not find by itself; so below
+INLINE lanes larger(lanes a, lanes b) { return (lanes)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE lanes smaller(lanes a, lanes b) { return (lanes)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE float largest(lanes v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
+INLINE lanes larger(lanes a, lanes b) { return pick(a > b, a, b); }
+INLINE lanes smaller(lanes a, lanes b) { return pick(a < b, a, b); }
+INLINE float largest(lanes v) {
+    float top = v[0];
+    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+    return top;
+}
+#endif
+
 // The sum of all lanes, by halves.
 INLINE float total(lanes v) {
     typedef float eight __attribute__((vector_size(32)));
@@ -34,10 +49,10 @@ INLINE float total(lanes v) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// exp(x) of x <= 0, to 2 units in the last place; what is below -87 counts as -87, whose exponential is 10^-38.
+// exp(x) of x up to 88, to 2 units in the last place; what is below -87 counts as -87, whose exponential is 10^-38.
 INLINE lanes exponential(lanes x) {
     const float round = 0x1.8p23f;  // added, it leaves a whole number in the last bits
-    x = pick(x < -87, (lanes){0} - 87, x);
+    x = larger((lanes){0} - 87, x);
     lanes shifted = x * 0x1.715476p0f + round, n = shifted - round;                     // x = n log 2 + r
     lanes r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r * (1 / 5040.f);  // exp r, a series
     const float factorials[] = {720, 120, 24, 6, 2, 1, 1};
@@ -47,7 +62,7 @@ INLINE lanes exponential(lanes x) {
 
 // --- bfloat16: the upper half of a float ---
 
-#ifdef __AVX512F__  // one instruction each, which GCC 12 does not find by itself
+#ifdef __AVX512F__
 #define WIDEN_HALVES(h) (ints) _mm512_cvtepu16_epi32((__m256i)(h))
 #define NARROW_INTS(n) (halves) _mm512_cvtepi32_epi16((__m512i)(n))
 #else
@@ -57,10 +72,14 @@ INLINE lanes exponential(lanes x) {
 
 INLINE lanes from_bf16(halves h) { return (lanes)(WIDEN_HALVES(h) << 16); }
 
-// To the nearest, ties to even; what is not a number stays none.
+// To the nearest, ties to even; what is not a number stays none. The instruction takes subnormal numbers for 0.
 INLINE halves to_bf16(lanes v) {
+#ifdef __AVX512BF16__
+    return (halves)_mm512_cvtneps_pbh((__m512)v);
+#else
     ints bits = (ints)v, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = v != v;
     return NARROW_INTS((nearest & ~nan) | (nan & 0x7fc0));
+#endif
 }
 
 // Features i to i + LANES of a tensor in bfloat16 or float.
