@@ -49,6 +49,28 @@ INLINE float total(lanes v) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
+// The same in double.
+INLINE double total_wide(wide v) {
+    typedef double eight __attribute__((vector_size(64)));
+    typedef double four __attribute__((vector_size(32)));
+    union {
+        wide all;
+        eight halves[2];
+    } in8 = {v};
+    union {
+        eight all;
+        four halves[2];
+    } in4 = {in8.halves[0] + in8.halves[1]};
+    four sums = in4.halves[0] + in4.halves[1];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// v with zeros from number `some` on.
+INLINE lanes beginning(lanes v, int64_t some) {
+    const ints number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (lanes)((ints)v & (number < (int32_t)some));
+}
+
 // exp(x) of x up to 88, to 2 units in the last place; what is below -87 counts as -87, whose exponential is 10^-38.
 INLINE lanes exponential(lanes x) {
     const float round = 0x1.8p23f;  // added, it leaves a whole number in the last bits
@@ -72,14 +94,13 @@ INLINE lanes exponential(lanes x) {
 
 INLINE lanes from_bf16(halves h) { return (lanes)(WIDEN_HALVES(h) << 16); }
 
-// To the nearest, ties to even; what is not a number stays none. The instruction takes subnormal numbers for 0.
+// To the nearest, ties to even; what is not a number stays none.
 INLINE halves to_bf16(lanes v) {
-#ifdef __AVX512BF16__
-    return (halves)_mm512_cvtneps_pbh((__m512)v);
-#else
+#ifdef __AVX512BF16__  // for its instruction, numbers below 2^-126 are zeros
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, 0x20), 1)) return (halves)_mm512_cvtneps_pbh((__m512)v);
+#endif
     ints bits = (ints)v, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = v != v;
     return NARROW_INTS((nearest & ~nan) | (nan & 0x7fc0));
-#endif
 }
 
 // Features i to i + LANES of a tensor in bfloat16 or float.

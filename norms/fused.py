@@ -1,32 +1,19 @@
 """The norms with statistics in one pass over memory, on a CPU, by kernels.c; anywhere else by their formulas."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from native import library
-from norms.job import KERNELS, Job, call, job_for, padded
+from norms.job import KERNELS, Job, Statistics, call, job_for
+
+NO_BIAS = torch.empty(0)
 
 _formula_only = False
-
-
-class Statistics(NamedTuple):
-    """Which rows of a tensor are divided by what: n = r · x, r = 1 / sqrt(max(mean(x²) + eps, floor))."""
-
-    shape: tuple[int, ...]  # of a row, the trailing axes
-    eps: float = 0.0
-    floor: float = 0.0
-    first: int | None = None  # features in the mean (default: all)
-    centred: bool = False  # whether the row's mean is subtracted first
-
-    def job(self, x: Tensor, weight: Any) -> Job:
-        width, (_, *rest) = math.prod(self.shape), self
-        groups = 1 if weight is None else weight.numel() // width
-        return job_for(x.numel() // width, width, groups, x.dtype, *rest)
 
 
 def normalise(formula: Callable, statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None) -> Tensor:
@@ -35,25 +22,28 @@ def normalise(formula: Callable, statistics: Statistics, x: Tensor, weight: Any 
     By the kernel for fp32 and bf16 on a CPU, with parameters in fp32. Gain and bias are of the row's shape, or have
     an axis more: then they take turns, as the rows along that axis of x do. Only what is centred has a bias.
     """
-    if not fits(statistics, x, weight, bias):
+    job = fits(statistics, x, weight, bias)
+    if job is None:
         return formula(x, weight, bias)
     if not torch.is_grad_enabled():
-        return forward(statistics, x, weight, bias)
-    return Normalise.apply(formula, statistics, x, weight, bias)
+        return forward(job, x, weight, bias)
+    return Normalise.apply(formula, job, x, weight, bias)
 
 
-def fits(statistics: Statistics, x: Tensor, *parameters: Any) -> bool:
-    """Whether the kernel can do it: Inductor fuses a formula by itself, and functorch wants to look into it."""
-    return (
-        not (torch.compiler.is_compiling() or _formula_only or torch._C._are_functorch_transforms_active())
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and x.device.type == "cpu"
-        and type(x) in (Tensor, nn.Parameter)
-        and x.shape[-len(statistics.shape) :] == statistics.shape
-        and not any(p is not None and (p.dtype != torch.float32 or p.device.type != "cpu") for p in parameters)
-        and x.numel() > 0
-        and library(KERNELS)[0] is not None
-    )
+def fits(statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None) -> Job | None:
+    """What the kernel has to do; or None if it cannot: Inductor fuses a formula by itself, functorch looks into it."""
+    if (
+        is_compiling()
+        or _formula_only
+        or torch._C._are_functorch_transforms_active()
+        or not x.is_cpu
+        or type(x) not in (Tensor, nn.Parameter)
+        or not (weight is None or (weight.dtype == torch.float32 and weight.is_cpu))
+        or not (bias is None or (bias.dtype == torch.float32 and bias.is_cpu))
+        or library(KERNELS)[0] is None
+    ):
+        return None
+    return job_for(statistics, x.shape, x.dtype, None if weight is None else weight.numel())
 
 
 def in_use() -> str:
@@ -77,10 +67,10 @@ class Normalise(torch.autograd.Function):
     """n · weight + bias and its gradients. Saves x, which is there anyway, and computes n again."""
 
     @staticmethod
-    def forward(ctx: Any, formula: Callable, statistics: Statistics, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    def forward(ctx: Any, formula: Callable, job: Job, x: Tensor, weight: Any, bias: Any) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.formula, ctx.statistics = formula, statistics
-        return forward(statistics, x, weight, bias)
+        ctx.formula, ctx.job = formula, job
+        return forward(job, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
@@ -90,12 +80,11 @@ class Normalise(torch.autograd.Function):
             found = torch.autograd.grad(ctx.formula(*inputs), wanted, grad_y, create_graph=True)
             grads = dict(zip(map(id, wanted), found, strict=True))
             return None, None, *(grads.get(id(tensor)) for tensor in inputs)
-        job = ctx.statistics.job(x, weight)
-        x, grad_y, gains = x.contiguous(), grad_y.contiguous(), padded(weight, job.width)
-        grad_x, room = torch.empty_like(x), torch.empty(job.chunks * 2 * (job.stride + gains.numel()))
-        sums = torch.empty(job.chunks, 2, job.groups, job.stride, dtype=torch.float64)
-        call("backward", job, x, grad_y, gains, grad_x, sums, room)
-        grad_weight, grad_bias = sums[0, :, :, : job.width].float()
+        job, x, weights = ctx.job, x.contiguous(), gains(weight, ctx.job, 1)
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weights)
+        grad_bias = torch.empty_like(weights) if job.centred else NO_BIAS
+        room = torch.empty(job.room, dtype=torch.float64)
+        call("backward", job, x, grad_y.contiguous(), weights, grad_x, grad_weight, grad_bias, room)
         return (
             *(None, None, grad_x),
             None if weight is None else grad_weight.view_as(weight),
@@ -103,9 +92,15 @@ class Normalise(torch.autograd.Function):
         )
 
 
-def forward(statistics: Statistics, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    job, x = statistics.job(x, weight), x.contiguous()
-    biases = None if bias is None else padded(bias, job.width)
-    y, room = torch.empty_like(x), torch.empty(job.chunks * job.stride)
-    call("forward", job, x, padded(weight, job.width), biases, y, room)
+def forward(job: Job, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    call("forward", job, x, gains(weight, job, 1), gains(bias, job, 0) if job.centred else NO_BIAS, y)
     return y
+
+
+def gains(given: Any, job: Job, default: float) -> Tensor:
+    """Gains or biases as the kernel reads them, all `default` where there are none."""
+    if given is None:
+        return torch.full((job.groups * job.width,), default, dtype=torch.float32)
+    return given.contiguous()

@@ -1,19 +1,31 @@
 """What kernels.c is told of a call: sizes, and where the tensors lie."""
 
 import ctypes
-from functools import lru_cache
+import math
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from native import library
 
 KERNELS = Path(__file__).with_name("kernels.c")
-STEP = 32  # features, to a multiple of which it wants its gains padded
+LANES = 16  # features, to a multiple of which it wants room for sums
 CHUNKS = 64  # into which rows are divided, at most: not by the number of threads, on which sums would then depend
 SMALLEST = 16384  # features of a chunk, unless it is the last
+
+
+class Statistics(NamedTuple):
+    """Which rows of a tensor are divided by what: n = r · x, r = 1 / sqrt(max(mean(x²) + eps, floor))."""
+
+    shape: tuple[int, ...]  # of a row, the trailing axes
+    eps: float = 0.0
+    floor: float = 0.0
+    first: int | None = None  # features in the mean (default: all)
+    centred: bool = False  # whether the row's mean is subtracted first
 
 
 class Job(ctypes.Structure):
@@ -26,25 +38,31 @@ class Job(ctypes.Structure):
     ]
 
     @property
-    def chunks(self) -> int:
-        return -(-self.rows // self.chunk)
+    def room(self) -> int:
+        """Doubles that `backward` wants to work in."""
+        chunks = -(-self.rows // self.chunk)
+        return chunks * (1 + self.centred) * self.groups * self.stride * 3 // 2
 
 
 @lru_cache(maxsize=256)
-def job_for(
-    rows: int, width: int, groups: int, dtype: torch.dtype, eps: float, floor: float, first: int | None, centred: bool
-) -> Job:
-    chunk, stride = max(-(-rows // CHUNKS), -(-SMALLEST // width)), -(-width // STEP) * STEP
+def job_for(statistics: Statistics, shape: tuple[int, ...], dtype: torch.dtype, gains: int | None) -> Job | None:
+    """For x of this shape and dtype and so many gains; or None, where that is not for kernels.c to do."""
+    axes, eps, floor, first, centred = statistics
+    if dtype not in (torch.float32, torch.bfloat16) or shape[-len(axes) :] != axes or 0 in shape:
+        return None
+    width = math.prod(axes)
+    rows, groups = math.prod(shape) // width, (gains or width) // width
+    chunk, stride = max(-(-rows // CHUNKS), -(-SMALLEST // width)), -(-width // LANES) * LANES
     return Job(rows, width, groups, first or width, chunk, stride, centred, dtype == torch.bfloat16, eps, floor)
 
 
-def padded(gains: Any, width: int) -> Tensor:
-    """Gains or biases in rows of `width`, padded with zeros; ones where there are none."""
-    gains = torch.ones(width) if gains is None else gains.detach().contiguous()
-    return gains if width % STEP == 0 else nn.functional.pad(gains.view(-1, width), (0, -width % STEP))
-
-
-def call(function: str, job: Job, *tensors: Tensor | None) -> None:
+def call(name: str, job: Job, *tensors: Tensor) -> None:
     kernels, _ = library(KERNELS)
-    addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-    getattr(kernels, function)(ctypes.byref(job), *addresses)
+    function(kernels, name, 1 + len(tensors))(ctypes.addressof(job), *map(Tensor.data_ptr, tensors))
+
+
+@cache
+def function(kernels: ctypes.CDLL | None, name: str, addresses: int) -> Callable[..., None]:
+    """One that takes so many addresses, which may then be whole numbers."""
+    assert kernels
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * addresses)((name, kernels))

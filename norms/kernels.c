@@ -8,190 +8,194 @@
 
 #include "../vectors.h"
 
-enum { STEP = 2 * LANES };  // two vectors at a time, as an addition waits for the one before it
-enum { FEW = 16 };          // rows whose gain gradients are summed in float, before they go to double
+enum { SUMS = 4, STEP = SUMS * LANES };  // four sums side by side, as an addition waits for the one before it
+enum { FEW = 16 };                       // rows whose gain gradients are summed in float, before they go to double
 #define WIDE_AT(p, i) (*(wide *)((p) + (i)))
 #define WIDEN(v) __builtin_convertvector(v, wide)
-#define EACH(i, n) for (int64_t i = 0; i < (n); i += LANES)
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
 
 typedef struct {
     int64_t rows, width;    // of x; each row is normalised by itself
     int64_t groups;         // row i has gain and bias number i % groups
     int64_t first;          // features in the mean square; all of them where the mean is subtracted
-    int64_t chunk, stride;  // rows that one thread does in one go; width rounded up to a multiple of STEP
+    int64_t chunk, stride;  // rows that one thread does in one go; width rounded up to a multiple of LANES
     int32_t centred, bf16;  // whether the mean is subtracted; whether x and y are bfloat16 instead of float
     float eps, floor;       // r = 1 / sqrt(max(mean square + eps, floor))
 } Job;
 
 typedef struct {
-    const float *row;
-    float mean, rest, r;  // the mean in two parts, as far as float goes and what is left
+    double mean, square;  // of the features' distances from a pivot, and of the squares of these
+} Moments;
+
+typedef struct {
+    float mean, r, rest;  // n = (x - mean) · r - rest, which is what rounding left of the mean, times r
     int at_floor;         // whether r no longer depends on the row
-} Prepared;
+} Statistics;
 
-INLINE double total_of(const lanes *sums) {
-    wide all = WIDEN(sums[0]) + WIDEN(sums[1]);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) all[i] += all[i + half];
-    return all[0];
+// Below, `centred` and `bf16` are constants wherever a function is put in, and `some` is LANES but for a row's end.
+
+INLINE lanes get(int bf16, const void *x, int64_t i, int64_t some) {
+    return some < LANES ? load_some(bf16, x, i, some) : load(bf16, x, i);
 }
 
-// --- between memory and rows of float, padded with zeros to `stride` ---
-
-// Start to load what is read next: features `at` to `at` + STEP of row i.
-INLINE void fetch(const Job *job, const void *x, int64_t i, int64_t at) {
-    int64_t size = job->bf16 ? 2 : 4;
-    for (int64_t k = 0; k < STEP * size; k += 64) __builtin_prefetch((const char *)x + (i * job->width + at) * size + k);
+INLINE void put(int bf16, void *y, int64_t i, lanes v, int64_t some) {
+    some < LANES ? store_some(bf16, y, i, v, some) : store(bf16, y, i, v);
 }
 
-// Row i as it stands in memory, or else a copy in `room`.
-INLINE const float *read_row(const Job *job, const void *x, int64_t i, float *restrict room) {
-    int64_t width = job->width;
-    if (job->bf16) {
-        const uint16_t *restrict half = (const uint16_t *)x + i * width;
-        uint32_t *restrict bits = (uint32_t *)room;
-        for (int64_t j = 0; j < width; j++) bits[j] = (uint32_t)half[j] << 16;
-    } else if (width == job->stride)
-        return (const float *)x + i * width;
-    else
-        memcpy(room, (const float *)x + i * width, width * sizeof(float));
-    memset(room + width, 0, (job->stride - width) * sizeof(float));
-    return room;
+// Start to load STEP features.
+INLINE void fetch(int bf16, const void *x, int64_t i) {
+    int64_t size = bf16 ? 2 : 4;
+    for (int64_t k = 0; k < STEP * size; k += 64) __builtin_prefetch((const char *)x + i * size + k);
 }
 
-// Where to put row i, for `write_row` to bring it to memory.
-INLINE float *row_to_write(const Job *job, void *y, int64_t i, float *room) {
-    return job->bf16 || job->width != job->stride ? room : (float *)y + i * job->width;
+INLINE double total_of(const lanes *sums) { return total_wide(WIDEN((sums[0] + sums[1]) + (sums[2] + sums[3]))); }
+
+// --- statistics ---
+
+INLINE void add_moments(int centred, lanes v, float pivot, int64_t some, lanes *sum, lanes *square) {
+    if (centred) v = some < LANES ? beginning(v - pivot, some) : v - pivot, *sum += v;
+    *square += v * v;
 }
 
-INLINE void write_row(const Job *job, void *y, int64_t i, const float *restrict row) {
-    int64_t width = job->width;
-    if (job->bf16) {  // to the nearest, ties to even; what is not a number stays none
-        uint16_t *restrict half = (uint16_t *)y + i * width;
-        const uint32_t *restrict bits = (const uint32_t *)row;
-        for (int64_t j = 0; j < width; j++) {
-            uint32_t nearest = (bits[j] + 0x7fff + ((bits[j] >> 16) & 1)) >> 16;
-            half[j] = (bits[j] & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest;
-        }
-    } else if (width != job->stride)
-        memcpy((float *)y + i * width, row, width * sizeof(float));
+INLINE Moments moments(const Job *job, int centred, int bf16, const void *x, int64_t at, float pivot) {
+    int64_t first = job->first, j = 0;
+    lanes sums[SUMS] = {0}, squares[SUMS] = {0};
+    for (; j + STEP <= first; j += STEP) {
+        fetch(bf16, x, at + job->width + j);
+        for (int k = 0; k < SUMS; k++)
+            add_moments(centred, load(bf16, x, at + j + k * LANES), pivot, LANES, sums + k, squares + k);
+    }
+    for (; j < first; j += LANES) {
+        int64_t some = LEAST(first - j, LANES);
+        add_moments(centred, get(bf16, x, at + j, some), pivot, some, sums, squares);
+    }
+    return (Moments){centred ? total_of(sums) / first : 0, total_of(squares) / first};
+}
+
+// Of the row at `at`. Where a mean is subtracted, distances are from the first feature, so that a constant row's
+// variance is exactly 0; or from the mean itself, if that feature is too far away from it to leave enough digits.
+INLINE Statistics statistics(const Job *job, int centred, int bf16, const void *x, int64_t at) {
+    float pivot = centred ? get(bf16, x, at, 1)[0] : 0;
+    Moments m = moments(job, centred, bf16, x, at, pivot);
+    if (centred && m.mean * m.mean > 0.75 * m.square) {  // more than 3 times the variance
+        pivot += m.mean;
+        m = moments(job, centred, bf16, x, at, pivot);
+    }
+    double mean = pivot + m.mean, variance = m.square - m.mean * m.mean;
+    float rounded = mean, square = (float)(variance < 0 ? 0 : variance) + job->eps;
+    int at_floor = square < job->floor;
+    float r = 1 / sqrtf(at_floor ? job->floor : square);
+    return (Statistics){rounded, r, (mean - rounded) * r, at_floor};
+}
+
+INLINE lanes normalised(int centred, Statistics s, lanes x) {
+    return centred ? (x - s.mean) * s.r - s.rest : x * s.r;
 }
 
 // --- one row ---
 
-INLINE Prepared prepare(const Job *job, int centred, const void *x, int64_t i, float *restrict room) {
-    const float *row = read_row(job, x, i, room);
-    int64_t first = job->first, whole = first / STEP * STEP;
-    lanes sums[2] = {0}, squares[2] = {0};
-    double sum = 0, square = 0;  // of what is left over by `whole`
-    float mean = 0;
-    if (centred) {  // the mean as a distance from the first feature, so that a constant row's is exact
-        for (int64_t j = 0; j < whole; j += STEP)
-            for (int k = 0; k < 2; k++) sums[k] += AT(row, j + k * LANES) - row[0];
-        for (int64_t j = whole; j < first; j++) sum += row[j] - row[0];
-        mean = row[0] + (sum + total_of(sums)) / first;
-        sum = 0, sums[0] = sums[1] = (lanes){0};
+INLINE void forward_row(const Job *job, int centred, int bf16, const void *x, const float *weight, const float *bias,
+                        void *y, int64_t i) {
+    int64_t width = job->width, at = i * width, gains = i % job->groups * width;
+    const float *w = weight + gains, *b = bias + gains;
+    Statistics s = statistics(job, centred, bf16, x, at);
+    int64_t j = 0;
+    for (; j + LANES <= width; j += LANES) {
+        lanes n = normalised(centred, s, load(bf16, x, at + j));
+        store(bf16, y, at + j, centred ? n * AT(w, j) + AT(b, j) : n * AT(w, j));
     }
-    for (int64_t j = 0; j < whole; j += STEP) {
-        fetch(job, x, i + 1, j);
-        for (int k = 0; k < 2; k++) {
-            lanes v = AT(row, j + k * LANES) - mean;
-            squares[k] += v * v;
-            if (centred) sums[k] += v;
-        }
+    if (j < width) {
+        int64_t some = width - j;
+        lanes n = normalised(centred, s, load_some(bf16, x, at + j, some)) * load_some(0, w, j, some);
+        store_some(bf16, y, at + j, centred ? n + load_some(0, b, j, some) : n, some);
     }
-    for (int64_t j = whole; j < first; j++) {
-        float v = row[j] - mean;
-        square += v * v;
-        if (centred) sum += v;
-    }
-    double rest = centred ? (sum + total_of(sums)) / first : 0;  // what rounding left of the mean
-    double variance = (square + total_of(squares)) / first - rest * rest;
-    float mean_square = (float)(variance < 0 ? 0 : variance) + job->eps;
-    int at_floor = mean_square < job->floor;
-    return (Prepared){row, mean, rest, 1 / sqrtf(at_floor ? job->floor : mean_square), at_floor};
 }
 
-INLINE void forward_row(const Job *job, int centred, const void *x, const float *weight, const float *bias, void *y,
-                        float *room, int64_t i) {
-    int64_t stride = job->stride;
-    const float *w = weight + i % job->groups * stride, *b = bias + i % job->groups * stride;
-    Prepared p = prepare(job, centred, x, i, room);
-    float *out = row_to_write(job, y, i, room);
-    if (bias)
-        EACH(j, stride) AT(out, j) = (AT(p.row, j) - p.mean - p.rest) * p.r * AT(w, j) + AT(b, j);
-    else
-        EACH(j, stride) AT(out, j) = (AT(p.row, j) - p.mean - p.rest) * p.r * AT(w, j);
-    write_row(job, y, i, out);
+// What features j to j + some add to the gradients of gain and bias, and to the two sums of the row.
+INLINE void add_gradients(int centred, Statistics s, lanes x, lanes g, lanes w, float *few_w, float *few_b,
+                          lanes *along, lanes *sum) {
+    lanes n = normalised(centred, s, x), grad_n = g * w;
+    AT(few_w, 0) += g * n;
+    *along += grad_n * n;
+    if (centred) AT(few_b, 0) += g, *sum += grad_n;
 }
 
 // Adds to `few` what the row adds to the gradients of gain and, where the mean is subtracted, bias.
-INLINE void backward_row(const Job *job, int centred, const void *x, const void *grad_y, const float *weight,
-                         void *grad_x, float *few, float *room, int64_t i) {
-    int64_t stride = job->stride, first = job->first, whole = first == job->width ? stride : first / LANES * LANES;
-    const float *w = weight + i % job->groups * stride;
-    float *few_w = few + i % job->groups * stride, *few_b = few_w + job->groups * stride, *grad_room = room + stride;
-    Prepared p = prepare(job, centred, x, i, room);
-    const float *grad = read_row(job, grad_y, i, grad_room);
-    float *out = row_to_write(job, grad_x, i, grad_room);
+INLINE void backward_row(const Job *job, int centred, int bf16, const void *x, const void *grad_y, const float *weight,
+                         void *grad_x, float *few, int64_t i) {
+    int64_t width = job->width, first = job->first, at = i * width, group = i % job->groups;
+    const float *w = weight + group * width;
+    float *few_w = few + group * job->stride, *few_b = few_w + job->groups * job->stride;
+    Statistics s = statistics(job, centred, bf16, x, at);
 
-    lanes grads[2] = {0}, products[2] = {0};
-    for (int64_t at = 0; at < stride; at += STEP) {
-        fetch(job, grad_y, i + 1, at);
-        for (int k = 0; k < 2; k++) {
-            int64_t j = at + k * LANES;
-            lanes n = (AT(p.row, j) - p.mean - p.rest) * p.r, g = AT(grad, j), grad_n = g * AT(w, j);
-            AT(few_w, j) += g * n;
-            products[k] += grad_n * n;
-            if (centred) AT(few_b, j) += g, grads[k] += grad_n;
-        }
+    lanes sums[SUMS] = {0}, products[SUMS] = {0};
+    int64_t j = 0;
+    for (; j + STEP <= width; j += STEP) {
+        fetch(bf16, grad_y, at + width + j);
+        for (int64_t k = 0, l = j; k < SUMS; k++, l += LANES)
+            add_gradients(centred, s, load(bf16, x, at + l), load(bf16, grad_y, at + l), AT(w, l), few_w + l,
+                          few_b + l, products + k, sums + k);
+    }
+    for (; j < width; j += LANES) {
+        int64_t some = LEAST(width - j, LANES);
+        add_gradients(centred, s, get(bf16, x, at + j, some), get(bf16, grad_y, at + j, some), get(0, w, j, some),
+                      few_w + j, few_b + j, products, sums);
     }
     // grad_x = r · (grad_n − mean(grad_n) − n · mean(grad_n · n)), n only as far as its mean square was taken.
-    float mean = centred ? total_of(grads) / first : 0;
-    float along = p.at_floor ? 0 : total_of(products) / first;
-    EACH(j, whole) AT(out, j) = (AT(grad, j) * AT(w, j) - mean - (AT(p.row, j) - p.mean - p.rest) * p.r * along) * p.r;
-    for (int64_t j = whole; j < stride; j++) out[j] = (grad[j] * w[j] - (j < first ? p.row[j] * p.r * along : 0)) * p.r;
-    write_row(job, grad_x, i, out);
+    float mean = centred ? total_of(sums) / first : 0;
+    float along = s.at_floor ? 0 : total_of(products) / first;
+    for (j = 0; j + LANES <= first; j += LANES) {
+        lanes n = normalised(centred, s, load(bf16, x, at + j)), g = load(bf16, grad_y, at + j);
+        store(bf16, grad_x, at + j, (g * AT(w, j) - mean - n * along) * s.r);
+    }
+    for (; j < width; j += LANES) {
+        int64_t some = LEAST(width - j, LANES);
+        lanes n = beginning(normalised(centred, s, get(bf16, x, at + j, some)), first - j);
+        lanes grad_n = get(bf16, grad_y, at + j, some) * get(0, w, j, some);
+        put(bf16, grad_x, at + j, (grad_n - mean - n * along) * s.r, some);
+    }
 }
 
 // --- all rows, in chunks ---
 
 #define CHUNKS ((job->rows + job->chunk - 1) / job->chunk)
-#define END ((chunk + 1) * job->chunk < job->rows ? (chunk + 1) * job->chunk : job->rows)
+#define EACH_ROW(begin, end, row, ...)                                                           \
+    for (int64_t i = begin; i < end; i++)                                                        \
+        if (job->centred)                                                                        \
+            job->bf16 ? row(job, 1, 1, __VA_ARGS__, i) : row(job, 1, 0, __VA_ARGS__, i);         \
+        else                                                                                     \
+            job->bf16 ? row(job, 0, 1, __VA_ARGS__, i) : row(job, 0, 0, __VA_ARGS__, i);
 
-// y = n · weight + bias, n = r · x. Gain and bias have `groups` rows of `stride`; bias may be NULL.
-// room: `stride` for each chunk.
-void forward(const Job *job, const void *x, const float *weight, const float *bias, void *y, float *room) {
+// y = n · weight + bias, n = r · x; gain and bias are (groups, width), and there is a bias where the mean is subtracted.
+void forward(const Job *job, const void *x, const float *weight, const float *bias, void *y) {
 #pragma omp parallel for schedule(static) if (CHUNKS > 1)
-    for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
-        float *own = room + chunk * job->stride;
-        if (job->centred)
-            for (int64_t i = chunk * job->chunk; i < END; i++) forward_row(job, 1, x, weight, bias, y, own, i);
-        else
-            for (int64_t i = chunk * job->chunk; i < END; i++) forward_row(job, 0, x, weight, bias, y, own, i);
-    }
+    for (int64_t chunk = 0; chunk < CHUNKS; chunk++)
+        EACH_ROW(chunk * job->chunk, LEAST((chunk + 1) * job->chunk, job->rows), forward_row, x, weight, bias, y)
 }
 
-// The gradient of x; and those of gain and bias, in sums[0] of (chunks, 2, groups, stride).
-// room: (2 + 2 · groups) · stride for each chunk.
-void backward(const Job *job, const void *x, const void *grad_y, const float *weight, void *grad_x, double *sums,
-              float *room) {
-    int64_t gains = 2 * job->groups * job->stride;
+// The gradients of x, of gain and, where the mean is subtracted, of bias.
+// room: 1.5 · (1 + centred) · groups · stride for each chunk.
+void backward(const Job *job, const void *x, const void *grad_y, const float *weight, void *grad_x, float *grad_weight,
+              float *grad_bias, double *room) {
+    int64_t each = job->groups * job->stride, gains = (1 + job->centred) * each, own = gains * 3 / 2;
 #pragma omp parallel for schedule(static) if (CHUNKS > 1)
     for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
-        float *few = room + chunk * (gains + 2 * job->stride), *own = few + gains;
-        double *all = sums + chunk * gains;
-        memset(all, 0, gains * sizeof(double));
-        for (int64_t begin = chunk * job->chunk; begin < END; begin += FEW * job->groups) {
-            int64_t end = begin + FEW * job->groups < END ? begin + FEW * job->groups : END;
-            memset(few, 0, gains * sizeof(float));
-            if (job->centred)
-                for (int64_t i = begin; i < end; i++) backward_row(job, 1, x, grad_y, weight, grad_x, few, own, i);
-            else
-                for (int64_t i = begin; i < end; i++) backward_row(job, 0, x, grad_y, weight, grad_x, few, own, i);
-            EACH(j, gains) WIDE_AT(all, j) += WIDEN(AT(few, j));
+        int64_t end = LEAST((chunk + 1) * job->chunk, job->rows), next;
+        double *sums = room + chunk * own;
+        float *few = (float *)(sums + gains);
+        memset(sums, 0, own * sizeof(double));
+        for (int64_t begin = chunk * job->chunk; begin < end; begin = next) {
+            next = LEAST(begin + FEW * job->groups, end);
+            EACH_ROW(begin, next, backward_row, x, grad_y, weight, grad_x, few)
+            for (int64_t j = 0; j < gains; j += LANES)
+                WIDE_AT(sums, j) += WIDEN(AT(few, j)), AT(few, j) = (lanes){0};
         }
     }
-    for (int64_t chunk = 1; chunk < CHUNKS; chunk++)
-        EACH(j, gains) WIDE_AT(sums, j) += WIDE_AT(sums, chunk * gains + j);
+    for (int64_t i = 0; i < gains; i += LANES) {
+        int64_t group = i % each / job->stride, j = i % job->stride;
+        wide sum = {0};
+        for (int64_t chunk = 0; chunk < CHUNKS; chunk++) sum += WIDE_AT(room, chunk * own + i);
+        put(0, i < each ? grad_weight : grad_bias, group * job->width + j, __builtin_convertvector(sum, lanes),
+            LEAST(job->width - j, LANES));
+    }
 }

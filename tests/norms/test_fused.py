@@ -161,6 +161,28 @@ def test_bf16_rounds_special_values_as_torch_does(special):
     assert torch.equal(norm(x).isnan(), expected.isnan()) and norm(x).isnan().any()
 
 
+def test_numbers_too_small_for_the_processors_own_rounding_are_rounded_as_torch_does():
+    """Below 2^-126 the instruction for bf16 gives zeros."""
+    norm, x, _ = norm_and_tensors("rmsnorm", 4, 40, torch.bfloat16)
+    norm.weight.data *= 1e-38
+    with formula_only():
+        expected = norm(x)
+    assert (expected.abs() < torch.finfo(torch.bfloat16).tiny).any() and expected.count_nonzero() > 100
+    assert (norm(x).float() - expected.float()).abs().max() <= 2**-133  # the smallest there is
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "groupnorm"])
+@pytest.mark.parametrize("dim", [100, 4096])
+def test_a_first_feature_far_from_the_others_costs_no_digits(kind, dim):
+    """From it the kernel measures distances: their mean square would be thousands of times the variance."""
+    norm, x, _ = norm_and_tensors(kind, 8, dim)
+    x = x.detach()
+    x[::2, 0], x[1::2, dim // 2] = 1e3, -1e3
+    exact = norm.double()(x.double())
+    terms = norm.weight.abs() + (exact - norm.bias).abs() + norm.bias.abs()  # as the contract bounds LayerNorm's error
+    assert ((norm.float()(x) - exact).abs() / terms).max() <= 2**-22
+
+
 # --- how it comes to be there ----------------------------------------------------------------------------------------
 
 
