@@ -132,8 +132,8 @@ INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale
 
 // Squares of scores, `length` each way, become p = softmax(scale · scores) of what a row may see, columns 0 to its own;
 // the others get 0. grad, of p, becomes that of the scores.
-void causal_softmax(int64_t squares, int64_t length, int64_t bf16, const float *scale, void *scores, void *grad) {
+void causal_softmax(int64_t squares, int64_t length, int64_t bf16, float scale, void *scores, void *grad) {
 #pragma omp parallel for schedule(static) if (squares * length * length > ALONE)
     for (int64_t row = 0; row < squares * length; row++)
-        ROW(causal_softmax_of, row, length, *scale, scores, grad);
+        ROW(causal_softmax_of, row, length, scale, scores, grad);
 }

@@ -7,6 +7,7 @@ features of a head; N tokens of a batch, C features of the stream, V token ids.
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from native import library
+from native import functions
 
 LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16; more takes longer, and so does a quarter
 SCORES_AT_ONCE = 1 << 22  # of attention, 8 MB in bf16
 KERNELS = Path(__file__).with_suffix(".c")
 CHUNKS = 64  # of rows that a thread takes in one go
+
+
+def kernels() -> ctypes.CDLL | None:
+    """What is in gradients.c, where it can be built."""
+    return functions(KERNELS, cross_entropy="iiiipppp", rotate="ppppp", swiglu="iiippp", causal_softmax="iiifpp")
 
 
 def by_kernel(*tensors: Tensor) -> bool:
@@ -30,16 +36,13 @@ def by_kernel(*tensors: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) for x in tensors)
         and len({x.dtype for x in tensors}) == 1
-        and library(KERNELS)[0] is not None
+        and kernels() is not None
     )
 
 
-def call(function: str, *arguments: int | ctypes.Structure | Tensor | None) -> None:
-    """Call a function of gradients.c with whole numbers, structures and tensors."""
-    kernels, _ = library(KERNELS)
-    pointers = (ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments)
-    whole = (ctypes.c_int64(x) if isinstance(x, int) else x for x in pointers)
-    getattr(kernels, function)(*(ctypes.byref(x) if isinstance(x, ctypes.Structure) else x for x in whole))
+def call(function: str, *arguments: float | Tensor | None) -> None:
+    """Call a function of gradients.c with numbers and contiguous tensors."""
+    getattr(kernels(), function)(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
 
 class Rotate(torch.autograd.Function):
@@ -74,13 +77,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     if by_kernel(x) and cos.dtype == torch.float32 and x.stride(-1) == 1:
         batch, length, heads, width = x.shape
         y = x.new_empty(batch, heads, length, width).transpose(1, 2)  # as attention wants it
-        bf16, sign = x.dtype == torch.bfloat16, -1 if back else 1
-        turn = Turn(batch, length, heads, width // 2, x.stride()[:3], y.stride()[:3], bf16, sign)
-        call("rotate", turn, x, cos.contiguous(), sin.contiguous(), y)
+        turn = turn_for(x.shape, x.stride(), y.stride(), x.dtype == torch.bfloat16, -1 if back else 1)
+        call("rotate", ctypes.addressof(turn), x, cos.contiguous(), sin.contiguous(), y)
         return y
     cos, sin = (table.unsqueeze(1) for table in (cos, -sin if back else sin))  # T 1 D/2
     a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def turn_for(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...], bf16: bool, sign: int) -> Turn:
+    *sizes, width = shape
+    return Turn(*sizes, width // 2, source[:3], target[:3], bf16, sign)
 
 
 class GatedSiLU(torch.autograd.Function):
@@ -148,7 +156,7 @@ def causal_softmax(scores: Tensor, grad: Tensor, scale: float) -> tuple[Tensor, 
     Both inputs may be overwritten.
     """
     if by_kernel(scores, grad):
-        call("causal_softmax", *scores.shape[:2], scores.dtype == torch.bfloat16, torch.tensor(scale), scores, grad)
+        call("causal_softmax", *scores.shape[:2], scores.dtype == torch.bfloat16, scale, scores, grad)
         return scores, grad
     future = torch.full_like(scores[0], -torch.inf).triu(1)
     p = torch.add(future, scores, alpha=scale).softmax(-1)

@@ -148,15 +148,13 @@ def turn_and_attend(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Attention of the last T of S positions, q B H T D, to those before them and themselves, k and v B K S D."""
-    new, seen = q.shape[2], k.shape[2]
+    new, seen, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if slow_backward(q) and new == seen and not dropout:
-        return CausalAttention.apply(q, *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)))
+        return CausalAttention.apply(q, *(x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v)))
     mask = None
     if 1 < new < seen:
         mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=1 < new == seen, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=1 < new == seen, enable_gqa=group > 1)
 
 
 def slow_backward(q: Tensor) -> bool:

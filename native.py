@@ -36,6 +36,22 @@ def library(source: Path) -> tuple[ctypes.CDLL | None, str]:
     return None, f"{compiler} could not build the kernels: {why}"
 
 
+ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+@cache
+def functions(source: Path, **arguments: str) -> ctypes.CDLL | None:
+    """A C file's functions, None if they are not to be had. `arguments`, a letter each: address, whole number, float.
+
+    An address is `tensor.data_ptr()` or None. None of the functions returns anything.
+    """
+    loaded, _ = library(source)
+    for name, letters in arguments.items() if loaded else ():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = [ARGUMENTS[letter] for letter in letters], None
+    return loaded
+
+
 def build(source: Path, compiler: str, flags: list[str]) -> Path:
     """The library for this processor, from an earlier build if nothing has changed since.
 
