@@ -145,11 +145,13 @@ def main(arguments: list[str] | None = None) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
         keep_memory()
         machine = {"device": describe(device), "torch": torch.__version__, "python": sys.version.split()[0]}
-        report = {"command": ["bench.py", *(sys.argv[1:] if arguments is None else arguments)], **machine}
+        report: Report = {"command": ["bench.py", *(sys.argv[1:] if arguments is None else arguments)], **machine}
         report |= command(config, device)
         show(report)
         write_whole(out, json.dumps(report, indent=2) + "\n")
         print(f"written to {out}", file=sys.stderr)
+        if command is bench_gpu and (code := gpu.exit_code(report["rows"])):
+            sys.exit(code)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

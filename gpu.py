@@ -63,3 +63,8 @@ def run_parts(names: list[str], out: Path) -> list[dict[str, Any]]:
             (out / f"{name}.txt").open("a").write(f"$ python {command}\n{said}\n")
             (out / "gpu.json").write_text(json.dumps(rows, indent=2) + "\n")
     return rows
+
+
+def exit_code(rows: list[dict[str, Any]]) -> int:
+    """0 if every command did what it was to do, 1 if one did not."""
+    return int(any(row["ended"] != "exit 0" for row in rows))

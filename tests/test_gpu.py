@@ -16,6 +16,7 @@ def test_a_part_is_a_row_for_each_command(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "PARTS", {"good": ["-c 'print(6 * 7)'", "-c 'exit(3)'"], "other": ["-c pass"]})
     rows = gpu.run_parts(["good"], tmp_path / "out")
     assert [row["ended"] for row in rows] == ["exit 0", "exit 3"]
+    assert gpu.exit_code(rows) == 1 and gpu.exit_code(rows[:1]) == 0
     assert json.loads((tmp_path / "out" / "gpu.json").read_text()) == rows
     assert "42" in (tmp_path / "out" / "good.txt").read_text()
 
