@@ -53,7 +53,7 @@ void cross_entropy(int64_t rows, int64_t width, int64_t chunks, int64_t bf16, vo
 
 typedef struct {
     int64_t batch, length, heads, half;  // a head has 2 · half features, one after the other
-    int64_t from[3], to[3];              // how far apart sequences, tokens and heads are, in x and in y
+    int64_t source[3], target[3];        // how far apart sequences, tokens and heads are, in x and in y
     int64_t bf16;
     float sign;                          // -1 turns back
 } Turn;
@@ -62,8 +62,8 @@ INLINE void rotate_token(int bf16, int64_t token, const Turn *t, const void *x, 
                          const float *sines, void *y) {
     int64_t half = t->half, b = token / t->length, i = token % t->length;
     for (int64_t head = 0; head < t->heads; head++) {
-        int64_t from = b * t->from[0] + i * t->from[1] + head * t->from[2];
-        int64_t to = b * t->to[0] + i * t->to[1] + head * t->to[2];
+        int64_t from = b * t->source[0] + i * t->source[1] + head * t->source[2];
+        int64_t to = b * t->target[0] + i * t->target[1] + head * t->target[2];
         EACH(j, half) {
             int64_t some = half - j;
             lanes a = load_some(bf16, x, from + j, some), b = load_some(bf16, x, from + half + j, some);
@@ -119,14 +119,21 @@ INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale
     EACH(j, seen) sums += SEEN(j, exponential(SCORES(j) - top), (lanes){0});
     top += logf(total(sums));
     EACH(j, length) {
-        lanes p = j < seen ? SEEN(j, exponential(SCORES(j) - top), (lanes){0}) : (lanes){0};
-        if (j < seen) products += SEEN(j, p * load_some(bf16, grad, at + j, length - j), (lanes){0});
+        lanes p = {0};
+        if (j < seen) {
+            p = SEEN(j, exponential(SCORES(j) - top), (lanes){0});
+            products += SEEN(j, p * load_some(bf16, grad, at + j, length - j), (lanes){0});
+        }
         store_some(bf16, scores, at + j, p, length - j);
     }
     float along = total(products);
     EACH(j, length) {
-        lanes p = load_some(bf16, scores, at + j, length - j), g = load_some(bf16, grad, at + j, length - j);
-        store_some(bf16, grad, at + j, SEEN(j, p * (g - along) * scale, (lanes){0}), length - j);
+        lanes grad_score = {0};
+        if (j < seen) {
+            lanes p = load_some(bf16, scores, at + j, length - j), g = load_some(bf16, grad, at + j, length - j);
+            grad_score = SEEN(j, p * (g - along) * scale, (lanes){0});
+        }
+        store_some(bf16, grad, at + j, grad_score, length - j);
     }
 }
 
