@@ -1,15 +1,18 @@
 """Matrices for a model that only generates, in fewer bits if wanted: a token costs what reading its weights does."""
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import decode
 from decode import Product, available
 from model import Linear, Llama, Together
 
-FEW = {torch.float32: 16, torch.bfloat16: 4}  # rows of x up to which decode.c is faster; in int8 it always is
+FEW = {torch.float32: 16, torch.bfloat16: 4, torch.int8: sys.maxsize}  # rows of x up to which decode.c is faster
 
 
 def round_weights(model: Llama, dtype: torch.dtype) -> None:
@@ -31,6 +34,21 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
                 _replace(parent, name, _rounded(child.weight.detach(), dtype))
             if isinstance(child, nn.Identity | nn.Dropout):
                 _replace(parent, name, _same)
+    for block in model.layers:
+        if isinstance(model.lm_head, FewRows):
+            _by_kernels(block, FEW[dtype])
+        for parent in (block, *block.children()):
+            for name, child in parent.named_children():
+                vars(parent)[name] = child.forward  # found before the module, whose call takes as long as a kernel
+
+
+def _by_kernels(block: Any, most: int) -> None:
+    """Attention and MLP of one more token for up to `most` sequences in one call each."""
+    attention, mlp = block.self_attn, block.mlp
+    normed = any(norm is not _same for norm in (attention.q_norm, attention.k_norm, attention.v_norm))
+    qkv, out, gate_up, down = (x.few for x in (attention.qkv.whole, attention.o_proj, mlp.gate_up.whole, mlp.down_proj))
+    _replace(block, "self_attn", decode.Attention(attention, qkv, out, 0 if normed else most))
+    _replace(block, "mlp", decode.MLP(mlp, gate_up, down, most))
 
 
 def _replace(parent: nn.Module, name: str, product: Callable) -> None:
@@ -48,7 +66,7 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return PlainProduct(weight, dtype)
     if dtype == torch.int8:
         int8 = Int8Product(weight)
-        return Product(int8.weight, int8.steps) if available() else int8
+        return FewRows(Product(int8.weight, int8.steps), FEW[dtype], int8) if available() else int8
     many = PackedProduct(weight) if dtype == torch.bfloat16 else PlainProduct(weight, dtype)
     return FewRows(Product(weight.to(dtype)), FEW[dtype], many) if available() else many
 

@@ -45,6 +45,11 @@ INLINE lanes exponential(lanes x) {
     return (lanes)((ints)power + ((ints)shifted << 23));
 }
 
+INLINE lanes sigmoid(lanes x) {
+    lanes small = exponential(pick(x < 0, x, -x));  // exp(−|x|)
+    return pick(x < 0, small, (lanes){0} + 1) / (1 + small);
+}
+
 // --- bfloat16: the upper half of a float ---
 
 #ifdef __AVX512F__  // one instruction each, which GCC 12 does not find by itself
