@@ -23,7 +23,7 @@ def in_use() -> str:
 
 
 @lru_cache(maxsize=1)
-def functions() -> ctypes.CDLL | None:
+def functions() -> Any:
     """`product`, `attention` and `mlp` of decode.c, or None where it cannot be built."""
     kernels, _ = library(SOURCE)
     if kernels is not None:

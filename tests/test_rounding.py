@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((z.real, z.imag), -1)
 
 
-def rms_normed(x: Tensor, norm: torch.nn.Module) -> Tensor:
+def rms_normed(x: Tensor, norm: Any) -> Tensor:
     if isinstance(norm, torch.nn.Identity):
         return x
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
@@ -142,7 +143,7 @@ def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, at_once, 
     generator = torch.Generator().manual_seed(3)
     dim, context, seen = heads * head_dim, 40, 37
     shape = dict(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, context=context, qk_norm=qk_norm)
-    plain = vivid(shape).layers[0].self_attn
+    plain: Any = vivid(shape).layers[0].self_attn
     cache = BlockCache(context)
     cache.length = seen
     cache.keys, cache.values = torch.randn(2, batch, kv_heads, context, head_dim, generator=generator) * spread
@@ -177,7 +178,7 @@ def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, at_once, 
 @pytest.mark.parametrize("dim, hidden", [(288, 768), (34, 33), (6, 3), (2, 17)])
 @torch.inference_mode()
 def test_mlp_of_one_more_token(rows, dim, hidden):
-    plain = vivid(dict(dim=dim, heads=1, kv_heads=1, hidden_dim=hidden)).layers[0].mlp
+    plain: Any = vivid(dict(dim=dim, heads=1, kv_heads=1, hidden_dim=hidden)).layers[0].mlp
     gate, up, down = (part.weight for part in (plain.gate_proj, plain.up_proj, plain.down_proj))
     x = torch.randn(rows, 1, dim, generator=torch.Generator().manual_seed(rows)) * 9
     got = decode.MLP(plain, Product(torch.cat((gate, up))), Product(down), rows)(x)
@@ -213,7 +214,8 @@ def test_what_is_not_a_number_stays_none():
     model = rounded({}, torch.float32)
     x = torch.ones(1, 1, 64)
     x[..., 3] = math.nan
-    block, cache, rope = model.layers[0], model.new_cache(), model.rope(2, 1)
+    block: Any = model.layers[0]
+    cache, rope = model.new_cache(), model.rope(2, 1)
     model.next_logits(TOKENS[:1, :2], cache)
     assert block.self_attn(x, rope, cache.blocks[0]).isnan().all()
     assert block.mlp(x).isnan().all()
