@@ -142,7 +142,7 @@ INLINE void attend_one(const float *q, const float *keys, const float *values, i
 }
 
 // Turns queries and keys by their position's angle, adds keys and values to the cache, attends to all there.
-// qkv: (batch, heads + 2 kv_heads, head_dim). y: (batch, heads, head_dim). room: for each of those head_dim + seen + LANES.
+// qkv: (batch, heads + 2 kv_heads, head_dim). y: (batch, heads, head_dim). room: for each head head_dim + seen + LANES.
 INLINE void attend(const Attention *a, int64_t batch, int64_t context, int64_t seen, const float *qkv, const float *cos,
                    const float *sin, float *keys, float *values, float *y, float *room) {
     int64_t dim = a->head_dim, group = a->heads / a->kv_heads;

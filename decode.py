@@ -1,6 +1,8 @@
 """One more token of each sequence, by decode.c on a CPU: what it costs is to read every weight once, and little else.
 
-Shapes: B sequences, H query heads, K heads of keys and values, D features of a head, S positions of a cache.
+A block calls C twice, since what happens between two calls takes as long as a few matrices: the caches of the processor
+are full of weights by then. Shapes: B sequences, C features of the stream, H query heads, K heads of keys and values,
+D features of a head.
 """
 
 import ctypes
@@ -39,6 +41,9 @@ def available() -> bool:
     return functions() is not None
 
 
+# --- products --------------------------------------------------------------------------------------------------------
+
+
 class ProductJob(ctypes.Structure):
     """The `Product` of decode.c."""
 
@@ -65,6 +70,9 @@ class Product:
         return y
 
 
+# --- attention and MLP ------------------------------------------------------------------------------------------------
+
+
 class AttentionJob(ctypes.Structure):
     """The `Attention` of decode.c."""
 
@@ -76,9 +84,10 @@ class AttentionJob(ctypes.Structure):
 
 
 class Attention:
-    """`module`, a model's attention, by C for one more token of each sequence: (B, 1, C), rope, cache → (B, 1, C).
+    """`module`, a model's attention, by C for one more token of each sequence; for more tokens `module` itself.
 
-    All of it in one call for up to `most` sequences if no norm stands between; otherwise what is between the products.
+    All of it in one call for up to `most` sequences, the products by `qkv` and `out` (`most` is 0 where a norm comes
+    between them); otherwise what is between the products of `module`.
     """
 
     def __init__(self, module: Any, qkv: Product, out: Product, most: int):
@@ -109,7 +118,7 @@ class Attention:
 
 
 class MLP:
-    """`module`, a model's MLP, by C for one more token of each of up to `most` sequences, (B, 1, C) → (B, 1, C)."""
+    """`module`, a model's MLP, in one call of C for one more token of up to `most` sequences; else `module` itself."""
 
     def __init__(self, module: Any, gate_up: Product, down: Product, most: int):
         self.module, self.products, self.most = module, (gate_up, down), most

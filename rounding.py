@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import decode
-from decode import Product, available
 from model import Linear, Llama, Together
 
 FEW = {torch.float32: 16, torch.bfloat16: 4, torch.int8: sys.maxsize}  # rows of x up to which decode.c is faster
@@ -21,7 +20,7 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
     What reads the same x becomes one product. The embedding that tokens are looked up in, norms and the residual
     stream stay in float32, also where the embedding is the head besides. The 16-bit formats compute what autocast
     does, without converting the weights for every token. By decode.c, that is for a few tokens at a time and always
-    in int8, only the weights are rounded: x stays in float32.
+    in int8, only the weights are rounded: x stays in float32. Attention and MLP of one more token are a call of C each.
     """
     for parent in list(model.modules()):
         for name, together in [(name, value) for name, value in vars(parent).items() if isinstance(value, Together)]:
@@ -39,7 +38,7 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
             _by_kernels(block, FEW[dtype])
         for parent in (block, *block.children()):
             for name, child in parent.named_children():
-                vars(parent)[name] = child.forward  # found before the module, whose call takes as long as a kernel
+                vars(parent)[name] = child.forward  # found before the module, whose call takes longer than a sum
 
 
 def _by_kernels(block: Any, most: int) -> None:
@@ -66,9 +65,9 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return PlainProduct(weight, dtype)
     if dtype == torch.int8:
         int8 = Int8Product(weight)
-        return FewRows(Product(int8.weight, int8.steps), FEW[dtype], int8) if available() else int8
+        return FewRows(decode.Product(int8.weight, int8.steps), FEW[dtype], int8) if decode.available() else int8
     many = PackedProduct(weight) if dtype == torch.bfloat16 else PlainProduct(weight, dtype)
-    return FewRows(Product(weight.to(dtype)), FEW[dtype], many) if available() else many
+    return FewRows(decode.Product(weight.to(dtype)), FEW[dtype], many) if decode.available() else many
 
 
 class Joined:
@@ -84,7 +83,7 @@ class Joined:
 class FewRows:
     """x Wᵀ in float32: by decode.c for a few rows x, which costs what reading W costs; by `many` for more."""
 
-    def __init__(self, few: Product, rows: int, many: Callable[[Tensor], Tensor]):
+    def __init__(self, few: decode.Product, rows: int, many: Callable[[Tensor], Tensor]):
         self.few, self.many, self.most = few, many, rows * few.inputs
 
     def __call__(self, x: Tensor) -> Tensor:
