@@ -1,7 +1,10 @@
-// One more token of a few sequences: products that read each weight once, and attention to what the cache holds.
-// decode.py says what is computed, and calls `product` and `attend`.
+// One more token of a few sequences: products that read each weight once, attention to what the cache holds, the MLP.
+// decode.py says what is computed, and calls `product`, `attention` and `mlp`.
 //
-// Every sum has an order that is written out and is one thread's own, so the results do not depend on their number.
+// A loop after `omp for` is divided among the threads, which wait for each other at its end. Every sum has an order that
+// is written out and is one thread's own, so the results do not depend on their number.
+
+#include <stdlib.h>
 
 #include "vectors.h"
 
@@ -59,7 +62,7 @@ INLINE void tile(const Product *p, int bits, int height, int width, const float 
 
 INLINE void product_in(const Product *p, int bits, int64_t rows, const float *x, float *y) {
     int64_t whole = p->outputs / ROWS * ROWS;
-#pragma omp parallel for schedule(static) if (p->outputs * p->inputs > ALONE)
+#pragma omp for schedule(static)
     for (int64_t o = 0; o < p->outputs; o += ROWS)
         for (int64_t b = 0; b < rows; b += ROWS) {
             const float *some = x + b * p->inputs;
@@ -79,18 +82,22 @@ INLINE void product_in(const Product *p, int bits, int64_t rows, const float *x,
         }
 }
 
-void product(const Product *p, int64_t rows, const float *x, float *y) {
+static void multiply(const Product *p, int64_t rows, const float *x, float *y) {
     if (p->bits == 32) product_in(p, 32, rows, x, y);
     if (p->bits == 16) product_in(p, 16, rows, x, y);
     if (p->bits == 8) product_in(p, 8, rows, x, y);
 }
 
+void product(const Product *p, int64_t rows, const float *x, float *y) {
+#pragma omp parallel if (p->outputs * p->inputs > ALONE)
+    multiply(p, rows, x, y);
+}
+
 // --- attention ---
 
 typedef struct {
-    int64_t batch, heads, kv_heads, head_dim;
-    int64_t context, length;             // of the cache, (batch, kv_heads, context, head_dim); how much of it is taken
-    int64_t q_stride, k_stride, v_stride;  // from one sequence to the next
+    const Product *qkv, *out;  // none where x is the product already, or y shall not be multiplied yet
+    int64_t heads, kv_heads, head_dim;
     float scale;
 } Attention;
 
@@ -106,7 +113,7 @@ INLINE void rotate(const float *restrict x, const float *cos, const float *sin, 
 INLINE void attend_one(const float *q, const float *keys, const float *values, int64_t seen, int64_t dim, float scale,
                        float *scores, float *y) {
     int64_t whole = dim / LANES * LANES;
-    float largest = -__builtin_inff();
+    float top = -__builtin_inff();
     for (int64_t s = 0; s < seen; s++) {
         const float *key = keys + s * dim;
         lanes sums = {0};
@@ -114,12 +121,12 @@ INLINE void attend_one(const float *q, const float *keys, const float *values, i
         float score = total(sums);
         for (int64_t i = whole; i < dim; i++) score += q[i] * key[i];
         scores[s] = score * scale;
-        largest = scores[s] > largest ? scores[s] : largest;
+        top = scores[s] > top ? scores[s] : top;
     }
     lanes sums = {0};
     for (int64_t s = seen; s % LANES; s++) scores[s] = -__builtin_inff();
     for (int64_t s = 0; s < seen; s += LANES) {
-        AT(scores, s) = exponential(AT(scores, s) - largest);
+        AT(scores, s) = exponential(AT(scores, s) - top);
         sums += AT(scores, s);
     }
     float share = 1 / total(sums);
@@ -136,21 +143,62 @@ INLINE void attend_one(const float *q, const float *keys, const float *values, i
 }
 
 // Turns queries and keys by their position's angle, adds keys and values to the cache, attends to all there.
-// y: (batch, heads, head_dim). room: for each sequence and head head_dim + context + LANES.
-void attend(const Attention *a, const float *q, const float *k, const float *v, const float *cos, const float *sin,
-            float *keys, float *values, float *y, float *room) {
-    int64_t dim = a->head_dim, group = a->heads / a->kv_heads, each = dim + a->context + LANES;
-#pragma omp parallel for schedule(static) if (a->batch * a->heads * a->length * dim > ALONE)
-    for (int64_t n = 0; n < a->batch * a->kv_heads; n++) {
+// qkv: (batch, heads + 2 kv_heads, head_dim). y: (batch, heads, head_dim). room: for each head head_dim + seen + LANES.
+INLINE void attend(const Attention *a, int64_t batch, int64_t context, int64_t seen, const float *qkv, const float *cos,
+                   const float *sin, float *keys, float *values, float *y, float *room) {
+    int64_t dim = a->head_dim, group = a->heads / a->kv_heads;
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < batch * a->kv_heads; n++) {
         int64_t b = n / a->kv_heads, kv = n % a->kv_heads;
-        float *own_keys = keys + n * a->context * dim, *own_values = values + n * a->context * dim;
-        rotate(k + b * a->k_stride + kv * dim, cos, sin, dim, own_keys + a->length * dim);
-        memcpy(own_values + a->length * dim, v + b * a->v_stride + kv * dim, dim * sizeof(float));
+        const float *q = qkv + b * (a->heads + 2 * a->kv_heads) * dim, *k = q + (a->heads + kv) * dim;
+        float *own_keys = keys + n * context * dim, *own_values = values + n * context * dim;
+        rotate(k, cos, sin, dim, own_keys + seen * dim);
+        memcpy(own_values + seen * dim, k + a->kv_heads * dim, dim * sizeof(float));
         for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
-            float *turned = room + (b * a->heads + h) * each;
-            rotate(q + b * a->q_stride + h * dim, cos, sin, dim, turned);
-            attend_one(turned, own_keys, own_values, a->length + 1, dim, a->scale, turned + dim,
-                       y + (b * a->heads + h) * dim);
+            int64_t number = b * a->heads + h;
+            float *turned = room + number * (dim + seen + LANES);
+            rotate(q + h * dim, cos, sin, dim, turned);
+            attend_one(turned, own_keys, own_values, seen + 1, dim, a->scale, turned + dim, y + number * dim);
         }
     }
+}
+
+// x: (batch, 1, inputs). keys, values: (batch, kv_heads, context, head_dim), of which `seen` positions are taken.
+void attention(const Attention *a, int64_t batch, int64_t context, int64_t seen, const float *x, const float *cos,
+               const float *sin, float *keys, float *values, float *y) {
+    int64_t dim = a->head_dim, heads = batch * a->heads, all = heads + 2 * batch * a->kv_heads;
+    float *room = malloc((all * dim + heads * (2 * dim + seen + LANES)) * sizeof(float));
+    float *qkv = room, *mixed = qkv + all * dim, *scores = mixed + heads * dim;
+#pragma omp parallel if (heads * dim * (seen + (a->qkv ? a->qkv->inputs : 0)) > ALONE)
+    {
+        if (a->qkv) multiply(a->qkv, batch, x, qkv);
+        attend(a, batch, context, seen, a->qkv ? qkv : x, cos, sin, keys, values, a->out ? mixed : y, scores);
+        if (a->out) multiply(a->out, batch, mixed, y);
+    }
+    free(room);
+}
+
+// --- down(silu(gate(x)) · up(x)) ---
+
+// silu(gate) · up, where a row of `both` holds `width` of the one and then of the other.
+INLINE void gated(int64_t rows, int64_t width, const float *both, float *y) {
+    int64_t whole = (width + LANES - 1) / LANES;
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < rows * whole; n++) {
+        int64_t row = n / whole, i = n % whole * LANES;
+        lanes gate = AT(both + 2 * row * width, i), up = AT(both + (2 * row + 1) * width, i);
+        store_some(0, y + row * width, i, gate * sigmoid(gate) * up, width - i < LANES ? width - i : LANES);
+    }
+}
+
+void mlp(const Product *gate_up, const Product *down, int64_t rows, const float *x, float *y) {
+    int64_t width = down->inputs;
+    float *both = malloc((3 * rows * width + LANES) * sizeof(float)), *inner = both + 2 * rows * width;
+#pragma omp parallel if (gate_up->outputs * gate_up->inputs > ALONE)
+    {
+        multiply(gate_up, rows, x, both);
+        gated(rows, width, both, inner);
+        multiply(down, rows, inner, y);
+    }
+    free(both);
 }

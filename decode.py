@@ -1,40 +1,35 @@
 """One more token of each sequence, by decode.c on a CPU: what it costs is to read every weight once, and little else.
 
-Shapes: B sequences, H query heads, K heads of keys and values, D features of a head, S positions of a cache.
+A block calls C twice, since what happens between two calls takes as long as a few matrices: the caches of the processor
+are full of weights by then. Shapes: B sequences, C features of the stream, H query heads, K heads of keys and values,
+D features of a head.
 """
 
 import ctypes
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from native import library
+from native import functions, library
 
 SOURCE = Path(__file__).with_suffix(".c")
 
 
 def in_use() -> str:
     """What computes one more token on a CPU here, in a few words."""
-    kernels, how = library(SOURCE)
-    return how if kernels else f"PyTorch, as {how}"
+    loaded, how = library(SOURCE)
+    return how if loaded else f"PyTorch, as {how}"
 
 
-@lru_cache(maxsize=1)
-def functions() -> tuple:
-    """`product` and `attend` of decode.c, or None for both where it cannot be built."""
-    kernels, _ = library(SOURCE)
-    if kernels is None:
-        return None, None
-    kernels.product.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2]
-    kernels.attend.argtypes = [ctypes.c_void_p] * 10
-    kernels.product.restype = kernels.attend.restype = None
-    return kernels.product, kernels.attend
+def kernels() -> Any:
+    """What is in decode.c, where it can be built."""
+    return functions(SOURCE, product="pipp", attention="piiipppppp", mlp="ppipp")
 
 
 def available() -> bool:
-    return functions()[0] is not None
+    return kernels() is not None
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -58,7 +53,7 @@ class Product:
         self.outputs, self.inputs = weight.shape
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self.weight, self.steps))
         self.job = ProductJob(self.outputs, self.inputs, 8 * weight.itemsize, *addresses)
-        self.address, self.function = ctypes.addressof(self.job), functions()[0]
+        self.address, self.function = ctypes.addressof(self.job), kernels().product
 
     def __call__(self, x: Tensor) -> Tensor:
         x, y = x.contiguous(), torch.empty(*x.shape[:-1], self.outputs)
@@ -66,55 +61,65 @@ class Product:
         return y
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
+# --- attention and MLP ------------------------------------------------------------------------------------------------
 
 
 class AttentionJob(ctypes.Structure):
     """The `Attention` of decode.c."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "head_dim", "context", "length")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
     ]
 
 
-def fits(q: Tensor, keys: Tensor) -> bool:
-    """Whether `Attend` can do it: a single new position, in float32 on a CPU, of which no gradient is wanted."""
-    return (
-        q.shape[1] == 1
-        and q.shape[0] == keys.shape[0]
-        and q.dtype == keys.dtype == torch.float32
-        and q.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and available()
-    )
+class Attention:
+    """`module`, a model's attention, by C for one more token of each sequence; for more tokens `module` itself.
 
-
-class Attend:
-    """Attention of one more position, q B 1 H D, k and v B 1 K D, to itself and all before it; B 1 H·D.
-
-    q and k are turned by the angles of `rope` first; k and v become number `seen` of keys and values, B K S D.
+    All of it in one call for up to `most` sequences, the products by `qkv` and `out` (`most` is 0 where a norm comes
+    between them); otherwise what is between the products of `module`.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, heads: int):
-        batch, kv_heads, context, head_dim = keys.shape
-        self.keys, self.values, self.shape = keys, values, (batch, 1, heads * head_dim)
-        self.room = torch.empty(batch * heads * (head_dim + context + 16))
-        self.job = AttentionJob(batch, heads, kv_heads, head_dim, context, scale=head_dim**-0.5)
-        self.address, self.function = ctypes.addressof(self.job), functions()[1]
-        self.addresses = keys.data_ptr(), values.data_ptr(), self.room.data_ptr()
+    def __init__(self, module: Any, qkv: Product, out: Product, most: int):
+        self.module, self.products, self.most = module, (qkv, out), most
+        heads = out.inputs // module.head_dim
+        sizes = heads, (qkv.outputs // module.head_dim - heads) // 2, module.head_dim, module.head_dim**-0.5
+        self.whole, self.inner = AttentionJob(qkv.address, out.address, *sizes), AttentionJob(None, None, *sizes)
+        self.function = kernels().attention
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], seen: int) -> Tensor:
-        (cos, sin), (keys, values, room), y = rope, self.addresses, torch.empty(self.shape)
-        q, k, v, job = heads_together(q), heads_together(k), heads_together(v), self.job
-        job.length, job.q_stride, job.k_stride, job.v_stride = seen, q.stride(0), k.stride(0), v.stride(0)
-        new = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        self.function(self.address, *new, keys, values, y.data_ptr(), room)
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = None) -> Tensor:
+        if cache is None or cache.length == 0 or x.shape[1] > 1:
+            return self.module(x, rope, cache)
+        y = torch.empty_like(x)
+        if x.shape[0] <= self.most:
+            return self.one_more(self.whole, x, rope, cache, y)
+        heads = torch.cat(self.module.heads(x), 2)  # B 1 H+2K D
+        return self.module.o_proj(self.one_more(self.inner, heads, rope, cache, y))
+
+    def one_more(self, job: AttentionJob, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any, y: Tensor) -> Tensor:
+        """y, filled, and a position more of the cache."""
+        (cos, sin), keys, values = rope, cache.keys, cache.values
+        batch, _, context, _ = keys.shape
+        assert x.is_contiguous() and x.dtype == keys.dtype == torch.float32 and x.shape[0] == batch
+        given = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), y.data_ptr()
+        self.function(ctypes.addressof(job), batch, context, cache.length, *given)
+        cache.length += 1
         return y
 
 
-def heads_together(x: Tensor) -> Tensor:
-    """The same with the heads of a sequence one after the other in memory, whatever lies between sequences."""
-    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+class MLP:
+    """`module`, a model's MLP, in one call of C for one more token of up to `most` sequences; else `module` itself."""
+
+    def __init__(self, module: Any, gate_up: Product, down: Product, most: int):
+        self.module, self.products, self.most = module, (gate_up, down), most
+        self.addresses, self.function = (gate_up.address, down.address), kernels().mlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        if length > 1 or rows > self.most:
+            return self.module(x)
+        assert x.is_contiguous() and x.dtype == torch.float32
+        y = torch.empty_like(x)
+        self.function(*self.addresses, rows, x.data_ptr(), y.data_ptr())
+        return y

@@ -168,15 +168,15 @@ def generate(
     device = model.embed_tokens.weight.device
     tokens = torch.tensor([prompt or [end_of_document]], device=device).expand(samples, -1)  # B T
     generators = [make_generator(sampling.seed, sample) for sample in range(samples)]
-    cache = model.new_cache()
-    ended = torch.zeros(samples, dtype=torch.bool)
+    cache, ended = model.new_cache(), [False] * samples
     for _ in range(check_room(prompt, sampling, model.config.context)):
-        ids = draw(model.next_logits(tokens, cache), sampling, generators).masked_fill(ended, end_of_document)  # B
-        yield ids.tolist()
-        ended |= ids == end_of_document
-        if ended.all():
+        drawn = draw(model.next_logits(tokens, cache), sampling, generators)  # B
+        ids = [end_of_document if over else token for over, token in zip(ended, drawn.tolist(), strict=True)]
+        yield ids
+        ended = [token == end_of_document for token in ids]
+        if all(ended):
             return
-        tokens = ids.to(device).unsqueeze(1)  # B 1
+        tokens = drawn.to(device).unsqueeze(1)  # B 1
 
 
 def make_generator(seed: int, sample: int) -> Generator:
@@ -188,7 +188,7 @@ def make_generator(seed: int, sample: int) -> Generator:
 def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Tensor:
     """An id for each row of logits, B V, by that row's generator."""
     if sampling.temperature == 0:
-        return logits.max(-1).indices.cpu()  # which takes a third of the time of argmax
+        return likeliest(logits)
     logits = logits.cpu().double()  # the last bits of a sum over V decide less that way
     logits = temper(logits, sampling.temperature)
     if sampling.top_k:
@@ -202,6 +202,13 @@ def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Ten
     sums = logits.exp().cumsum(-1)  # of shares of the likeliest one's probability
     # In (0, total]: a token's share of the sums excludes its lower end, so none of probability 0 is ever drawn.
     return torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The id of the largest of each row, on the CPU, where NumPy takes a tenth of the time of PyTorch's argmax."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1).cpu()
+    return torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
 def temper(logits: Tensor, temperature: float) -> Tensor:

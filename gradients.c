@@ -87,10 +87,10 @@ INLINE void swiglu_of(int bf16, int64_t row, int64_t width, const void *x, const
     EACH(j, width) {
         int64_t some = width - j, gate = 2 * row * width + j, up = gate + width, at = row * width + j;
         lanes g = load_some(bf16, x, gate, some), u = load_some(bf16, x, up, some);
-        lanes sigmoid = 1 / (1 + exponential(smaller((lanes){0} + 87, -g))), silu = g * sigmoid;
+        lanes open = sigmoid(g), silu = g * open;
         if (grad_y) {
             lanes grad = load_some(bf16, grad_y, at, some);
-            store_some(bf16, out, gate, grad * u * (sigmoid + silu * (1 - sigmoid)), some);
+            store_some(bf16, out, gate, grad * u * (open + silu * (1 - open)), some);
             store_some(bf16, out, up, grad * silu, some);
         } else
             store_some(bf16, out, at, silu * u, some);

@@ -25,7 +25,7 @@ KERNELS = Path(__file__).with_suffix(".c")
 CHUNKS = 64  # of rows that a thread takes in one go
 
 
-def kernels() -> ctypes.CDLL | None:
+def kernels() -> Any:
     """What is in gradients.c, where it can be built."""
     return functions(KERNELS, cross_entropy="iiiipppp", rotate="ppppp", swiglu="iiippp", causal_softmax="iiifpp")
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import decode
 from config import ModelConfig
 from gradients import CausalAttention, LinearCrossEntropy, Rotate, gated_silu, recomputed
 from norms import TRAITS, build_norm
@@ -112,11 +111,14 @@ class Attention(nn.Module):
         self.v_norm = head_norm(config, config.kv_heads, "value")
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "BlockCache | None" = None) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads) for part in self.qkv(x).split(self.widths, -1))  # B T H D, B T K D twice
         dropout = self.dropout.p if self.training else 0.0
-        y = turn_and_attend(self.q_norm(q), self.k_norm(k), self.v_norm(v), rope, cache, dropout)  # B T H·D
+        y = turn_and_attend(*self.heads(x), rope, cache, dropout)  # B T H·D
         return self.dropout(self.o_proj(y))  # B T C
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, B T H D, keys and values, B T K D, with their norms."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.widths, -1))
+        return self.q_norm(q), self.k_norm(k), self.v_norm(v)
 
 
 class SwiGLU(nn.Module):
@@ -138,8 +140,6 @@ def turn_and_attend(
     q: Tensor, k: Tensor, v: Tensor, rope: RopeTable, cache: "BlockCache | None", dropout: float
 ) -> Tensor:
     """Attention of new tokens, q B T H D, k and v B T K D, to themselves and those in the cache; B T H·D."""
-    if cache is not None and cache.length and not dropout and decode.fits(q, cache.keys):
-        return cache.attend(q, k, v, rope)
     q, k, v = rotate(q, rope).transpose(1, 2), rotate(k, rope).transpose(1, 2), v.transpose(1, 2)  # B H T D
     if cache is not None:
         k, v = cache.extend(k, v)  # B K S D
@@ -256,7 +256,6 @@ class BlockCache:
     def __init__(self, context: int):
         self.context, self.length = context, 0
         self.keys, self.values = torch.empty(0), torch.empty(0)  # B K context D
-        self.one_more: decode.Attend | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new tokens, B K T D; all so far, B K S D."""
@@ -267,13 +266,6 @@ class BlockCache:
         self.keys[:, :, new], self.values[:, :, new] = k, v
         self.length = new.stop
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: RopeTable) -> Tensor:
-        """`turn_and_attend` for one more token, in one call."""
-        if self.one_more is None:
-            self.one_more = decode.Attend(self.keys, self.values, q.shape[2])
-        self.length += 1
-        return self.one_more(q, k, v, rope, self.length - 1)
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 SHARED = Path(__file__).with_name("vectors.h")
 BUILT = Path(__file__).parent / ".cache" / "native"
@@ -40,7 +41,7 @@ ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 @cache
-def functions(source: Path, **arguments: str) -> ctypes.CDLL | None:
+def functions(source: Path, **arguments: str) -> Any:
     """A C file's functions, None if they are not to be had. `arguments`, a letter each: address, whole number, float.
 
     An address is `tensor.data_ptr()` or None. None of the functions returns anything.

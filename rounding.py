@@ -1,15 +1,17 @@
 """Matrices for a model that only generates, in fewer bits if wanted: a token costs what reading its weights does."""
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode import Product, available
+import decode
 from model import Linear, Llama, Together
 
-FEW = {torch.float32: 16, torch.bfloat16: 4}  # rows of x up to which decode.c is faster; in int8 it always is
+FEW = {torch.float32: 16, torch.bfloat16: 4, torch.int8: sys.maxsize}  # rows of x up to which decode.c is faster
 
 
 def round_weights(model: Llama, dtype: torch.dtype) -> None:
@@ -18,7 +20,7 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
     What reads the same x becomes one product. The embedding that tokens are looked up in, norms and the residual
     stream stay in float32, also where the embedding is the head besides. The 16-bit formats compute what autocast
     does, without converting the weights for every token. By decode.c, that is for a few tokens at a time and always
-    in int8, only the weights are rounded: x stays in float32.
+    in int8, only the weights are rounded: x stays in float32. Attention and MLP of one more token are a call of C each.
     """
     for parent in list(model.modules()):
         for name, together in [(name, value) for name, value in vars(parent).items() if isinstance(value, Together)]:
@@ -31,6 +33,21 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
                 _replace(parent, name, _rounded(child.weight.detach(), dtype))
             if isinstance(child, nn.Identity | nn.Dropout):
                 _replace(parent, name, _same)
+    for block in model.layers:
+        if isinstance(model.lm_head, FewRows):
+            _by_kernels(block, FEW[dtype])
+        for parent in (block, *block.children()):
+            for name, child in parent.named_children():
+                vars(parent)[name] = child.forward  # found before the module, whose call takes longer than a sum
+
+
+def _by_kernels(block: Any, most: int) -> None:
+    """Attention and MLP of one more token for up to `most` sequences in one call each."""
+    attention, mlp = block.self_attn, block.mlp
+    normed = any(norm is not _same for norm in (attention.q_norm, attention.k_norm, attention.v_norm))
+    qkv, out, gate_up, down = (x.few for x in (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj))
+    _replace(block, "self_attn", decode.Attention(attention, qkv, out, 0 if normed else most))
+    _replace(block, "mlp", decode.MLP(mlp, gate_up, down, most))
 
 
 def _replace(parent: nn.Module, name: str, product: Callable) -> None:
@@ -48,15 +65,15 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return PlainProduct(weight, dtype)
     if dtype == torch.int8:
         int8 = Int8Product(weight)
-        return Product(int8.weight, int8.steps) if available() else int8
+        return FewRows(decode.Product(int8.weight, int8.steps), FEW[dtype], int8) if decode.available() else int8
     many = PackedProduct(weight) if dtype == torch.bfloat16 else PlainProduct(weight, dtype)
-    return FewRows(Product(weight.to(dtype)), FEW[dtype], many) if available() else many
+    return FewRows(decode.Product(weight.to(dtype)), FEW[dtype], many) if decode.available() else many
 
 
 class FewRows:
     """x Wᵀ in float32: by decode.c for a few rows x, which costs what reading W costs; by `many` for more."""
 
-    def __init__(self, few: Product, rows: int, many: Callable[[Tensor], Tensor]):
+    def __init__(self, few: decode.Product, rows: int, many: Callable[[Tensor], Tensor]):
         self.few, self.many, self.most = few, many, rows * few.inputs
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -82,6 +82,8 @@ INLINE lanes exponential(lanes x) {
     return (lanes)((ints)power + ((ints)shifted << 23));
 }
 
+INLINE lanes sigmoid(lanes x) { return 1 / (1 + exponential(smaller((lanes){0} + 87, -x))); }
+
 // --- bfloat16: the upper half of a float ---
 
 #ifdef __AVX512F__

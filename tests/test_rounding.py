@@ -2,16 +2,18 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import decode
 from config import ModelConfig
 from decode import Product
 from machine import has_bfloat16
-from model import Linear, Llama
+from model import BlockCache, Linear, Llama
 from rounding import Int8Product, round_weights
 
 CPU = torch.device("cpu")
@@ -109,13 +111,11 @@ def test_token_by_token_only_the_weights_are_rounded(changes, dtype):
 @torch.inference_mode()
 def test_token_by_token_equals_the_whole(changes, kernels, dtype, monkeypatch):
     if not kernels:
-        monkeypatch.setattr(decode, "library", lambda source: (None, "there is no compiler"))
-        decode.functions.cache_clear()
+        monkeypatch.setattr(decode, "kernels", lambda: None)
     model = rounded(changes, dtype)
     # both are roundings of the same float32 logits
     limit = 1.5 * error(rounded(changes, torch.bfloat16)(TOKENS), vivid(changes)(TOKENS))
     assert error(step_by_step(model), model(TOKENS)[:, 7:]) < limit
-    decode.functions.cache_clear()
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
@@ -125,48 +125,99 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((z.real, z.imag), -1)
 
 
+def rms_normed(x: Tensor, norm: Any) -> Tensor:
+    if isinstance(norm, torch.nn.Identity):
+        return x
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+
+
 @needs_kernels
 @pytest.mark.parametrize("batch, heads, kv_heads, head_dim", [(1, 6, 6, 48), (3, 4, 2, 6), (2, 5, 1, 34), (1, 1, 1, 2)])
+@pytest.mark.parametrize("at_once, qk_norm", [(True, "none"), (False, "none"), (False, "head")])
 @pytest.mark.parametrize("spread", [0.3, 30.0])
 @torch.inference_mode()
-def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, spread):
+def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, at_once, qk_norm, spread):
+    """Not at once: with norms, or too many sequences for products by C."""
     generator = torch.Generator().manual_seed(3)
-    context, seen = 40, 37
-    keys, values = torch.randn(2, batch, kv_heads, context, head_dim, generator=generator) * spread
-    before = keys.clone(), values.clone()
-    qkv = torch.randn(batch, 1, heads + 2 * kv_heads, head_dim, generator=generator)  # strided, as from one product
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], 2)
+    dim, context, seen = heads * head_dim, 40, 37
+    shape = dict(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, context=context, qk_norm=qk_norm)
+    plain: Any = vivid(shape).layers[0].self_attn
+    cache = BlockCache(context)
+    cache.length = seen
+    cache.keys, cache.values = torch.randn(2, batch, kv_heads, context, head_dim, generator=generator) * spread
+    before = cache.keys.clone(), cache.values.clone()
+    x = torch.randn(batch, 1, dim, generator=generator)
     angles = torch.rand(1, head_dim // 2, generator=generator, dtype=torch.float64) * 9
-    rope = angles.cos().float(), angles.sin().float()
-    attend = decode.Attend(keys, values, heads)
-    got = attend(q, k, v, rope, seen)
-    assert torch.equal(attend(q.clone(), k.contiguous(), v.transpose(0, 1).clone().transpose(0, 1), rope, seen), got)
+    together = torch.cat([part.weight for part in plain.qkv.parts])
+    attend = decode.Attention(plain, Product(together), Product(plain.o_proj.weight), batch if at_once else 0)
+    got = attend(x, (angles.cos().float(), angles.sin().float()), cache)
 
-    new_k, new_v = turned(k.double(), angles).transpose(1, 2), v.double().transpose(1, 2)
-    all_k, all_v = (
-        torch.cat((old[:, :, :seen].double(), new), 2) for old, new in zip(before, (new_k, new_v), strict=True)
+    q, k, v = (
+        (x.double() @ part.weight.double().T).view(batch, 1, -1, head_dim).transpose(1, 2) for part in plain.qkv.parts
     )
-    all_k, all_v = (x.repeat_interleave(heads // kv_heads, 1) for x in (all_k, all_v))
-    scores = turned(q.double(), angles).transpose(1, 2) @ all_k.mT / math.sqrt(head_dim)
-    expected = (scores.softmax(-1) @ all_v).transpose(1, 2).flatten(2)
+    q, k = (turned(rms_normed(part, norm), angles) for part, norm in ((q, plain.q_norm), (k, plain.k_norm)))
+    all_k, all_v = (
+        torch.cat((old[:, :, :seen].double(), new), 2).repeat_interleave(heads // kv_heads, 1)
+        for old, new in zip(before, (k, v), strict=True)
+    )
+    mixed = (q @ all_k.mT / math.sqrt(head_dim)).softmax(-1) @ all_v
+    expected = mixed.transpose(1, 2).flatten(2) @ plain.o_proj.weight.double().T
     # a score is off by 2^-24 of what is added up in it, up to some 300 with the large spread: e to that power
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5 * spread)
-    torch.testing.assert_close(keys[:, :, seen : seen + 1].double(), new_k, rtol=0, atol=1e-6)
-    others = torch.arange(context) != seen
-    assert all(
-        torch.equal(now[:, :, others], then[:, :, others]) for now, then in zip((keys, values), before, strict=True)
-    )
+    assert cache.length == seen + 1
+    for now, then, new in zip((cache.keys, cache.values), before, (k, v), strict=True):
+        torch.testing.assert_close(now[:, :, seen : seen + 1].double(), new, rtol=0, atol=3e-6)
+        assert torch.equal(now[:, :, :seen], then[:, :, :seen])
+        assert torch.equal(now[:, :, seen + 1 :], then[:, :, seen + 1 :])
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("dim, hidden", [(288, 768), (34, 33), (6, 3), (2, 17)])
+@torch.inference_mode()
+def test_mlp_of_one_more_token(rows, dim, hidden):
+    plain: Any = vivid(dict(dim=dim, heads=1, kv_heads=1, hidden_dim=hidden)).layers[0].mlp
+    gate, up, down = (part.weight for part in (plain.gate_proj, plain.up_proj, plain.down_proj))
+    x = torch.randn(rows, 1, dim, generator=torch.Generator().manual_seed(rows)) * 9
+    got = decode.MLP(plain, Product(torch.cat((gate, up))), Product(down), rows)(x)
+    x, gate, up, down = x.double(), gate.double(), up.double(), down.double()
+    expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    # each rounding is at most 2^-24 of the sum of what is added up
+    largest = ((x.abs() @ gate.abs().T) * (x.abs() @ up.abs().T)) @ down.abs().T
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=float(largest.max()) * 1e-7)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@torch.inference_mode()
+def test_neither_threads_nor_other_samples_change_a_bit(dtype):
+    if dtype == torch.bfloat16 and not has_bfloat16(CPU):
+        pytest.skip("the processor does not compute in bfloat16")
+    model = rounded(dict(dim=288, heads=6, kv_heads=3, hidden_dim=300, vocab_size=301), dtype)  # enough for two threads
+    before, logits = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        logits.append(step_by_step(model, first=1)[:, 1:])
+    torch.set_num_threads(before)
+    assert all(torch.equal(those, logits[0]) for those in logits)
+    cache, alone = model.new_cache(), []
+    for token in TOKENS[1]:
+        alone.append(model.next_logits(token.view(1, 1), cache))
+    assert torch.equal(torch.cat(alone)[1:], logits[0][1])
 
 
 @needs_kernels
 @torch.inference_mode()
 def test_what_is_not_a_number_stays_none():
-    keys = torch.zeros(1, 1, 8, 16)
-    q, k, v = torch.ones(3, 1, 1, 1, 16)
-    q[..., 3] = math.nan
-    rope = torch.ones(1, 8), torch.zeros(1, 8)
-    assert decode.Attend(keys, keys.clone(), 1)(q, k, v, rope, 2).isnan().all()
-    assert Product(torch.ones(4, 16))(q).isnan().all()
+    model = rounded({}, torch.float32)
+    x = torch.ones(1, 1, 64)
+    x[..., 3] = math.nan
+    block: Any = model.layers[0]
+    cache, rope = model.new_cache(), model.rope(2, 1)
+    model.next_logits(TOKENS[:1, :2], cache)
+    assert block.self_attn(x, rope, cache.blocks[0]).isnan().all()
+    assert block.mlp(x).isnan().all()
+    assert Product(torch.ones(4, 64))(x).isnan().all()
 
 
 @needs_kernels
