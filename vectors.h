@@ -14,6 +14,15 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef double wide __attribute__((vector_size(8 * LANES), aligned(8)));
 #define AT(p, i) (*(lanes *)((p) + (i)))
+#define WIDE_AT(p, i) (*(wide *)((p) + (i)))
+#define WIDEN(v) __builtin_convertvector(v, wide)
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
+// For each LANES features of `width`, a call of `function` with where they begin and how many they are; that is a
+// constant, but for the last ones.
+#define EACH_LANES(width, function, ...)                              \
+    for (int64_t j = 0; j < (width); j += LANES)                      \
+        (width) - j < LANES ? function(__VA_ARGS__, j, (width) - j)   \
+                            : function(__VA_ARGS__, j, LANES);
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE lanes pick(ints which, lanes a, lanes b) { return (lanes)((which & (ints)a) | (~which & (ints)b)); }
@@ -61,7 +70,7 @@ INLINE lanes exponential(lanes x) {
     const float round = 0x1.8p23f;  // added, it leaves a whole number in the last bits
     x = pick(x < -87, (lanes){0} - 87, x);
     lanes shifted = x * 0x1.715476p0f + round, n = shifted - round;             // x = n log 2 + r
-    lanes r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r / 5040;  // exp r by its series
+    lanes r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r * (1.0f / 5040);  // exp r by its series
     const float factorials[] = {720, 120, 24, 6, 2, 1, 1};
     for (int i = 0; i < 7; i++) power = power + 1 / factorials[i], power = i < 6 ? power * r : power;
     return (lanes)((ints)power + ((ints)shifted << 23));
@@ -88,7 +97,7 @@ INLINE halves to_bf16(lanes v) {
     return NARROW_INTS((nearest & ~nan) | (nan & 0x7fc0));
 }
 
-// Features i to i + LANES of a tensor in bfloat16 or float. Where fewer than LANES are left, `some` of them, and zeros.
+// Features i to i + LANES of a tensor in bfloat16 or float.
 INLINE lanes load(int bf16, const void *x, int64_t i) {
     return bf16 ? from_bf16(*(const halves *)((const uint16_t *)x + i)) : AT((const float *)x, i);
 }
@@ -100,9 +109,14 @@ INLINE void store(int bf16, void *y, int64_t i, lanes v) {
         AT((float *)y, i) = v;
 }
 
+// Start to load what stands there.
+INLINE void fetch(int bf16, const void *x, int64_t i) { __builtin_prefetch((const char *)x + (bf16 ? 2 : 4) * i); }
+
+// What `load` and `store` do where only `some` may be left, with zeros for the others.
 INLINE lanes load_some(int bf16, const void *x, int64_t i, int64_t some) {
     lanes v = {0};
     halves h = {0};
+    if (some >= LANES) return load(bf16, x, i);
     if (bf16) {
         memcpy(&h, (const uint16_t *)x + i, some * 2);
         return from_bf16(h);
@@ -112,10 +126,12 @@ INLINE lanes load_some(int bf16, const void *x, int64_t i, int64_t some) {
 }
 
 INLINE void store_some(int bf16, void *y, int64_t i, lanes v, int64_t some) {
-    halves h = to_bf16(v);
-    if (bf16)
+    if (some >= LANES) {
+        store(bf16, y, i, v);
+    } else if (bf16) {
+        halves h = to_bf16(v);
         memcpy((uint16_t *)y + i, &h, some * 2);
-    else
+    } else
         memcpy((float *)y + i, &v, some * 4);
 }
 
