@@ -14,7 +14,7 @@ from norms.calling import LANES, NOTHING, by_kernel, call, chunk_for, differenti
 from norms.numerics import upcast
 
 KERNELS = Path(__file__).with_name("columns.c")
-FEW = 16  # tokens whose mean is near enough to that of all
+FEW = 16  # tokens, whose mean is usually near enough to that of all
 
 
 def sums(x: Tensor, pivot: Tensor, v: Tensor | None = None) -> Tensor:
@@ -51,11 +51,11 @@ def moments(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
     Again from the mean itself, where that was so far away as to leave too few digits.
     """
-    pivot = tokens[0].float()
-    for some in (tokens[:FEW], tokens, tokens):
-        away, square = sums(some, pivot) / len(some)
+    pivot = tokens[:FEW].double().mean(0).float()
+    for _ in range(2):
+        away, square = sums(tokens, pivot) / len(tokens)
         mean, variance = pivot + away, square - away * away
-        if some is tokens and not (away * away > 3 * variance).any():
+        if not (away * away > 3 * variance).any():
             break
         pivot = mean.float()
     return mean, variance.clamp_min(0)
