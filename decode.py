@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native import functions, library
+from native import function, library
 
 SOURCE = Path(__file__).with_suffix(".c")
 
@@ -23,13 +23,8 @@ def in_use() -> str:
     return how if loaded else f"PyTorch, as {how}"
 
 
-def kernels() -> Any:
-    """What is in decode.c, where it can be built."""
-    return functions(SOURCE, product="pipp", attention="piiipppppp", mlp="ppipp")
-
-
 def available() -> bool:
-    return kernels() is not None
+    return library(SOURCE)[0] is not None
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -53,7 +48,7 @@ class Product:
         self.outputs, self.inputs = weight.shape
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self.weight, self.steps))
         self.job = ProductJob(self.outputs, self.inputs, 8 * weight.itemsize, *addresses)
-        self.address, self.function = ctypes.addressof(self.job), kernels().product
+        self.address, self.function = ctypes.addressof(self.job), function(SOURCE, "product", "pipp")
 
     def __call__(self, x: Tensor) -> Tensor:
         x, y = x.contiguous(), torch.empty(*x.shape[:-1], self.outputs)
@@ -86,7 +81,7 @@ class Attention:
         heads = out.inputs // module.head_dim
         sizes = heads, (qkv.outputs // module.head_dim - heads) // 2, module.head_dim, module.head_dim**-0.5
         self.whole, self.inner = AttentionJob(qkv.address, out.address, *sizes), AttentionJob(None, None, *sizes)
-        self.function = kernels().attention
+        self.function = function(SOURCE, "attention", "piiipppppp")
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = None) -> Tensor:
         if cache is None or cache.length == 0 or x.shape[1] > 1:
@@ -113,7 +108,7 @@ class MLP:
 
     def __init__(self, module: Any, gate_up: Product, down: Product, most: int):
         self.module, self.products, self.most = module, (gate_up, down), most
-        self.addresses, self.function = (gate_up.address, down.address), kernels().mlp
+        self.addresses, self.function = (gate_up.address, down.address), function(SOURCE, "mlp", "ppipp")
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape

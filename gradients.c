@@ -4,11 +4,10 @@
 
 #include "vectors.h"
 
-enum { ALONE = 1 << 15 };                // features that one thread does as soon as it could wake another
-enum { BLOCK = 32 * LANES };             // exponentials that are summed in float, before they go to double
+enum { ALONE = 1 << 15 };     // features that one thread does as soon as it could wake another
+enum { BLOCK = 32 * LANES };  // exponentials that are summed in float, before they go to double
 #define EACH(j, n) for (int64_t j = 0; j < (n); j += LANES)
 
-static const ints COLUMN = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #define NOTHING ((lanes){0} - INFINITY)
 
 // Calls a function of one row whose first argument, whether x is bfloat16, is a constant, which makes it quick.
@@ -21,7 +20,7 @@ INLINE void cross_entropy_of(int bf16, int64_t row, int64_t width, void *logits,
     int64_t at = row * width, stride = (width + LANES - 1) / LANES * LANES;
     lanes highest = NOTHING;
     EACH(j, width) {
-        AT(powers, j) = pick(COLUMN < (int32_t)(width - j), load_some(bf16, logits, at + j, width - j), NOTHING);
+        AT(powers, j) = until(width - j, load_some(bf16, logits, at + j, width - j), NOTHING);
         highest = larger(AT(powers, j), highest);
     }
     float top = largest(highest), wanted = powers[target];
@@ -112,17 +111,16 @@ void swiglu(int64_t rows, int64_t width, int64_t bf16, const void *x, const void
 INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale, void *scores, void *grad) {
     int64_t at = row * length, seen = row % length + 1;
     lanes highest = NOTHING, sums = {0}, products = {0};
-#define SEEN(j, v, otherwise) pick(COLUMN < (int32_t)(seen - (j)), v, otherwise)
 #define SCORES(j) (load_some(bf16, scores, at + (j), length - (j)) * scale)
-    EACH(j, seen) highest = larger(SEEN(j, SCORES(j), NOTHING), highest);
+    EACH(j, seen) highest = larger(until(seen - j, SCORES(j), NOTHING), highest);
     float top = largest(highest);
-    EACH(j, seen) sums += SEEN(j, exponential(SCORES(j) - top), (lanes){0});
+    EACH(j, seen) sums += until(seen - j, exponential(SCORES(j) - top), (lanes){0});
     top += logf(total(sums));
     EACH(j, length) {
         lanes p = {0};
         if (j < seen) {
-            p = SEEN(j, exponential(SCORES(j) - top), (lanes){0});
-            products += SEEN(j, p * load_some(bf16, grad, at + j, length - j), (lanes){0});
+            p = until(seen - j, exponential(SCORES(j) - top), (lanes){0});
+            products += until(seen - j, p * load_some(bf16, grad, at + j, length - j), (lanes){0});
         }
         store_some(bf16, scores, at + j, p, length - j);
     }
@@ -131,7 +129,7 @@ INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale
         lanes grad_score = {0};
         if (j < seen) {
             lanes p = load_some(bf16, scores, at + j, length - j), g = load_some(bf16, grad, at + j, length - j);
-            grad_score = SEEN(j, p * (g - along) * scale, (lanes){0});
+            grad_score = until(seen - j, p * (g - along) * scale, (lanes){0});
         }
         store_some(bf16, grad, at + j, grad_score, length - j);
     }

@@ -17,17 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from native import functions
+from native import function, library
 
 LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16; more takes longer, and so does a quarter
 SCORES_AT_ONCE = 1 << 22  # of attention, 8 MB in bf16
 KERNELS = Path(__file__).with_suffix(".c")
+ARGUMENTS = {"cross_entropy": "iiiipppp", "rotate": "ppppp", "swiglu": "iiippp", "causal_softmax": "iiifpp"}
 CHUNKS = 64  # of rows that a thread takes in one go
-
-
-def kernels() -> Any:
-    """What is in gradients.c, where it can be built."""
-    return functions(KERNELS, cross_entropy="iiiipppp", rotate="ppppp", swiglu="iiippp", causal_softmax="iiifpp")
 
 
 def by_kernel(*tensors: Tensor) -> bool:
@@ -36,13 +32,13 @@ def by_kernel(*tensors: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) for x in tensors)
         and len({x.dtype for x in tensors}) == 1
-        and kernels() is not None
+        and library(KERNELS)[0] is not None
     )
 
 
-def call(function: str, *arguments: float | Tensor | None) -> None:
+def call(name: str, *arguments: float | Tensor | None) -> None:
     """Call a function of gradients.c with numbers and contiguous tensors."""
-    getattr(kernels(), function)(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
+    function(KERNELS, name, ARGUMENTS[name])(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
 
 class Rotate(torch.autograd.Function):

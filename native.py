@@ -19,6 +19,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")
 # Without a library of its own for threads: torch has brought one, and a second would be a second pool of threads.
 THREADS = {"on torch's threads": ["-fopenmp", "-nostdlib"], "on one thread": ["-Wno-unknown-pragmas", "-lm"]}
+ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 @cache
@@ -37,20 +38,15 @@ def library(source: Path) -> tuple[ctypes.CDLL | None, str]:
     return None, f"{compiler} could not build the kernels: {why}"
 
 
-ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
-
-
 @cache
-def functions(source: Path, **arguments: str) -> Any:
-    """A C file's functions, None if they are not to be had. `arguments`, a letter each: address, whole number, float.
+def function(source: Path, name: str, arguments: str) -> Any:
+    """A C file's function that returns nothing, by a letter for each argument: address, whole number or float.
 
-    An address is `tensor.data_ptr()` or None. None of the functions returns anything.
+    An address is `tensor.data_ptr()` or None. Ask `library` first whether the file can be built.
     """
     loaded, _ = library(source)
-    for name, letters in arguments.items() if loaded else ():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = [ARGUMENTS[letter] for letter in letters], None
-    return loaded
+    assert loaded
+    return ctypes.CFUNCTYPE(None, *[ARGUMENTS[letter] for letter in arguments])((name, loaded))
 
 
 def build(source: Path, compiler: str, flags: list[str]) -> Path:

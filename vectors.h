@@ -14,6 +14,15 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef double wide __attribute__((vector_size(8 * LANES), aligned(8)));
 #define AT(p, i) (*(lanes *)((p) + (i)))
+#define WIDE_AT(p, i) (*(wide *)((p) + (i)))
+#define WIDEN(v) __builtin_convertvector(v, wide)
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
+// For each LANES features of `width`, a call of `function` with where they begin and how many they are; that is a
+// constant, but for the last ones.
+#define EACH_LANES(width, function, ...)                              \
+    for (int64_t j = 0; j < (width); j += LANES)                      \
+        (width) - j < LANES ? function(__VA_ARGS__, j, (width) - j)   \
+                            : function(__VA_ARGS__, j, LANES);
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE lanes pick(ints which, lanes a, lanes b) { return (lanes)((which & (ints)a) | (~which & (ints)b)); }
@@ -65,10 +74,10 @@ INLINE double total_wide(wide v) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// v with zeros from number `some` on.
-INLINE lanes beginning(lanes v, int64_t some) {
+// v, and from number `some` on something else.
+INLINE lanes until(int64_t some, lanes v, lanes otherwise) {
     const ints number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (lanes)((ints)v & (number < (int32_t)some));
+    return pick(number < (int32_t)some, v, otherwise);
 }
 
 // exp(x) of x up to 88, to 2 units in the last place; what is below -87 counts as -87, whose exponential is 10^-38.
@@ -117,25 +126,29 @@ INLINE void store(int bf16, void *y, int64_t i, lanes v) {
         AT((float *)y, i) = v;
 }
 
-// The same where only `some` may be left: fewer than LANES are followed by zeros.
+// Start to load what stands there.
+INLINE void fetch(int bf16, const void *x, int64_t i) { __builtin_prefetch((const char *)x + (bf16 ? 2 : 4) * i); }
+
+// What `load` and `store` do where only `some` may be left, with zeros for the others.
 INLINE lanes load_some(int bf16, const void *x, int64_t i, int64_t some) {
     lanes v = {0};
     halves h = {0};
     if (some >= LANES) return load(bf16, x, i);
-    if (bf16)
-        memcpy(&h, (const uint16_t *)x + i, some * 2), v = from_bf16(h);
-    else
-        memcpy(&v, (const float *)x + i, some * 4);
+    if (bf16) {
+        memcpy(&h, (const uint16_t *)x + i, some * 2);
+        return from_bf16(h);
+    }
+    memcpy(&v, (const float *)x + i, some * 4);
     return v;
 }
 
 INLINE void store_some(int bf16, void *y, int64_t i, lanes v, int64_t some) {
-    halves h = to_bf16(v);
-    if (some >= LANES)
+    if (some >= LANES) {
         store(bf16, y, i, v);
-    else if (bf16)
+    } else if (bf16) {
+        halves h = to_bf16(v);
         memcpy((uint16_t *)y + i, &h, some * 2);
-    else
+    } else
         memcpy((float *)y + i, &v, some * 4);
 }
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from norms.columns import normalise
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -41,23 +42,27 @@ class BatchNorm(nn.Module):
         nn.init.ones_(self.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x)
-        if self.training and x.numel():
-            mean, var = self.batch_statistics(h.reshape(-1, h.shape[-1]))
-        else:
-            mean, var = self.running_mean.to(h.dtype), self.running_var.to(h.dtype)
-        return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
-
-    def batch_statistics(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance of (N, dim) over N ≥ 2, which the running averages take in."""
-        count = len(tokens)
+        count = x.numel() // len(self.weight)
+        if not (self.training and count):
+            given = self.running_mean, self.running_var
+            return normalise(self.formula, x, self.weight, self.bias, self.eps, *given)[0]
         if count < 2:
             raise ValueError("batchnorm cannot train on a batch of one token: it has no variance")
-        mean = tokens.mean(0)
-        # What rounding left out of the mean: far from zero it would otherwise make up the variance of a constant.
-        mean = mean + (tokens - mean).mean(0).detach()
-        var = (tokens - mean).square().mean(0)
+        y, mean, var = normalise(self.formula, x, self.weight, self.bias, self.eps)
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
             self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), self.momentum)
-        return mean, var
+        return y
+
+    def formula(self, x: Tensor, weight: Tensor, bias: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = upcast(x)
+        mean, var = (tensor.to(h.dtype) for tensor in given or statistics(h.reshape(-1, h.shape[-1])))
+        return ((h - mean) * torch.rsqrt(var + self.eps) * weight + bias).to(x.dtype), mean, var
+
+
+def statistics(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of (N, dim) over N."""
+    mean = tokens.mean(0)
+    # What rounding left out of the mean: far from zero it would otherwise make up the variance of a constant.
+    mean = mean + (tokens - mean).mean(0).detach()
+    return mean, (tokens - mean).square().mean(0)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from norms.numerics import check_arguments, upcast
+from norms.pointwise import ERF, apply
 from norms.registry import register
 
 
@@ -34,4 +35,7 @@ class Derf(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.erf(self.alpha * upcast(x) + self.shift) * self.weight + self.bias).to(x.dtype)
+        return apply(self.formula, ERF, x, self.alpha, self.shift, self.weight, self.bias)
+
+    def formula(self, x: Tensor, alpha: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return (torch.erf(alpha * upcast(x) + shift) * weight + bias).to(x.dtype)

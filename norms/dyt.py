@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from norms.numerics import check_arguments, upcast
+from norms.pointwise import TANH, apply
 from norms.registry import register
 
 
@@ -35,4 +36,7 @@ class DyT(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.tanh(self.alpha * upcast(x)) * self.weight + self.bias).to(x.dtype)
+        return apply(self.formula, TANH, x, self.alpha, None, self.weight, self.bias)
+
+    def formula(self, x: Tensor, alpha: Tensor, shift: None, weight: Tensor, bias: Tensor) -> Tensor:
+        return (torch.tanh(alpha * upcast(x)) * weight + bias).to(x.dtype)

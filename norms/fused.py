@@ -1,19 +1,15 @@
 """The norms with statistics in one pass over memory, on a CPU, by kernels.c; anywhere else by their formulas."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import Tensor
 
 from native import library
-from norms.job import KERNELS, Job, Statistics, call, job_for
-
-NO_BIAS = torch.empty(0)
-
-_formula_only = False
+from norms.calling import NOTHING, by_kernel, call, differentiable, room
+from norms.job import KERNELS, Job, Statistics, job_for
 
 
 def normalise(formula: Callable, statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None) -> Tensor:
@@ -31,17 +27,8 @@ def normalise(formula: Callable, statistics: Statistics, x: Tensor, weight: Any 
 
 
 def fits(statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None) -> Job | None:
-    """What the kernel has to do; or None if it cannot: Inductor fuses a formula by itself, functorch looks into it."""
-    if (
-        is_compiling()
-        or _formula_only
-        or torch._C._are_functorch_transforms_active()
-        or not x.is_cpu
-        or type(x) not in (Tensor, nn.Parameter)
-        or not (weight is None or (weight.dtype == torch.float32 and weight.is_cpu))
-        or not (bias is None or (bias.dtype == torch.float32 and bias.is_cpu))
-        or library(KERNELS)[0] is None
-    ):
+    """What the kernel has to do, or None if it cannot."""
+    if not by_kernel(KERNELS, x, weight, bias):
         return None
     return job_for(statistics, x.shape, x.dtype, None if weight is None else weight.numel())
 
@@ -50,17 +37,6 @@ def in_use() -> str:
     """What computes fp32 and bf16 on a CPU here, in a few words."""
     kernels, how = library(KERNELS)
     return how if kernels else f"formulas, as {how}"
-
-
-@contextmanager
-def formula_only() -> Iterator[None]:
-    """Without the kernel, to compare."""
-    global _formula_only
-    before, _formula_only = _formula_only, True
-    try:
-        yield
-    finally:
-        _formula_only = before
 
 
 class Normalise(torch.autograd.Function):
@@ -75,16 +51,13 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         inputs = x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody is going to differentiate the gradients
-            wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-            found = torch.autograd.grad(ctx.formula(*inputs), wanted, grad_y, create_graph=True)
-            grads = dict(zip(map(id, wanted), found, strict=True))
-            return None, None, *(grads.get(id(tensor)) for tensor in inputs)
+        if torch.is_grad_enabled():
+            return None, None, *differentiable(ctx.formula, inputs, grad_y)
         job, x, weights = ctx.job, x.contiguous(), gains(weight, ctx.job, 1)
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weights)
-        grad_bias = torch.empty_like(weights) if job.centred else NO_BIAS
-        room = torch.empty(job.room, dtype=torch.float64)
-        call("backward", job, x, grad_y.contiguous(), weights, grad_x, grad_weight, grad_bias, room)
+        grad_bias = torch.empty_like(weights) if job.centred else NOTHING
+        found, sums = (grad_x, grad_weight, grad_bias), room(job.doubles, dtype=torch.float64)
+        call(KERNELS, "backward", (ctypes.addressof(job),), x, grad_y.contiguous(), weights, *found, sums)
         return (
             *(None, None, grad_x),
             None if weight is None else grad_weight.view_as(weight),
@@ -93,14 +66,12 @@ class Normalise(torch.autograd.Function):
 
 
 def forward(job: Job, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    x = x.contiguous()
+    x, weights, biases = x.contiguous(), gains(weight, job, 1), gains(bias, job, 0) if job.centred else NOTHING
     y = torch.empty_like(x)
-    call("forward", job, x, gains(weight, job, 1), gains(bias, job, 0) if job.centred else NO_BIAS, y)
+    call(KERNELS, "forward", (ctypes.addressof(job),), x, weights, biases, y)
     return y
 
 
 def gains(given: Any, job: Job, default: float) -> Tensor:
     """Gains or biases as the kernel reads them, all `default` where there are none."""
-    if given is None:
-        return torch.full((job.groups * job.width,), default, dtype=torch.float32)
-    return given.contiguous()
+    return room(job.groups * job.width).fill_(default) if given is None else given.contiguous()

@@ -2,20 +2,15 @@
 
 import ctypes
 import math
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from native import library
+from norms.calling import LANES, chunk_for
 
 KERNELS = Path(__file__).with_name("kernels.c")
-LANES = 16  # features, to a multiple of which it wants room for sums
-CHUNKS = 64  # into which rows are divided, at most: not by the number of threads, on which sums would then depend
-SMALLEST = 16384  # features of a chunk, unless it is the last
 
 
 class Statistics(NamedTuple):
@@ -38,8 +33,8 @@ class Job(ctypes.Structure):
     ]
 
     @property
-    def room(self) -> int:
-        """Doubles that `backward` wants to work in."""
+    def doubles(self) -> int:
+        """Numbers that `backward` wants to work in."""
         chunks = -(-self.rows // self.chunk)
         return chunks * (1 + self.centred) * self.groups * self.stride * 3 // 2
 
@@ -48,21 +43,9 @@ class Job(ctypes.Structure):
 def job_for(statistics: Statistics, shape: tuple[int, ...], dtype: torch.dtype, gains: int | None) -> Job | None:
     """For x of this shape and dtype and so many gains; or None, where that is not for kernels.c to do."""
     axes, eps, floor, first, centred = statistics
-    if dtype not in (torch.float32, torch.bfloat16) or shape[-len(axes) :] != axes or 0 in shape:
+    if shape[-len(axes) :] != axes or 0 in shape:
         return None
     width = math.prod(axes)
     rows, groups = math.prod(shape) // width, (gains or width) // width
-    chunk, stride = max(-(-rows // CHUNKS), -(-SMALLEST // width)), -(-width // LANES) * LANES
+    chunk, stride = chunk_for(rows, width), -(-width // LANES) * LANES
     return Job(rows, width, groups, first or width, chunk, stride, centred, dtype == torch.bfloat16, eps, floor)
-
-
-def call(name: str, job: Job, *tensors: Tensor) -> None:
-    kernels, _ = library(KERNELS)
-    function(kernels, name, 1 + len(tensors))(ctypes.addressof(job), *map(Tensor.data_ptr, tensors))
-
-
-@cache
-def function(kernels: ctypes.CDLL | None, name: str, addresses: int) -> Callable[..., None]:
-    """One that takes so many addresses, which may then be whole numbers."""
-    assert kernels
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * addresses)((name, kernels))

@@ -10,9 +10,6 @@
 
 enum { SUMS = 4, STEP = SUMS * LANES };  // four sums side by side, as an addition waits for the one before it
 enum { FEW = 16 };                       // rows whose gain gradients are summed in float, before they go to double
-#define WIDE_AT(p, i) (*(wide *)((p) + (i)))
-#define WIDEN(v) __builtin_convertvector(v, wide)
-#define LEAST(a, b) ((a) < (b) ? (a) : (b))
 
 typedef struct {
     int64_t rows, width;    // of x; each row is normalised by itself
@@ -34,18 +31,9 @@ typedef struct {
 
 // Below, `centred` and `bf16` are constants wherever a function is put in, and `some` is LANES but for a row's end.
 
-INLINE lanes get(int bf16, const void *x, int64_t i, int64_t some) {
-    return some < LANES ? load_some(bf16, x, i, some) : load(bf16, x, i);
-}
-
-INLINE void put(int bf16, void *y, int64_t i, lanes v, int64_t some) {
-    some < LANES ? store_some(bf16, y, i, v, some) : store(bf16, y, i, v);
-}
-
 // Start to load STEP features.
-INLINE void fetch(int bf16, const void *x, int64_t i) {
-    int64_t size = bf16 ? 2 : 4;
-    for (int64_t k = 0; k < STEP * size; k += 64) __builtin_prefetch((const char *)x + i * size + k);
+INLINE void fetch_step(int bf16, const void *x, int64_t i) {
+    for (int k = 0; k < SUMS; k += 1 + bf16) fetch(bf16, x, i + k * LANES);
 }
 
 INLINE double total_of(const lanes *sums) { return total_wide(WIDEN((sums[0] + sums[1]) + (sums[2] + sums[3]))); }
@@ -53,7 +41,7 @@ INLINE double total_of(const lanes *sums) { return total_wide(WIDEN((sums[0] + s
 // --- statistics ---
 
 INLINE void add_moments(int centred, lanes v, float pivot, int64_t some, lanes *sum, lanes *square) {
-    if (centred) v = some < LANES ? beginning(v - pivot, some) : v - pivot, *sum += v;
+    if (centred) v = some < LANES ? until(some, v - pivot, (lanes){0}) : v - pivot, *sum += v;
     *square += v * v;
 }
 
@@ -61,13 +49,13 @@ INLINE Moments moments(const Job *job, int centred, int bf16, const void *x, int
     int64_t first = job->first, j = 0;
     lanes sums[SUMS] = {0}, squares[SUMS] = {0};
     for (; j + STEP <= first; j += STEP) {
-        fetch(bf16, x, at + job->width + j);
+        fetch_step(bf16, x, at + job->width + j);
         for (int k = 0; k < SUMS; k++)
             add_moments(centred, load(bf16, x, at + j + k * LANES), pivot, LANES, sums + k, squares + k);
     }
     for (; j < first; j += LANES) {
         int64_t some = LEAST(first - j, LANES);
-        add_moments(centred, get(bf16, x, at + j, some), pivot, some, sums, squares);
+        add_moments(centred, load_some(bf16, x, at + j, some), pivot, some, sums, squares);
     }
     return (Moments){centred ? total_of(sums) / first : 0, total_of(squares) / first};
 }
@@ -75,7 +63,7 @@ INLINE Moments moments(const Job *job, int centred, int bf16, const void *x, int
 // Of the row at `at`. Where a mean is subtracted, distances are from the first feature, so that a constant row's
 // variance is exactly 0; or from the mean itself, if that feature is too far away from it to leave enough digits.
 INLINE Statistics statistics(const Job *job, int centred, int bf16, const void *x, int64_t at) {
-    float pivot = centred ? get(bf16, x, at, 1)[0] : 0;
+    float pivot = centred ? load_some(bf16, x, at, 1)[0] : 0;
     Moments m = moments(job, centred, bf16, x, at, pivot);
     if (centred && m.mean * m.mean > 0.75 * m.square) {  // more than 3 times the variance
         pivot += m.mean;
@@ -131,14 +119,14 @@ INLINE void backward_row(const Job *job, int centred, int bf16, const void *x, c
     lanes sums[SUMS] = {0}, products[SUMS] = {0};
     int64_t j = 0;
     for (; j + STEP <= width; j += STEP) {
-        fetch(bf16, grad_y, at + width + j);
+        fetch_step(bf16, grad_y, at + width + j);
         for (int64_t k = 0, l = j; k < SUMS; k++, l += LANES)
             add_gradients(centred, s, load(bf16, x, at + l), load(bf16, grad_y, at + l), AT(w, l), few_w + l,
                           few_b + l, products + k, sums + k);
     }
     for (; j < width; j += LANES) {
         int64_t some = LEAST(width - j, LANES);
-        add_gradients(centred, s, get(bf16, x, at + j, some), get(bf16, grad_y, at + j, some), get(0, w, j, some),
+        add_gradients(centred, s, load_some(bf16, x, at + j, some), load_some(bf16, grad_y, at + j, some), load_some(0, w, j, some),
                       few_w + j, few_b + j, products, sums);
     }
     // grad_x = r · (grad_n − mean(grad_n) − n · mean(grad_n · n)), n only as far as its mean square was taken.
@@ -150,9 +138,9 @@ INLINE void backward_row(const Job *job, int centred, int bf16, const void *x, c
     }
     for (; j < width; j += LANES) {
         int64_t some = LEAST(width - j, LANES);
-        lanes n = beginning(normalised(centred, s, get(bf16, x, at + j, some)), first - j);
-        lanes grad_n = get(bf16, grad_y, at + j, some) * get(0, w, j, some);
-        put(bf16, grad_x, at + j, (grad_n - mean - n * along) * s.r, some);
+        lanes n = until(first - j, normalised(centred, s, load_some(bf16, x, at + j, some)), (lanes){0});
+        lanes grad_n = load_some(bf16, grad_y, at + j, some) * load_some(0, w, j, some);
+        store_some(bf16, grad_x, at + j, (grad_n - mean - n * along) * s.r, some);
     }
 }
 
@@ -195,7 +183,7 @@ void backward(const Job *job, const void *x, const void *grad_y, const float *we
         int64_t group = i % each / job->stride, j = i % job->stride;
         wide sum = {0};
         for (int64_t chunk = 0; chunk < CHUNKS; chunk++) sum += WIDE_AT(room, chunk * own + i);
-        put(0, i < each ? grad_weight : grad_bias, group * job->width + j, __builtin_convertvector(sum, lanes),
+        store_some(0, i < each ? grad_weight : grad_bias, group * job->width + j, __builtin_convertvector(sum, lanes),
             LEAST(job->width - j, LANES));
     }
 }

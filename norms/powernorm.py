@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from norms.columns import combine, normalise, sums
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -45,45 +46,56 @@ class PowerNorm(nn.Module):
             nn.init.zeros_(zero)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x)
-        square = self.running_square.to(h.dtype)
-        if self.training and x.numel():
-            scale = torch.rsqrt(self.take_in(h.detach(), square) + self.eps)
-            normalised = DivideByRunningRMS.apply(h, scale, self.running_projection, 1 - self.momentum)
-        else:
-            normalised = h * torch.rsqrt(square + self.eps)
-        return (normalised * self.weight + self.bias).to(x.dtype)
+        if not (self.training and x.numel()):
+            given = torch.zeros_like(self.running_square), self.running_square
+            return normalise(self.formula, x, self.weight, self.bias, self.eps, *given)[0]
+        tokens = x.reshape(-1, x.shape[-1])
+        _, squares = sums(tokens.detach(), torch.zeros_like(self.running_square))
+        batch = squares / len(tokens)
+        r = torch.rsqrt(self.take_in(batch) + self.eps)
+        projection = self.running_projection, 1 - self.momentum
+        return DivideByRunningRMS.apply(tokens, self.weight, self.bias, r, batch, *projection).view(x.shape)
 
-    def take_in(self, h: Tensor, before: Tensor) -> Tensor:
-        """Move ψ², so far `before`, by the batch h, and return what h is to be divided by the root of."""
-        batch = h.square().reshape(-1, h.shape[-1]).mean(0)
+    def formula(
+        self, x: Tensor, weight: Tensor, bias: Tensor, zeros: Tensor, square: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        h = upcast(x)
+        return (h * torch.rsqrt(square.to(h.dtype) + self.eps) * weight + bias).to(x.dtype), zeros, square
+
+    def take_in(self, batch: Tensor) -> Tensor:
+        """Move ψ² by the mean squares of a batch, and return what that is to be divided by the root of."""
+        before = self.running_square.to(batch.dtype)
         square = torch.where(self.batches < self.warmup, batch, before)
         self.batches += 1
-        share = (1 / self.batches.to(h.dtype)).clamp_min(1 - self.momentum)
+        share = (1 / self.batches.to(batch.dtype)).clamp_min(1 - self.momentum)
         self.running_square.copy_(torch.lerp(before, batch, share))
         return square
 
 
 class DivideByRunningRMS(torch.autograd.Function):
-    """n = x · r, with the paper's derivative dx = r · (dn − ν · n) (its algorithm 2).
+    """n · weight + bias, n = x · r, with the paper's derivative dx = r · (dn − ν · n) (its algorithm 2).
 
     The exact one for statistics of the batch itself would have mean(dn · n) over its tokens in the place of ν, which
     is a running estimate of that, and moves with every backward pass: ν ← ν + (1 − momentum) · mean((dn − ν · n) · n).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, r: Tensor, projection: Tensor, share: float) -> Tensor:
-        n = x * r
-        ctx.save_for_backward(n, r)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, r: Tensor, square: Tensor, projection: Tensor, share: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, r, square)
         ctx.projection, ctx.share = projection, share
-        return n
+        return combine(x, torch.zeros_like(r), r * weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, None, None, None]:
-        n, r = ctx.saved_tensors
-        remainder = grad_n - ctx.projection * n
-        moved = ctx.projection + ctx.share * (remainder * n).reshape(-1, n.shape[-1]).mean(0)
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        x, weight, r, square = ctx.saved_tensors
+        zeros = torch.zeros_like(r)
+        grad_bias, along = sums(x, zeros, grad_y)
+        grad_weight, slope = r * along, ctx.projection * r * r
+        moved = ctx.projection + ctx.share * (weight * grad_weight / len(x) - slope * square)
         # A gradient that overflowed, as float16's do at first, is thrown away by the optimizer: forget it here too.
+        grad_x = combine(x, zeros, -slope, zeros, grad_y, r * weight)
         ctx.projection.copy_(torch.where(moved.isfinite(), moved, ctx.projection))
-        return remainder * r, None, None, None
+        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None, None

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from config import ModelConfig
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
-from norms.fused import formula_only
+from norms.calling import formula_only
 from norms.placement import PLACEMENTS
 
 HERE = Path(__file__).parent

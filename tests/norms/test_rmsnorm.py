@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from norms.fused import formula_only
+from norms.calling import formula_only
 from norms.rmsnorm import DivideByRMS, RMSNorm
 
 

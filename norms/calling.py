@@ -1,0 +1,74 @@
+"""How the norms call functions in C: when they may, with what, and how many rows at a time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from native import function, library
+
+LANES = 16  # features, to a multiple of which the C files want room for sums
+CHUNKS = 64  # into which rows are divided, at most: not by the number of threads, on which sums would then depend
+SMALLEST = 16384  # features of a chunk, unless it is the last
+
+_formula_only = False
+
+
+def by_kernel(source: Path, x: Tensor, *parameters: Any) -> bool:
+    """Whether a C file is to be had, and x and parameters are of its kind: fp32 (x also bf16) on a CPU.
+
+    Not under torch.compile, where Inductor fuses a formula by itself, nor under functorch, which looks into it.
+    """
+    if (
+        is_compiling()
+        or _formula_only
+        or torch._C._are_functorch_transforms_active()
+        or not x.is_cpu
+        or type(x) not in (Tensor, nn.Parameter)
+    ):
+        return False
+    for tensor in parameters:
+        if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_cpu):
+            return False
+    return (x.dtype == torch.float32 or x.dtype == torch.bfloat16) and library(source)[0] is not None
+
+
+@contextmanager
+def formula_only() -> Iterator[None]:
+    """Without any C, to compare."""
+    global _formula_only
+    before, _formula_only = _formula_only, True
+    try:
+        yield
+    finally:
+        _formula_only = before
+
+
+def call(source: Path, name: str, numbers: tuple[int, ...], *tensors: Tensor) -> None:
+    """Call a function of a C file with whole numbers, or addresses, and contiguous tensors."""
+    function(source, name, "i" * len(numbers) + "p" * len(tensors))(*numbers, *map(Tensor.data_ptr, tensors))
+
+
+def chunk_for(rows: int, width: int) -> int:
+    """Rows that a thread does in one go."""
+    return max(-(-rows // CHUNKS), -(-SMALLEST // width))
+
+
+def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory that holds nothing yet, where C can reach it, whatever the default device is."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+NOTHING = room(0)  # has address 0, which C takes for none
+
+
+def differentiable(formula: Callable, inputs: Any, grad_y: Tensor) -> Iterator[Any]:
+    """The gradients of `inputs`, by the formula, where somebody is going to differentiate them."""
+    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    found = torch.autograd.grad(formula(*inputs), wanted, grad_y, create_graph=True)
+    grads = dict(zip(map(id, wanted), found, strict=True))
+    return (grads.get(id(tensor)) for tensor in inputs)
