@@ -1,8 +1,8 @@
 // One more token of a few sequences: products that read each weight once, attention to what the cache holds, the MLP.
 // decode.py says what is computed, and calls `product`, `attention` and `mlp`.
 //
-// A loop after `omp for` is divided among the threads, which wait for each other at its end. Every sum has an order that
-// is written out and is one thread's own, so the results do not depend on their number.
+// A loop after `omp for` is divided among the threads, which wait for each other at its end. Every sum has an order
+// that is written out and is one thread's own, so the results do not depend on their number.
 
 #include <stdlib.h>
 
@@ -55,7 +55,8 @@ INLINE void tile(const Product *p, int bits, int height, int width, const float 
     for (int r = 0; r < height; r++)
         for (int b = 0; b < width; b++) {
             float sum = total(sums[r][b]);
-            for (int64_t i = whole; i < inputs; i++) sum += weight(bits, row + r * inputs * size, i) * x[b * inputs + i];
+            for (int64_t i = whole; i < inputs; i++)
+                sum += weight(bits, row + r * inputs * size, i) * x[b * inputs + i];
             y[b * p->outputs + o + r] = bits == 8 ? sum * p->steps[o + r] : sum;
         }
 }
@@ -69,8 +70,8 @@ INLINE void product_in(const Product *p, int bits, int64_t rows, const float *x,
             float *out = y + b * p->outputs;
             int width = rows - b < ROWS ? rows - b : ROWS;
             if (o == whole)
-                for (int64_t last = o; last < p->outputs; last++)
-                    for (int k = 0; k < width; k++) tile(p, bits, 1, 1, some + k * p->inputs, out + k * p->outputs, last);
+                for (int64_t end = o; end < p->outputs; end++)
+                    for (int k = 0; k < width; k++) tile(p, bits, 1, 1, some + k * p->inputs, out + k * p->outputs, end);
             else if (width == 1)
                 tile(p, bits, ROWS, 1, some, out, o);
             else if (width == 2)

@@ -51,7 +51,8 @@ class Product:
         self.address, self.function = ctypes.addressof(self.job), function(SOURCE, "product", "pipp")
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, y = x.contiguous(), torch.empty(*x.shape[:-1], self.outputs)
+        assert x.dtype == torch.float32 and x.is_cpu
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.outputs)
         self.function(self.address, x.numel() // self.inputs, x.data_ptr(), y.data_ptr())
         return y
 

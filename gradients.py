@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from native import function, library
+from native import function
+from norms.calling import LANES, room
+from norms.calling import by_kernel as for_c
 
 LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16; more takes longer, and so does a quarter
 SCORES_AT_ONCE = 1 << 22  # of attention, 8 MB in bf16
@@ -27,13 +29,8 @@ CHUNKS = 64  # of rows that a thread takes in one go
 
 
 def by_kernel(*tensors: Tensor) -> bool:
-    """Whether gradients.c does it: on a CPU, in fp32 or bf16, and not while torch.compile looks on, which fuses too."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) for x in tensors)
-        and len({x.dtype for x in tensors}) == 1
-        and library(KERNELS)[0] is not None
-    )
+    """Whether gradients.c does it: for fp32 or bf16 on a CPU, all the same, where nobody looks into the computation."""
+    return len({x.dtype for x in tensors}) == 1 and all(for_c(KERNELS, x) for x in tensors)
 
 
 def call(name: str, *arguments: float | Tensor | None) -> None:
@@ -70,8 +67,9 @@ class Turn(ctypes.Structure):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    if by_kernel(x) and cos.dtype == torch.float32 and x.stride(-1) == 1:
-        batch, length, heads, width = x.shape
+    batch, length, heads, width = x.shape
+    tables = cos.shape == sin.shape == (length, width // 2) and cos.dtype == sin.dtype == torch.float32 and cos.is_cpu
+    if tables and by_kernel(x) and x.stride(-1) == 1:
         y = x.new_empty(batch, heads, length, width).transpose(1, 2)  # as attention wants it
         turn = turn_for(x.shape, x.stride(), y.stride(), x.dtype == torch.bfloat16, -1 if back else 1)
         call("rotate", ctypes.addressof(turn), x, cos.contiguous(), sin.contiguous(), y)
@@ -198,8 +196,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[
         if len(targets) != len(logits) or targets.min() < 0 or targets.max() >= logits.shape[1]:
             raise IndexError(f"{len(logits)} targets from 0 to {logits.shape[1] - 1} are needed, one for each row")
         targets = targets.long().contiguous()
-        losses, room = torch.empty(len(logits)), torch.empty(CHUNKS, -(-logits.shape[1] // 16) * 16)
-        call("cross_entropy", *logits.shape, CHUNKS, logits.dtype == torch.bfloat16, logits, targets, losses, room)
+        losses, powers = room(len(logits)), room(CHUNKS, -(-logits.shape[1] // LANES) * LANES)
+        call("cross_entropy", *logits.shape, CHUNKS, logits.dtype == torch.bfloat16, logits, targets, losses, powers)
         return losses, logits
     log_p = torch.log_softmax(logits, -1, dtype=dtype)
     wanted = targets.unsqueeze(-1)

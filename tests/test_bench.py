@@ -22,7 +22,7 @@ def test_every_norm_is_measured_beside_torchs_own(tmp_path, capsys):
         assert rows.keys() >= KINDS.keys() - {"none"} | {"F.layer_norm", "F.rms_norm"}
         assert rows["F.layer_norm"]["forward ratio"] == rows["F.layer_norm"]["both ratio"] == 1
         for name, row in rows.items():
-            assert row["both ms"] > 0 < row["forward ms"]
+            assert min(row["both ms"], row["forward ms"]) > 0
             assert row["forward ratio"] == pytest.approx(row["forward ms"] / rows["F.layer_norm"]["forward ms"])
             line = next(line for line in printed.splitlines() if line.startswith(f"{name} ") and dtype in line)
             assert line.split()[-6:] == [f"{value:.3g}" for value in list(row.values())[2:]]

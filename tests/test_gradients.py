@@ -1,6 +1,7 @@
 """Computations with their gradients by hand, against the plain formulas."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import gradients as by_hand
+import native
 from gradients import CausalAttention, LinearCrossEntropy, Rotate
+from norms.calling import formula_only
 
 CPU = torch.device("cpu")
 
@@ -27,14 +30,18 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-@pytest.fixture(params=["kernel", "formula"])
-def way(request, monkeypatch) -> str:
+@pytest.fixture(params=["kernel", "kernel without AVX-512", "formula"])
+def way(request) -> Iterator[str]:
     """By the kernel and by the formula, where there are both."""
+    if request.param == "kernel without AVX-512":
+        request.getfixturevalue("without_avx512")
     if request.param == "formula":
-        monkeypatch.setattr(by_hand, "library", lambda source: (None, "not asked for"))
-    elif by_hand.library(by_hand.KERNELS)[0] is None:
+        with formula_only():
+            yield request.param
+    elif native.library(by_hand.KERNELS)[0] is None:
         pytest.skip("no C compiler")
-    return request.param
+    else:
+        yield "kernel"
 
 
 # --- rotation --------------------------------------------------------------------------------------------------------
@@ -115,7 +122,7 @@ def test_attention_is_the_formula():
     assert gradcheck(CausalAttention.apply, (q, k, v))
 
 
-@pytest.mark.parametrize("length", [1, 5, 16, 33])
+@pytest.mark.parametrize("length", [1, 5, 16, 33, 100])
 @pytest.mark.parametrize("at_once", [1, 3000])
 def test_attention_has_the_gradients_of_the_formula(way, monkeypatch, length, at_once):
     monkeypatch.setattr(by_hand, "SCORES_AT_ONCE", at_once)  # one head, then as many as fit
@@ -232,13 +239,34 @@ def test_targets_may_lie_anywhere_but_must_be_token_ids(way):
                 by_hand.cross_entropy(logits.clone(), wrong, torch.float32)
 
 
-def test_threads_change_no_bit_of_the_kernel():
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(
-            by_hand.cross_entropy(draw(130, 500, dtype=torch.float32).detach(), torch.arange(130), torch.float32)
-        )
-    torch.set_num_threads(1)
-    for losses, grad in results[1:]:
-        assert torch.equal(losses, results[0][0]) and torch.equal(grad, results[0][1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bit_of_the_kernels(each_number_of_threads, dtype):
+    def everything() -> list[Tensor]:
+        logits, x = draw(130, 500, dtype=dtype).detach(), draw(4, 90, 4, 64, dtype=dtype)
+        turned = Rotate.apply(x, *(draw(90, 32, seed=seed, dtype=torch.float32).detach() for seed in (1, 2)))
+        gated = by_hand.gated_silu(draw(400, 258, dtype=dtype))
+        scores = (draw(6, 90, 90, seed=seed, dtype=dtype).detach() for seed in (3, 4))
+        return [*by_hand.cross_entropy(logits, torch.arange(130), torch.float32), turned, gated, *causal(*scores)]
+
+    def causal(scores: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return by_hand.causal_softmax(scores, grad, 0.3)
+
+    one, *others = each_number_of_threads(everything)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
+
+
+def test_what_the_default_dtype_is_does_not_matter(way):
+    h, w, targets = draw(5, 8, dtype=torch.float32), draw(7, 8, dtype=torch.float32), torch.arange(5)
+    expected = LinearCrossEntropy.apply(h, w, targets, False)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert LinearCrossEntropy.apply(h, w, targets, False) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_tables_of_rotation_may_be_for_one_position(way):
+    x = draw(2, 5, 3, 8, dtype=torch.float32)
+    cos, sin = (draw(1, 4, seed=seed, dtype=torch.float32).detach() for seed in (1, 2))
+    turned = Rotate.apply(x, *(table.expand(5, 4) for table in (cos, sin)))
+    torch.testing.assert_close(Rotate.apply(x, cos, sin), turned)

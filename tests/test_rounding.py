@@ -104,6 +104,19 @@ def test_token_by_token_only_the_weights_are_rounded(changes, dtype):
     assert error(step_by_step(rounded(changes, dtype), first=1), expected) < 1e-5 * error(expected, expected.mean())
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_the_same_on_other_processors(dtype, without_avx512):
+    test_token_by_token_only_the_weights_are_rounded({}, dtype)
+
+
+def test_weights_are_rounded_once():
+    model = rounded({}, torch.bfloat16)
+    for wrong in (model, vivid({}).bfloat16()):
+        with pytest.raises(ValueError, match="only once"):
+            round_weights(wrong, torch.bfloat16)
+
+
 @needs_bfloat16
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("kernels", [True, False])
@@ -190,15 +203,11 @@ def test_mlp_of_one_more_token(rows, dim, hidden):
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @torch.inference_mode()
-def test_neither_threads_nor_other_samples_change_a_bit(dtype):
+def test_neither_threads_nor_other_samples_change_a_bit(dtype, each_number_of_threads):
     if dtype == torch.bfloat16 and not has_bfloat16(CPU):
         pytest.skip("the processor does not compute in bfloat16")
     model = rounded(dict(dim=288, heads=6, kv_heads=3, hidden_dim=300, vocab_size=301), dtype)  # enough for two threads
-    before, logits = torch.get_num_threads(), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        logits.append(step_by_step(model, first=1)[:, 1:])
-    torch.set_num_threads(before)
+    logits = each_number_of_threads(lambda: step_by_step(model, first=1)[:, 1:])
     assert all(torch.equal(those, logits[0]) for those in logits)
     cache, alone = model.new_cache(), []
     for token in TOKENS[1]:

@@ -111,6 +111,23 @@ def test_accumulated_micro_batches_are_the_whole_batch(command):
             assert there[name] == pytest.approx(here[name], rel=1e-4)
 
 
+def test_muon_takes_the_mean_over_micro_batches(command):
+    """As above, but only nearly, as it rounds to bfloat16: without the mean, gradients would be four times as large."""
+    whole, parts = command("--steps 5 --clip 0", "whole"), command("--steps 5 --clip 0 --micro-batch-size 2", "parts")
+    for there, here in zip(rows(whole), rows(parts), strict=True):
+        for name in there.keys() & {"train_loss", "grad_norm", "val_loss"}:
+            assert there[name] == pytest.approx(here[name], rel=1e-2)
+
+
+def test_a_loss_does_not_depend_on_how_much_is_evaluated_at_once(command, monkeypatch):
+    run = train.settle(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
+    model, found = train.load_model(find_checkpoint(str(run.folder)), run.device)[0], []
+    for at_once in (1, 96, 1 << 12):
+        monkeypatch.setattr(train, "EVALUATED_AT_ONCE", at_once)
+        found.append(train.evaluate(model, run))
+    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
+
+
 SENSIBLE = [
     (kind, name) for kind in sorted(KINDS) for name in PLACEMENTS if PLACEMENTS[name].bare or not TRAITS[kind].identity
 ]
