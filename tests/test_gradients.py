@@ -73,6 +73,18 @@ def test_rotation_rounds_once_and_turns_back(way, dtype):
         assert ((back - exact_back).abs() <= 0.51 * unit * exact_back.abs() + 1e-6).all()
 
 
+def test_bfloat16_is_rounded_as_pytorch_rounds(way):
+    """To the nearest, to the even one of two as near: 1 + 2^-8 lies between two numbers of bfloat16."""
+    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, 3e38, 1e-38, 1e-39, -1e-40])
+    x = torch.cat([special, torch.arange(1.0, 249.0)]).bfloat16().view(1, 1, 1, 256)
+    cos = torch.full((1, 128), 1 + 2.0**-8)
+    turned = Rotate.apply(x, cos, torch.zeros(1, 128))
+    expected = (x.float() * cos.repeat(1, 2)).bfloat16()
+    finite = x.view(2, 128).isfinite().all(0).repeat(2)  # a number that is turned with infinity is none
+    assert torch.equal(turned[..., finite], expected[..., finite])
+    assert turned[0, 0, 0, 2].isnan()
+
+
 # --- the gate --------------------------------------------------------------------------------------------------------
 
 
