@@ -162,6 +162,7 @@ class Trainer:
         self.run = run
         self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.model.recompute = run.config.recompute
+        self.weights = list(self.model.parameters())
         self.optimizers = make_optimizers(self.model, run.config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.loss = torch.compile(self.model.loss) if run.config.compile else self.model.loss
@@ -203,16 +204,17 @@ class Trainer:
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = get_total_norm(weight.grad for weight in self.model.parameters() if weight.grad is not None)
+        grad_norm = get_total_norm(weight.grad for weight in self.weights if weight.grad is not None)
         if clip:
-            clip_grads_with_norm_(self.model.parameters(), clip, grad_norm)
+            clip_grads_with_norm_(self.weights, clip, grad_norm)
         overflow = scaled and not grad_norm.isfinite()  # normal in float16: leave the step out, and scale less
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["share"]
             if not overflow:
                 self.scaler.step(optimizer)
-        self.model.zero_grad()
+        for weight in self.weights:
+            weight.grad = None
         self.scaler.update()
         if scaled and self.scaler.get_scale() < 1:
             raise NotFinite(self.step + 1)
@@ -289,7 +291,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint. Raises NotFinite rather than save a weight that is not finite."""
-        if not torch.stack([weight.detach().isfinite().all() for weight in self.model.parameters()]).all():
+        if not torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all():
             raise NotFinite(self.step)
         with self.clock.stopped():
             run = self.run
