@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from native import function, library
@@ -21,14 +23,18 @@ _formula_only = False
 def by_kernel(source: Path, x: Tensor, *parameters: Any) -> bool:
     """Whether a C file is to be had, and x and parameters are of its kind: fp32 (x also bf16) on a CPU.
 
-    Not under torch.compile, where Inductor fuses a formula by itself, nor under functorch, which looks into it.
+    Not under torch.compile, where Inductor fuses a formula by itself, nor for those who look into it: functorch,
+    torch.jit.trace, forward-mode differentiation and `is_grads_batched`.
     """
     if (
         is_compiling()
         or _formula_only
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
         or not x.is_cpu
         or type(x) not in (Tensor, nn.Parameter)
+        or is_legacy_batchedtensor(x)
     ):
         return False
     for tensor in parameters:
@@ -67,8 +73,10 @@ NOTHING = room(0)  # has address 0, which C takes for none
 
 
 def differentiable(formula: Callable, inputs: Any, grad_y: Tensor) -> Iterator[Any]:
-    """The gradients of `inputs`, by the formula, where somebody is going to differentiate them."""
+    """The gradients of `inputs`, by the formula, where somebody differentiates them or looks into them."""
     wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    found = torch.autograd.grad(formula(*inputs), wanted, grad_y, create_graph=True)
+    with torch.enable_grad():
+        y = formula(*inputs)
+    found = torch.autograd.grad(y, wanted, grad_y, create_graph=torch.is_grad_enabled())
     grads = dict(zip(map(id, wanted), found, strict=True))
     return (grads.get(id(tensor)) for tensor in inputs)

@@ -30,7 +30,10 @@ def fits(statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None
     """What the kernel has to do, or None if it cannot."""
     if not by_kernel(KERNELS, x, weight, bias):
         return None
-    return job_for(statistics, x.shape, x.dtype, None if weight is None else weight.numel())
+    if weight is not None and bias is not None and weight.shape != bias.shape:
+        return None
+    given = bias if weight is None else weight
+    return job_for(statistics, x.shape, x.dtype, None if given is None else given.shape)
 
 
 def in_use() -> str:
@@ -51,7 +54,7 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         inputs = x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not by_kernel(KERNELS, grad_y):
             return None, None, *differentiable(ctx.formula, inputs, grad_y)
         job, x, weights = ctx.job, x.contiguous(), gains(weight, ctx.job, 1)
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weights)

@@ -1,4 +1,4 @@
-"""What kernels.c is told of a call: sizes, and where the tensors lie."""
+"""What kernels.c is told of a call besides the tensors: their sizes, and which statistics."""
 
 import ctypes
 import math
@@ -40,12 +40,13 @@ class Job(ctypes.Structure):
 
 
 @lru_cache(maxsize=256)
-def job_for(statistics: Statistics, shape: tuple[int, ...], dtype: torch.dtype, gains: int | None) -> Job | None:
-    """For x of this shape and dtype and so many gains; or None, where that is not for kernels.c to do."""
+def job_for(statistics: Statistics, shape: tuple[int, ...], dtype: torch.dtype, gains: tuple | None) -> Job | None:
+    """For x of this shape and dtype, and gains of that shape; or None, where that is not for kernels.c to do."""
     axes, eps, floor, first, centred = statistics
-    if shape[-len(axes) :] != axes or 0 in shape:
+    gains = gains or axes
+    if shape[-len(axes) :] != axes or shape[-len(gains) :] != gains or len(gains) < len(axes) or 0 in shape:
         return None
     width = math.prod(axes)
-    rows, groups = math.prod(shape) // width, (gains or width) // width
+    rows, groups = math.prod(shape) // width, math.prod(gains) // width
     chunk, stride = chunk_for(rows, width), -(-width // LANES) * LANES
     return Job(rows, width, groups, first or width, chunk, stride, centred, dtype == torch.bfloat16, eps, floor)

@@ -126,8 +126,8 @@ INLINE void backward_row(const Job *job, int centred, int bf16, const void *x, c
     }
     for (; j < width; j += LANES) {
         int64_t some = LEAST(width - j, LANES);
-        add_gradients(centred, s, load_some(bf16, x, at + j, some), load_some(bf16, grad_y, at + j, some), load_some(0, w, j, some),
-                      few_w + j, few_b + j, products, sums);
+        lanes v = load_some(bf16, x, at + j, some), g = load_some(bf16, grad_y, at + j, some);
+        add_gradients(centred, s, v, g, load_some(0, w, j, some), few_w + j, few_b + j, products, sums);
     }
     // grad_x = r · (grad_n − mean(grad_n) − n · mean(grad_n · n)), n only as far as its mean square was taken.
     float mean = centred ? total_of(sums) / first : 0;
@@ -154,7 +154,7 @@ INLINE void backward_row(const Job *job, int centred, int bf16, const void *x, c
         else                                                                                     \
             job->bf16 ? row(job, 0, 1, __VA_ARGS__, i) : row(job, 0, 0, __VA_ARGS__, i);
 
-// y = n · weight + bias, n = r · x; gain and bias are (groups, width), and there is a bias where the mean is subtracted.
+// y = n · weight + bias, n = r · x; gain and bias are (groups, width). There is a bias where the mean is subtracted.
 void forward(const Job *job, const void *x, const float *weight, const float *bias, void *y) {
 #pragma omp parallel for schedule(static) if (CHUNKS > 1)
     for (int64_t chunk = 0; chunk < CHUNKS; chunk++)

@@ -35,27 +35,30 @@ class Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "width", "chunk", "bf16")),
         *((name, ctypes.c_void_p) for name in ("curve", "alpha", "shift", "weight", "bias")),
     ]
+    pointed_at: list[Any]  # tensors that must live as long
 
 
 @cache
 def table(curve: Curve) -> Tensor:
     """The `Curve` of pointwise.c: in each piece, the polynomial that meets the curve at Chebyshev's points."""
-    with torch.device("cpu"):
-        per_unit, powers = (PIECES - 1) / curve.end, torch.arange(TERMS, dtype=torch.float64)
-        at = torch.cos(math.pi * (powers + 0.5) / TERMS) / 2  # from a piece's middle
-        u = (torch.arange(PIECES) + at[:, None]) / per_unit
-        terms = torch.linalg.solve(at[:, None] ** powers, torch.cat([curve.value(u), curve.slope(u)], 1))
-        values, slopes = terms.chunk(2, 1)
-        values[::2, 0] = 0  # an odd function's polynomial around 0
-        values[:, -1], slopes[:, -1], values[0, -1] = 0, 0, 1
-        return torch.cat([values.flatten(), slopes.flatten(), torch.full((1,), per_unit)]).float()
+    pieces, powers = (torch.arange(count, dtype=torch.float64, device="cpu") for count in (PIECES, TERMS))
+    per_unit = (PIECES - 1) / curve.end
+    at = torch.cos(math.pi * (powers + 0.5) / TERMS) / 2  # from a piece's middle
+    u = (pieces + at[:, None]) / per_unit
+    terms = torch.linalg.solve(at[:, None] ** powers, torch.cat([curve.value(u), curve.slope(u)], 1))
+    values, slopes = terms.chunk(2, 1)
+    values[::2, 0] = 0  # an odd function's polynomial around 0
+    values[:, -1], slopes[:, -1], values[0, -1] = 0, 0, 1
+    return torch.cat([values.flatten(), slopes.flatten(), at.new_tensor([per_unit])]).float()
 
 
 def apply(
     formula: Callable, curve: Curve, x: Tensor, alpha: Tensor, shift: Any, weight: Tensor, bias: Tensor
 ) -> Tensor:
     """`formula(x, alpha, shift, weight, bias)`, which is curve(α · x + shift) · weight + bias. shift may be None."""
-    if not (x.numel() and x.shape[-1:] == weight.shape and by_kernel(KERNELS, x, alpha, shift, weight, bias)):
+    fits = x.numel() and x.shape[-1:] == weight.shape == bias.shape
+    scalars = alpha.numel() == 1 and (shift is None or shift.numel() == 1)
+    if not (fits and scalars and by_kernel(KERNELS, x, alpha, shift, weight, bias)):
         return formula(x, alpha, shift, weight, bias)
     return Pointwise.apply(formula, curve, x, alpha, shift, weight, bias)
 
@@ -75,7 +78,7 @@ class Pointwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         inputs = x, _, shift, *_ = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not by_kernel(KERNELS, grad_y):
             return None, None, *differentiable(ctx.formula, inputs, grad_y)
         x, job = x.contiguous(), job_for(ctx.curve, *inputs)
         stride, chunks = -(-job.width // LANES) * LANES, -(-job.rows // job.chunk)
@@ -90,5 +93,8 @@ class Pointwise(torch.autograd.Function):
 def job_for(curve: Curve, x: Tensor, *parameters: Any) -> Job:
     width = x.shape[-1]
     rows = x.numel() // width
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (table(curve), *parameters)]
-    return Job(rows, width, chunk_for(rows, width), x.dtype == torch.bfloat16, *addresses)
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in (table(curve), *parameters)]
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    job = Job(rows, width, chunk_for(rows, width), x.dtype == torch.bfloat16, *addresses)
+    job.pointed_at = tensors
+    return job

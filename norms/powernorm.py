@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from norms.columns import combine, normalise, sums
+from norms.columns import combine, fits, normalise, sums
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -50,15 +50,16 @@ class PowerNorm(nn.Module):
             given = torch.zeros_like(self.running_square), self.running_square
             return normalise(self.formula, x, self.weight, self.bias, self.eps, *given)[0]
         tokens = x.reshape(-1, x.shape[-1])
-        _, squares = sums(tokens.detach(), torch.zeros_like(self.running_square))
-        batch = squares / len(tokens)
+        by_columns = fits(tokens, self.weight, self.bias, self.running_square)
+        batch = mean_squares(tokens.detach(), by_columns)
         r = torch.rsqrt(self.take_in(batch) + self.eps)
         projection = self.running_projection, 1 - self.momentum
-        return DivideByRunningRMS.apply(tokens, self.weight, self.bias, r, batch, *projection).view(x.shape)
+        return DivideByRunningRMS.apply(by_columns, tokens, self.weight, self.bias, r, batch, *projection).view(x.shape)
 
     def formula(
         self, x: Tensor, weight: Tensor, bias: Tensor, zeros: Tensor, square: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """What evaluation computes. `zeros` stand for the mean that `normalise` speaks of; none is subtracted here."""
         h = upcast(x)
         return (h * torch.rsqrt(square.to(h.dtype) + self.eps) * weight + bias).to(x.dtype), zeros, square
 
@@ -72,30 +73,52 @@ class PowerNorm(nn.Module):
         return square
 
 
+def mean_squares(tokens: Tensor, by_columns: bool) -> Tensor:
+    if by_columns:
+        return sums(tokens, torch.zeros_like(tokens[0]))[1] / len(tokens)
+    return upcast(tokens).square().mean(0)
+
+
 class DivideByRunningRMS(torch.autograd.Function):
     """n · weight + bias, n = x · r, with the paper's derivative dx = r · (dn − ν · n) (its algorithm 2).
 
     The exact one for statistics of the batch itself would have mean(dn · n) over its tokens in the place of ν, which
     is a running estimate of that, and moves with every backward pass: ν ← ν + (1 − momentum) · mean((dn − ν · n) · n).
+    `by_columns` says whether columns.c can do it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, r: Tensor, square: Tensor, projection: Tensor, share: float
+        ctx: Any,
+        by_columns: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        r: Tensor,
+        square: Tensor,
+        projection: Tensor,
+        share: float,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, r, square)
-        ctx.projection, ctx.share = projection, share
-        return combine(x, torch.zeros_like(r), r * weight, bias)
+        ctx.by_columns, ctx.projection, ctx.share = by_columns, projection, share
+        if by_columns:
+            return combine(x, torch.zeros_like(r), r * weight, bias)
+        return torch.addcmul(bias, upcast(x), r * weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         x, weight, r, square = ctx.saved_tensors
-        zeros = torch.zeros_like(r)
-        grad_bias, along = sums(x, zeros, grad_y)
-        grad_weight, slope = r * along, ctx.projection * r * r
+        scale, slope, zeros = r * weight, ctx.projection * r * r, torch.zeros_like(r)
+        if ctx.by_columns:
+            grad_bias, along = sums(x, zeros, grad_y)
+            grad_x = combine(x, zeros, -slope, zeros, grad_y, scale)
+        else:
+            h, g = upcast(x), upcast(grad_y)
+            grad_bias, along = g.sum(0), (g * h).sum(0)
+            grad_x = torch.addcmul(g * scale, h, slope, value=-1).to(x.dtype)
+        grad_weight = r * along
         moved = ctx.projection + ctx.share * (weight * grad_weight / len(x) - slope * square)
         # A gradient that overflowed, as float16's do at first, is thrown away by the optimizer: forget it here too.
-        grad_x = combine(x, zeros, -slope, zeros, grad_y, r * weight)
         ctx.projection.copy_(torch.where(moved.isfinite(), moved, ctx.projection))
-        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None, None
+        return None, grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None, None

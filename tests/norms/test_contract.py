@@ -342,6 +342,37 @@ def test_a_nan_poisons_its_own_row_only(kind, training, device):
 
 
 @each_kind
+@each_mode
+def test_a_nan_poisons_the_gradient_of_its_own_row_only(kind, training, device):
+    """Of the input; that of a gain is a sum over all rows."""
+    if training and not TRAITS[kind].per_token:
+        pytest.skip("statistics are of all rows")
+    norm = trained_norm(kind, 64, training, device)
+    x, grad_y = random(2, 6, 64, device=device), random(2, 6, 64, device=device, seed=1)
+    x[1, 3, 5] = x[0, 4, 6] = grad_y[0, 2, 5] = torch.nan
+    grad_y[1, 0, 7] = torch.inf
+    (grad,) = torch.autograd.grad(norm(x.requires_grad_()), x, grad_y)
+    bad = (~grad.isfinite()).any(-1)
+    assert bad[0, 2] and bad[1, 0]
+    bad[1, 3] = bad[0, 4] = True  # or not, where the input has no part in its gradient
+    assert bad.sum() == 4
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize("shape", [(4, 16), (4, 64), (1, 64), (2, 3, 48)], ids=str)
+def test_another_width_is_refused_and_leaves_no_trace(kind, training, shape, device):
+    norm = trained_norm(kind, 32, training, device)
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    if TRAITS[kind].identity:
+        pytest.skip("it has no width")
+    for context in (torch.enable_grad, torch.no_grad):
+        with context(), pytest.raises((RuntimeError, ValueError)):
+            norm(torch.ones(shape, device=device))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in norm.state_dict().items())
+
+
+@each_kind
 @pytest.mark.parametrize("dim", [0, -1])
 def test_a_width_below_one_is_refused(kind, dim):
     with pytest.raises(ValueError, match=f"at least 1 feature, not {dim}"):
@@ -498,6 +529,29 @@ def test_strides_do_not_matter(kind, training, rearrange, device):
     contiguous = x.detach().contiguous().requires_grad_()
     (expected,) = torch.autograd.grad(same_norm(contiguous), contiguous, grad_y)
     assert relative_error(grad, expected.cpu().double()) <= 1e-6
+
+
+@each_kind
+@each_mode
+@pytest.mark.parametrize(
+    "rearrange", [lambda p: p[:, 1], lambda p: p[:1, 1].expand(len(p))], ids=["column", "expanded"]
+)
+def test_strides_of_parameters_do_not_matter(kind, training, rearrange, device):
+    norm, x = trained_norm(kind, 64, training, device), random(4, 64, device=device).requires_grad_()
+    grad_y = random(4, 64, device=device, seed=1)
+    tensors = {name: tensor for name, tensor in norm.state_dict().items() if tensor.ndim}  # but the number of batches
+    strided = {name: rearrange(tensor.unsqueeze(1).repeat(1, 3)) for name, tensor in tensors.items()}
+    same_norm, found = copy.deepcopy(norm), []
+    for module, changed in ((norm, strided), (same_norm, {name: each.clone() for name, each in strided.items()})):
+        if training:  # which cannot write to what is expanded
+            changed = {name: tensor for name, tensor in changed.items() if name in dict(norm.named_parameters())}
+        given = {name: tensor.detach().requires_grad_(name in norm._parameters) for name, tensor in changed.items()}
+        y = torch.func.functional_call(module, given, (x,))
+        parameters = [tensor for tensor in given.values() if tensor.requires_grad]
+        found.append((y, *torch.autograd.grad(y, (x, *parameters), grad_y)))
+    assert len(tensors) == 0 or not any(tensor.is_contiguous() for tensor in strided.values() if len(tensor) > 1)
+    for ours, expected in zip(*found, strict=True):
+        assert relative_error(ours.detach(), expected.detach().double()) <= 1e-6
 
 
 @each_kind

@@ -1,9 +1,10 @@
-"""The kernel beside the formulas: where it is used, that it agrees, and what happens where it cannot be had.
+"""The kernels, three C files, beside the formulas: where they are used, that they agree, and what if there are none.
 
-That it keeps the contract is tests/norms/test_contract.py's, which meets it wherever it fits.
+That they keep the contract is tests/norms/test_contract.py's, which meets them wherever they fit.
 """
 
 import copy
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,22 +15,33 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import native
-from norms import KINDS, TRAITS, build_norm, calling
+from norms import KINDS, TRAITS, build_norm, calling, columns, pointwise
 from norms.calling import formula_only
 from norms.fused import fits, in_use
 from norms.job import KERNELS
 
 ROOT = Path(__file__).parents[2]
 FUSED = sorted(kind for kind, norm in KINDS.items() if hasattr(norm, "formula"))
+SOURCES = [KERNELS, columns.KERNELS, pointwise.KERNELS]
 each_fused = pytest.mark.parametrize("kind", FUSED)
+each_exact = pytest.mark.parametrize("kind", [kind for kind in FUSED if TRAITS[kind].exact_backward])
 
 
 @pytest.fixture(autouse=True)
-def kernel() -> None:
+def kernels() -> None:
     if native.library(KERNELS)[0] is None:
         pytest.skip(in_use())
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """As many again afterwards."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def norm_and_tensors(kind: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor, Tensor]:
@@ -93,18 +105,17 @@ def test_kernel_and_formula_agree(kind, dtype, rows, dim):
 
 
 @each_fused
-def test_the_number_of_threads_changes_no_bit(kind):
+def test_the_number_of_threads_changes_no_bit(kind, threads):
     norm, x, grad_y = norm_and_tensors(kind, 3000, 96)
     found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
         found.append(results(norm, x, grad_y))
-    torch.set_num_threads(1)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
 
-def test_what_the_kernel_cannot_do_goes_by_the_formula():
+def test_what_the_kernels_cannot_do_goes_by_the_formula():
     norm, x, _ = norm_and_tensors("layernorm", 4, 32)
     assert uses_kernel(norm, x)
     for dtype in (torch.float64, torch.float16):
@@ -113,6 +124,75 @@ def test_what_the_kernel_cannot_do_goes_by_the_formula():
     statistics = norm.statistics
     assert fits(statistics, x) and not fits(statistics, x[:0]) and not fits(statistics, x[:, :16])
     assert not fits(statistics, x.to("meta"))
+
+
+@pytest.mark.parametrize("kind", sorted({*FUSED} - {"rmsnorm", "prmsnorm", "scalenorm"}))
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameters_of_another_size_are_refused(kind, name):
+    """And never read beyond their end."""
+    norm, x, _ = norm_and_tensors(kind, 4, 32)
+    for size in (16, 64):
+        with pytest.raises((RuntimeError, ValueError)):
+            torch.func.functional_call(norm, {name: torch.ones(size)}, (x,))
+
+
+def test_a_curves_scalar_may_be_one_for_each_feature():
+    norm, x, _ = norm_and_tensors("derf", 4, 32)
+    each = {name: torch.linspace(0.1, 2, 32) for name in ("alpha", "shift")}
+    ours = torch.func.functional_call(norm, each, (x,))
+    torch.testing.assert_close(ours, torch.erf(each["alpha"] * x + each["shift"]) * norm.weight + norm.bias)
+
+
+@each_fused
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_has_the_formula(kind):
+    norm, x, _ = norm_and_tensors(kind, 4, 32)
+    norm.eval()
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            traced = torch.jit.trace(norm, x.detach())
+            torch.testing.assert_close(traced(2 * x.detach() - 1), norm(2 * x.detach() - 1))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@each_exact
+def test_forward_mode_differentiation_is_the_formulas(kind, training):
+    """⟨Jv, w⟩ = ⟨v, Jᵀw⟩, Jᵀw being what backward finds. RMSNorm, with derivatives by hand, refuses it aloud."""
+    norm, x, grad_y = norm_and_tensors(kind, 6, 32)
+    norm.train(training)
+    direction = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    (grad,) = torch.autograd.grad(norm(x), x, grad_y)
+    for context in (torch.enable_grad, torch.no_grad):
+        with context(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.detach(), direction)
+            if kind == "rmsnorm":
+                with pytest.raises(NotImplementedError, match="jvp"):
+                    norm(dual)
+                continue
+            tangent = forward_ad.unpack_dual(norm(dual)).tangent
+            assert (tangent * grad_y).sum().item() == pytest.approx((direction * grad).sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@each_fused
+def test_gradients_in_batches_are_those_one_by_one(kind, training):
+    if training and not TRAITS[kind].exact_backward:
+        pytest.skip("each backward pass changes it")
+    norm, x, _ = norm_and_tensors(kind, 4, 32)
+    norm.train(training)
+    y, inputs = norm(x), (x, *norm.parameters())
+    incoming = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1))
+
+    def pull(grad_y: Tensor, **how: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, inputs, grad_y, retain_graph=True, **how)
+
+    expected = [torch.stack(each) for each in zip(*map(pull, incoming), strict=True)]
+    found_in_batches = [pull(incoming, is_grads_batched=True)]
+    if kind != "rmsnorm":  # whose function with derivatives by hand torch.func refuses
+        found_in_batches.append(torch.func.vmap(pull)(incoming))
+    for found in found_in_batches:
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
 def test_transforms_look_into_the_formula():
@@ -125,7 +205,7 @@ def test_transforms_look_into_the_formula():
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x.detach()), one_by_one)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FUSED if TRAITS[kind].exact_backward])
+@each_exact
 def test_second_derivatives_in_fp32_are_the_formulas(kind):
     norm, x, grad_y = norm_and_tensors(kind, 6, 32)
 
@@ -188,6 +268,20 @@ def test_curves_are_those_of_float64(kind):
     assert (slope - torch.autograd.grad(curve(exact_x).sum(), exact_x)[0]).abs().max() <= 2.5e-7
 
 
+@pytest.mark.parametrize("curve", [pointwise.TANH, pointwise.ERF])
+def test_a_curves_table_does_not_depend_on_the_default_dtype_or_device(curve):
+    pointwise.table.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            found = pointwise.table(curve)
+    finally:
+        torch.set_default_dtype(before)
+        pointwise.table.cache_clear()
+    assert torch.equal(found, pointwise.table(curve))
+
+
 @pytest.mark.parametrize("kind", ["dyt", "derf"])
 def test_curves_of_special_values_are_the_formulas(kind):
     norm, x, _ = norm_and_tensors(kind, 2, 40)
@@ -200,7 +294,7 @@ def test_curves_of_special_values_are_the_formulas(kind):
 
 @pytest.mark.parametrize("kind", ["batchnorm", "powernorm"])
 def test_first_tokens_far_from_the_others_cost_no_digits(kind):
-    """From their mean the kernel measures distances."""
+    """From their mean columns.c measures distances."""
     norm, x, grad_y = norm_and_tensors(kind, 3000, 40)
     x = x.detach()
     x[:20] += 1e4
@@ -224,7 +318,7 @@ def test_numbers_too_small_for_the_processors_own_rounding_are_rounded_as_torch_
 @pytest.mark.parametrize("kind", ["layernorm", "groupnorm"])
 @pytest.mark.parametrize("dim", [100, 4096])
 def test_a_first_feature_far_from_the_others_costs_no_digits(kind, dim):
-    """From it the kernel measures distances: their mean square would be thousands of times the variance."""
+    """From it kernels.c measures distances: their mean square would be thousands of times the variance."""
     norm, x, _ = norm_and_tensors(kind, 8, dim)
     x = x.detach()
     x[::2, 0], x[1::2, dim // 2] = 1e3, -1e3
@@ -240,9 +334,25 @@ def test_a_first_feature_far_from_the_others_costs_no_digits(kind, dim):
 def elsewhere(tmp_path, monkeypatch) -> Iterator[Path]:
     """An empty folder for what is built."""
     monkeypatch.setattr(native, "BUILT", tmp_path / "kernels")
-    native.library.cache_clear()
+    for cached in (native.library, native.function):
+        cached.cache_clear()
     yield tmp_path / "kernels"
-    native.library.cache_clear()
+    for cached in (native.library, native.function):
+        cached.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have no AVX-512 anyway")
+def test_kernels_and_formulas_agree_without_avx512(elsewhere, monkeypatch):
+    """As most processors run them; where the tests run, there may be AVX-512, with instructions of its own."""
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-mno-avx512f"])
+    for kind in ("rmsnorm", "layernorm", "dyt", "derf", "batchnorm"):
+        for dtype in (torch.float32, torch.bfloat16):
+            test_kernel_and_formula_agree(kind, dtype, 700, 100)
+    for kind in ("dyt", "derf"):
+        test_curves_are_those_of_float64(kind)
+    for special in (torch.nan, torch.inf):
+        test_bf16_rounds_special_values_as_torch_does(special)
+    assert len(list(elsewhere.iterdir())) == len(SOURCES)
 
 
 def test_it_is_built_once(elsewhere):
@@ -287,7 +397,7 @@ def test_where_it_cannot_be_built_the_formula_is_used_and_one_can_see_why(troubl
 
 
 def test_there_is_one_pool_of_threads():
-    """The kernel's threads are torch's: a second OpenMP in the process would fight the first one for the cores."""
+    """The kernels' threads are torch's: a second OpenMP in the process would fight the first one for the cores."""
     if not Path("/proc/self/maps").exists():
         pytest.skip("no list of the libraries in this process")
     program = (
