@@ -4,7 +4,6 @@ That they keep the contract is tests/norms/test_contract.py's, which meets them 
 """
 
 import copy
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,14 +33,6 @@ each_exact = pytest.mark.parametrize("kind", [kind for kind in FUSED if TRAITS[k
 def kernels() -> None:
     if native.library(KERNELS)[0] is None:
         pytest.skip(in_use())
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """As many again afterwards."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def norm_and_tensors(kind: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor, Tensor]:
@@ -105,14 +96,11 @@ def test_kernel_and_formula_agree(kind, dtype, rows, dim):
 
 
 @each_fused
-def test_the_number_of_threads_changes_no_bit(kind, threads):
+def test_the_number_of_threads_changes_no_bit(kind, each_number_of_threads):
     norm, x, grad_y = norm_and_tensors(kind, 3000, 96)
-    found = []
-    for number in (1, 2, 3):
-        torch.set_num_threads(number)
-        found.append(results(norm, x, grad_y))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    one, *others = each_number_of_threads(lambda: results(norm, x, grad_y))
+    for other in others:
+        assert all(map(torch.equal, one, other))
 
 
 def test_what_the_kernels_cannot_do_goes_by_the_formula():
@@ -341,10 +329,8 @@ def elsewhere(tmp_path, monkeypatch) -> Iterator[Path]:
         cached.cache_clear()
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have no AVX-512 anyway")
-def test_kernels_and_formulas_agree_without_avx512(elsewhere, monkeypatch):
+def test_kernels_and_formulas_agree_without_avx512(elsewhere, without_avx512):
     """As most processors run them; where the tests run, there may be AVX-512, with instructions of its own."""
-    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-mno-avx512f"])
     for kind in ("rmsnorm", "layernorm", "dyt", "derf", "batchnorm"):
         for dtype in (torch.float32, torch.bfloat16):
             test_kernel_and_formula_agree(kind, dtype, 700, 100)
