@@ -43,23 +43,33 @@ PRODUCT = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # size of matrices whose pro
 WARM_UP = 2  # rounds that do not count
 
 
-@dataclass(frozen=True)
-class NormsConfig:
-    """What `norms` compares. Raises ValueError, in one line that names the flag, for what makes no sense."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """How a command measures. Raises ValueError, in one line that names the flag, for what makes no sense."""
+
+    rounds: int = knob(7, "rounds that count")
+    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
+    out: str = knob("", "file for the report, in JSON (default: bench-COMMAND.json under runs/)", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "rounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormsConfig(Measured):
+    """What `norms` compares."""
 
     rows: int = knob(8192, "tokens")
     dim: int = knob(768, "features of a token")
     rounds: int = knob(15, "rounds that count")
-    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
-    out: str = knob("", "file for the report, in JSON (default: bench-norms.json under runs/)", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_sizes(self, "rows", "dim", "rounds")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model to measure, of random weights. Raises ValueError like `NormsConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class ModelToMeasure(Measured):
+    """A model of random weights."""
 
     dim: int = knob(288, "width of the residual stream")
     layers: int = knob(6, "number of blocks")
@@ -69,35 +79,30 @@ class Shape:
     context: int = knob(256, "most tokens of a sequence")
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Shape)})
+        names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
+        return ModelConfig(**{name: getattr(self, name) for name in names})
 
 
-@dataclass(frozen=True)
-class StepConfig(Shape):
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(ModelToMeasure):
     """The training step that `train` measures."""
 
     batch_size: int = knob(8, "sequences in a step")
     optimizer: str = knob("adamw", "as of train.py", choices=["adamw", "muon"])
     compile: bool = knob(False, "torch.compile both")
     recompute: bool = knob(False, "as of train.py")
-    rounds: int = knob(7, "rounds that count")
-    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
-    out: str = knob("", "file for the report, in JSON (default: bench-train.json under runs/)", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_sizes(self, "batch_size", "rounds")
         self.model_config()
 
 
-@dataclass(frozen=True)
-class GenerateConfig(Shape):
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(ModelToMeasure):
     """The model that `generate` lets speak."""
 
     tokens: int = knob(200, "tokens of a sample, after one that is given")
     samples: int = knob(8, "samples at a time, beside one")
-    rounds: int = knob(5, "rounds that count")
-    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
-    out: str = knob("", "file for the report, in JSON (default: bench-generate.json under runs/)", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_sizes(self, "tokens", "samples", "rounds")
@@ -105,17 +110,12 @@ class GenerateConfig(Shape):
         self.model_config()
 
 
-@dataclass(frozen=True)
-class GrowthConfig:
-    """How `growth` measures. Raises ValueError like `NormsConfig`."""
+@dataclass(frozen=True, kw_only=True)
+class GrowthConfig(Measured):
+    """How `growth` measures."""
 
     rounds: int = knob(3, "rounds that count")
-    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
     plot: str = knob("runs/growth.png", "file for the plot", metavar="FILE")
-    out: str = knob("", "file for the report, in JSON (default: bench-growth.json under runs/)", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "rounds")
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,16 @@ def speak(model: Llama, tokens: int, samples: int) -> None:
 
 def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
     """Tokens/s and memory of a step against width, depth, context and batch, and what theory says; with a plot."""
-    base = StepConfig(256, 4, 4, 704, 2048, 256, 16, rounds=config.rounds, device=device.type)
+    base = StepConfig(
+        dim=256,
+        layers=4,
+        heads=4,
+        hidden_dim=704,
+        vocab_size=2048,
+        batch_size=16,
+        rounds=config.rounds,
+        device=device.type,
+    )
     costs = growth.measure(base, step_cost)
     growth.plot(costs, base, Path(config.plot))
     rows = []

@@ -39,7 +39,7 @@ INLINE void cross_entropy_of(int bf16, int64_t row, int64_t width, void *logits,
 
 // Rows of `width` logits become softmax less 1 at the target; losses get -log softmax at the target.
 // room: `width`, rounded up to a multiple of LANES, floats for each of `chunks`, into which the rows are divided.
-void cross_entropy(int64_t rows, int64_t width, int64_t chunks, int64_t bf16, void *logits, const int64_t *targets,
+void cross_entropy(int64_t rows, int64_t width, int64_t bf16, int64_t chunks, void *logits, const int64_t *targets,
                    float *losses, float *room) {
     int64_t each = (rows + chunks - 1) / chunks, stride = (width + LANES - 1) / LANES * LANES;
 #pragma omp parallel for schedule(static) if (rows * width > ALONE)

@@ -18,14 +18,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from native import function
-from norms.calling import LANES, room
+from norms.calling import CHUNKS, LANES, NOTHING, call, room
 from norms.calling import by_kernel as for_c
 
 LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16; more takes longer, and so does a quarter
 SCORES_AT_ONCE = 1 << 22  # of attention, 8 MB in bf16
 KERNELS = Path(__file__).with_suffix(".c")
-ARGUMENTS = {"cross_entropy": "iiiipppp", "rotate": "ppppp", "swiglu": "iiippp", "causal_softmax": "iiifpp"}
-CHUNKS = 64  # of rows that a thread takes in one go
 
 
 def by_kernel(*tensors: Tensor) -> bool:
@@ -33,9 +31,9 @@ def by_kernel(*tensors: Tensor) -> bool:
     return len({x.dtype for x in tensors}) == 1 and all(for_c(KERNELS, x) for x in tensors)
 
 
-def call(name: str, *arguments: float | Tensor | None) -> None:
-    """Call a function of gradients.c with numbers and contiguous tensors."""
-    function(KERNELS, name, ARGUMENTS[name])(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
+def sizes(x: Tensor) -> tuple[int, int, int]:
+    """Rows, width, and whether it is in bf16."""
+    return x.numel() // x.shape[-1], x.shape[-1], int(x.dtype == torch.bfloat16)
 
 
 class Rotate(torch.autograd.Function):
@@ -72,7 +70,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     if tables and by_kernel(x) and x.stride(-1) == 1:
         y = x.new_empty(batch, heads, length, width).transpose(1, 2)  # as attention wants it
         turn = turn_for(x.shape, x.stride(), y.stride(), x.dtype == torch.bfloat16, -1 if back else 1)
-        call("rotate", ctypes.addressof(turn), x, cos.contiguous(), sin.contiguous(), y)
+        call(KERNELS, "rotate", (ctypes.addressof(turn),), x, cos.contiguous(), sin.contiguous(), y)
         return y
     cos, sin = (table.unsqueeze(1) for table in (cos, -sin if back else sin))  # T 1 D/2
     a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
@@ -93,15 +91,15 @@ class GatedSiLU(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        call("swiglu", y.numel() // y.shape[-1], y.shape[-1], x.dtype == torch.bfloat16, x, None, y)
+        call(KERNELS, "swiglu", sizes(y), x, NOTHING, y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,), width = ctx.saved_tensors, grad.shape[-1]
+        (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        call("swiglu", grad.numel() // width, width, x.dtype == torch.bfloat16, x, grad.contiguous(), grad_x)
+        call(KERNELS, "swiglu", sizes(grad), x, grad.contiguous(), grad_x)
         return grad_x
 
 
@@ -150,7 +148,8 @@ def causal_softmax(scores: Tensor, grad: Tensor, scale: float) -> tuple[Tensor, 
     Both inputs may be overwritten.
     """
     if by_kernel(scores, grad):
-        call("causal_softmax", *scores.shape[:2], scores.dtype == torch.bfloat16, scale, scores, grad)
+        given = *scores.shape[:2], scores.dtype == torch.bfloat16, scale, scores.data_ptr(), grad.data_ptr()
+        function(KERNELS, "causal_softmax", "iiifpp")(*given)
         return scores, grad
     future = torch.full_like(scores[0], -torch.inf).triu(1)
     p = torch.add(future, scores, alpha=scale).softmax(-1)
@@ -197,7 +196,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[
             raise IndexError(f"{len(logits)} targets from 0 to {logits.shape[1] - 1} are needed, one for each row")
         targets = targets.long().contiguous()
         losses, powers = room(len(logits)), room(CHUNKS, -(-logits.shape[1] // LANES) * LANES)
-        call("cross_entropy", *logits.shape, CHUNKS, logits.dtype == torch.bfloat16, logits, targets, losses, powers)
+        call(KERNELS, "cross_entropy", (*sizes(logits), CHUNKS), logits, targets, losses, powers)
         return losses, logits
     log_p = torch.log_softmax(logits, -1, dtype=dtype)
     wanted = targets.unsqueeze(-1)

@@ -42,37 +42,24 @@ INLINE float largest(lanes v) {
 }
 #endif
 
-// The sum of all lanes, by halves.
-INLINE float total(lanes v) {
-    typedef float eight __attribute__((vector_size(32)));
-    typedef float four __attribute__((vector_size(16)));
-    union {
-        lanes all;
-        eight halves[2];
-    } in8 = {v};
-    union {
-        eight all;
-        four halves[2];
-    } in4 = {in8.halves[0] + in8.halves[1]};
-    four sums = in4.halves[0] + in4.halves[1];
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
-
-// The same in double.
-INLINE double total_wide(wide v) {
-    typedef double eight __attribute__((vector_size(64)));
-    typedef double four __attribute__((vector_size(32)));
-    union {
-        wide all;
-        eight halves[2];
-    } in8 = {v};
-    union {
-        eight all;
-        four halves[2];
-    } in4 = {in8.halves[0] + in8.halves[1]};
-    four sums = in4.halves[0] + in4.halves[1];
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
+// total and total_wide: the sum of all lanes, by halves.
+#define TOTAL(name, number, vector)                                           \
+    INLINE number name(vector v) {                                            \
+        typedef number eight __attribute__((vector_size(8 * sizeof(number)))); \
+        typedef number four __attribute__((vector_size(4 * sizeof(number))));  \
+        union {                                                               \
+            vector all;                                                       \
+            eight halves[2];                                                  \
+        } in8 = {v};                                                          \
+        union {                                                               \
+            eight all;                                                        \
+            four halves[2];                                                   \
+        } in4 = {in8.halves[0] + in8.halves[1]};                              \
+        four sums = in4.halves[0] + in4.halves[1];                            \
+        return (sums[0] + sums[2]) + (sums[1] + sums[3]);                     \
+    }
+TOTAL(total, float, lanes)
+TOTAL(total_wide, double, wide)
 
 // v, and from number `some` on something else.
 INLINE lanes until(int64_t some, lanes v, lanes otherwise) {
