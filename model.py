@@ -111,9 +111,13 @@ class Attention(nn.Module):
         self.v_norm = head_norm(config, config.kv_heads, "value")
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "BlockCache | None" = None) -> Tensor:
-        dropout = self.dropout.p if self.training else 0.0
-        y = turn_and_attend(*self.heads(x), rope, cache, dropout)  # B T H·D
-        return self.dropout(self.o_proj(y))  # B T C
+        q, k, v = self.heads(x)
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # B H T D, B K T D twice
+        if cache is not None:
+            k, v = cache.extend(k, v)  # B K S D
+        y = attend(q, k, v, self.dropout.p if self.training else 0.0)  # B H T D
+        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # B T C
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, B T H D, keys and values, B T K D, with their norms."""
@@ -134,16 +138,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down_proj(gated_silu(self.gate_up(x))))
-
-
-def turn_and_attend(
-    q: Tensor, k: Tensor, v: Tensor, rope: RopeTable, cache: "BlockCache | None", dropout: float
-) -> Tensor:
-    """Attention of new tokens, q B T H D, k and v B T K D, to themselves and those in the cache; B T H·D."""
-    q, k, v = rotate(q, rope).transpose(1, 2), rotate(k, rope).transpose(1, 2), v.transpose(1, 2)  # B H T D
-    if cache is not None:
-        k, v = cache.extend(k, v)  # B K S D
-    return attend(q, k, v, dropout).transpose(1, 2).flatten(2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
