@@ -1,10 +1,9 @@
-// One more token of a few sequences: products that read each weight once, attention to what the cache holds, the MLP.
-// decode.py says what is computed, and calls `product`, `attention` and `mlp`.
+// One more token of a few sequences, step by step: products that read each weight once, attention to what the cache
+// holds, gates, norms and sums. decode.py records the steps, and calls `play`; and `product` for a single one.
 //
-// A loop after `omp for` is divided among the threads, which wait for each other at its end. Every sum has an order
-// that is written out and is one thread's own, so the results do not depend on their number.
-
-#include <stdlib.h>
+// All threads go through all steps. A loop after `omp for` is divided among them, what is after `omp single` is done by
+// one, and at the end of either they wait for each other. Every sum has an order that is written out and is one
+// thread's own, so the results do not depend on their number.
 
 #include "vectors.h"
 
@@ -97,10 +96,18 @@ void product(const Product *p, int64_t rows, const float *x, float *y) {
 // --- attention ---
 
 typedef struct {
-    const Product *qkv, *out;  // none where x is the product already, or y shall not be multiplied yet
-    int64_t heads, kv_heads, head_dim;
+    const float *q, *k, *v;                // of one sequence: (heads, head_dim), (kv_heads, head_dim) twice
+    int64_t q_stride, k_stride, v_stride;  // from one sequence to the next
+    int64_t batch, heads, kv_heads, head_dim, layer;
     float scale;
+    float *room;  // for each query, head_dim + context + LANES
 } Attention;
+
+typedef struct {
+    int64_t context, seen;         // positions of the cache, and how many of them are taken
+    const float *cos, *sin;        // of the new position
+    float *const *keys, *const *values;  // for each layer (batch, kv_heads, context, head_dim)
+} Place;
 
 INLINE void rotate(const float *restrict x, const float *cos, const float *sin, int64_t dim, float *restrict y) {
     for (int64_t i = 0; i < dim / 2; i++) {
@@ -144,62 +151,80 @@ INLINE void attend_one(const float *q, const float *keys, const float *values, i
 }
 
 // Turns queries and keys by their position's angle, adds keys and values to the cache, attends to all there.
-// qkv: (batch, heads + 2 kv_heads, head_dim). y: (batch, heads, head_dim). room: for each head head_dim + seen + LANES.
-INLINE void attend(const Attention *a, int64_t batch, int64_t context, int64_t seen, const float *qkv, const float *cos,
-                   const float *sin, float *keys, float *values, float *y, float *room) {
-    int64_t dim = a->head_dim, group = a->heads / a->kv_heads;
+// y: (batch, heads, head_dim).
+INLINE void attend(const Attention *a, const Place *place, float *y) {
+    int64_t dim = a->head_dim, group = a->heads / a->kv_heads, context = place->context, seen = place->seen;
 #pragma omp for schedule(static)
-    for (int64_t n = 0; n < batch * a->kv_heads; n++) {
+    for (int64_t n = 0; n < a->batch * a->kv_heads; n++) {
         int64_t b = n / a->kv_heads, kv = n % a->kv_heads;
-        const float *q = qkv + b * (a->heads + 2 * a->kv_heads) * dim, *k = q + (a->heads + kv) * dim;
-        float *own_keys = keys + n * context * dim, *own_values = values + n * context * dim;
-        rotate(k, cos, sin, dim, own_keys + seen * dim);
-        memcpy(own_values + seen * dim, k + a->kv_heads * dim, dim * sizeof(float));
+        float *keys = place->keys[a->layer] + n * context * dim, *values = place->values[a->layer] + n * context * dim;
+        rotate(a->k + b * a->k_stride + kv * dim, place->cos, place->sin, dim, keys + seen * dim);
+        memcpy(values + seen * dim, a->v + b * a->v_stride + kv * dim, dim * sizeof(float));
         for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
             int64_t number = b * a->heads + h;
-            float *turned = room + number * (dim + seen + LANES);
-            rotate(q + h * dim, cos, sin, dim, turned);
-            attend_one(turned, own_keys, own_values, seen + 1, dim, a->scale, turned + dim, y + number * dim);
+            float *turned = a->room + number * (dim + context + LANES);
+            rotate(a->q + b * a->q_stride + h * dim, place->cos, place->sin, dim, turned);
+            attend_one(turned, keys, values, seen + 1, dim, a->scale, turned + dim, y + number * dim);
         }
     }
 }
 
-// x: (batch, 1, inputs). keys, values: (batch, kv_heads, context, head_dim), of which `seen` positions are taken.
-void attention(const Attention *a, int64_t batch, int64_t context, int64_t seen, const float *x, const float *cos,
-               const float *sin, float *keys, float *values, float *y) {
-    int64_t dim = a->head_dim, heads = batch * a->heads, all = heads + 2 * batch * a->kv_heads;
-    float *room = malloc((all * dim + heads * (2 * dim + seen + LANES)) * sizeof(float));
-    float *qkv = room, *mixed = qkv + all * dim, *scores = mixed + heads * dim;
-#pragma omp parallel if (heads * dim * (seen + (a->qkv ? a->qkv->inputs : 0)) > ALONE)
-    {
-        if (a->qkv) multiply(a->qkv, batch, x, qkv);
-        attend(a, batch, context, seen, a->qkv ? qkv : x, cos, sin, keys, values, a->out ? mixed : y, scores);
-        if (a->out) multiply(a->out, batch, mixed, y);
-    }
-    free(room);
-}
+// --- the gate ---
 
-// --- down(silu(gate(x)) · up(x)) ---
-
-// silu(gate) · up, where a row of `both` holds `width` of the one and then of the other.
-INLINE void gated(int64_t rows, int64_t width, const float *both, float *y) {
+// y = silu(gate) · up, where a row of x holds `width` of the one and then of the other. x is read up to LANES too far.
+INLINE void gated(int64_t rows, int64_t width, const float *x, float *y) {
     int64_t whole = (width + LANES - 1) / LANES;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < rows * whole; n++) {
         int64_t row = n / whole, i = n % whole * LANES;
-        lanes gate = AT(both + 2 * row * width, i), up = AT(both + (2 * row + 1) * width, i);
-        store_some(0, y + row * width, i, gate * sigmoid(gate) * up, width - i < LANES ? width - i : LANES);
+        lanes gate = AT(x + 2 * row * width, i), up = AT(x + (2 * row + 1) * width, i);
+        store_some(0, y + row * width, i, gate * sigmoid(gate) * up, LEAST(width - i, LANES));
     }
 }
 
-void mlp(const Product *gate_up, const Product *down, int64_t rows, const float *x, float *y) {
-    int64_t width = down->inputs;
-    float *both = malloc((3 * rows * width + LANES) * sizeof(float)), *inner = both + 2 * rows * width;
-#pragma omp parallel if (gate_up->outputs * gate_up->inputs > ALONE)
-    {
-        multiply(gate_up, rows, x, both);
-        gated(rows, width, both, inner);
-        multiply(down, rows, inner, y);
+// --- a token ---
+
+enum { PRODUCT, ATTENTION, GATE, NORM, SUM, SCALE };  // those from NORM on are too small to be divided
+enum { MOST_GIVEN = 11 };
+
+typedef struct {
+    int64_t kind, rows, width;  // the latter of y
+    const void *what;           // the Product, the Attention, or a norm's function
+    const float *x, *z;
+    float *y, factor;
+    int64_t count, given[MOST_GIVEN];  // to a norm's function
+} Step;
+
+static void normalise(const void *function, int64_t count, const int64_t *g) {
+    typedef int64_t n;
+    if (count == 3) ((void (*)(n, n, n))function)(g[0], g[1], g[2]);
+    if (count == 5) ((void (*)(n, n, n, n, n))function)(g[0], g[1], g[2], g[3], g[4]);
+    if (count == 11)
+        ((void (*)(n, n, n, n, n, n, n, n, n, n, n))function)(g[0], g[1], g[2], g[3], g[4], g[5], g[6], g[7], g[8],
+                                                              g[9], g[10]);
+}
+
+static void small(const Step *s) {
+    int64_t size = s->rows * s->width;
+    if (s->kind == NORM) normalise(s->what, s->count, s->given);
+    if (s->kind == SUM)
+        for (int64_t i = 0; i < size; i++) s->y[i] = s->x[i] + s->z[i];
+    if (s->kind == SCALE)
+        for (int64_t i = 0; i < size; i++) s->y[i] = s->x[i] * s->factor;
+}
+
+void play(const Step *steps, int64_t count, const Place *place, int64_t multiplications) {
+    const Step *end = steps + count;
+#pragma omp parallel if (multiplications > ALONE)
+    for (const Step *s = steps, *next; s < end; s = next) {
+        next = s + 1;
+        if (s->kind == PRODUCT) multiply(s->what, s->rows, s->x, s->y);
+        if (s->kind == ATTENTION) attend(s->what, place, s->y);
+        if (s->kind == GATE) gated(s->rows, s->width, s->x, s->y);
+        if (s->kind >= NORM) {
+            while (next < end && next->kind >= NORM) next++;
+#pragma omp single
+            for (const Step *each = s; each < next; each++) small(each);
+        }
     }
-    free(both);
 }

@@ -1,11 +1,17 @@
-"""One more token of each sequence, by decode.c on a CPU: what it costs is to read every weight once, and little else.
+"""One more token of each sequence in a single call of C: it costs what reading every weight once does, and little else.
 
-A block calls C twice, since what happens between two calls takes as long as a few matrices: the caches of the processor
-are full of weights by then. Shapes: B sequences, C features of the stream, H query heads, K heads of keys and values,
-D features of a head.
+Between two calls lies as much time as a few matrices take, since the caches of the processor are full of weights by
+then. What a token takes is not written down a second time: the model's own blocks, placements and norms are run once on
+`Value`s, which note every step on a `Tape`, and decode.c goes through the steps.
+
+Shapes: B sequences, C features of the stream, H query heads, K heads of keys and values, D features of a head.
 """
 
 import ctypes
+import math
+import threading
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,12 @@ import torch
 from torch import Tensor
 
 from native import function, library
+from norms.calling import noted
 
 SOURCE = Path(__file__).with_suffix(".c")
+PRODUCT, ATTENTION, GATE, NORM, SUM, SCALE = range(6)  # the kinds of steps in decode.c
+NORM_ARGUMENTS = (3, 5, 11)  # how many of them it can pass on
+PADDING = 16  # floats behind a value that it may read
 
 
 def in_use() -> str:
@@ -27,7 +37,242 @@ def available() -> bool:
     return library(SOURCE)[0] is not None
 
 
-# --- products --------------------------------------------------------------------------------------------------------
+class OneMoreToken:
+    """`model.next_logits`, by a tape where one token each of up to `most` sequences follows those in a cache.
+
+    For all other tokens, and for a model that cannot be recorded, `model.next_logits` itself.
+    """
+
+    def __init__(self, model: Any, most: int):
+        self.model, self.itself, self.most = model, model.next_logits, most
+        self.tapes: dict[int, Tape | None] = {}  # by the number of sequences
+        self.lock = threading.Lock()  # of what the tapes work in
+
+    def __call__(self, tokens: Tensor, cache: Any) -> Tensor:
+        rows, length = tokens.shape
+        if length > 1 or rows > self.most or cache.length == 0:
+            return self.itself(tokens, cache)
+        with self.lock:
+            if rows not in self.tapes:
+                self.tapes[rows] = recorded(self.model, rows)
+            tape = self.tapes[rows]
+            if tape is None:
+                return self.itself(tokens, cache)
+            x = self.model.embed_tokens(tokens)
+            ctypes.memmove(tape.start.data.data_ptr(), x.data_ptr(), x.nbytes)
+            tape.play(self.model.rope(cache.length, 1), cache.blocks)
+            return tape.end.data[:, 0].clone()
+
+
+# --- recording ---
+
+
+class Unrecordable(Exception):
+    """The model takes a step that decode.c does not know."""
+
+
+@torch.no_grad()
+def recorded(model: Any, rows: int) -> "Tape | None":
+    """The tape of one more token of `model` for so many sequences, or None where it cannot be recorded."""
+    tape = Tape(model.config.context)
+    tape.start = Value(tape, tape.room(rows, 1, model.config.dim))
+    try:
+        x = model.placement.start(tape.start)
+        for block in model.layers:
+            x = block(x, None)
+        tape.end = model.lm_head(model.finish(x))
+    except (Unrecordable, AttributeError, TypeError):  # the last two where something is asked of values that they lack
+        return None
+    return tape
+
+
+class Value:
+    """A tensor of a token to come: what is done with it is noted on the tape, and `data` is where it will be."""
+
+    def __init__(self, tape: "Tape", data: Tensor):
+        self.tape, self.data = tape, data
+
+    def __add__(self, other: "Value") -> "Value":
+        return self.tape.add(SUM, self, other)
+
+    def __mul__(self, factor: float | Tensor) -> "Value":
+        return self.tape.add(SCALE, self, factor=float(factor))
+
+    __rmul__ = __mul__
+
+    def numel(self) -> int:
+        return self.data.numel()
+
+    def split(self, sizes: list[int], axis: int) -> "list[Value]":
+        return [Value(self.tape, part) for part in self.data.split(sizes, axis)]
+
+    def unflatten(self, axis: int, sizes: tuple[int, ...]) -> "Value":
+        return Value(self.tape, self.data.unflatten(axis, sizes))
+
+    def flatten(self, axis: int) -> "Value":
+        return Value(self.tape, self.data.flatten(axis))
+
+    def view_as(self, other: "Value") -> "Value":
+        return Value(self.tape, self.data.view_as(other.data))
+
+
+class Norm:
+    """`module`, a norm, which a tape takes a step of."""
+
+    def __init__(self, module: Any):
+        self.itself = module.forward  # found before the module, whose call takes longer than a sum
+
+    def __call__(self, x: Any) -> Any:
+        return x.tape.norm(self.itself, x) if isinstance(x, Value) else self.itself(x)
+
+
+class Attention:
+    """`module`, a model's attention, by C for one more token of each sequence."""
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def __call__(self, x: Any, rope: tuple[Tensor, Tensor], cache: Any = None) -> Any:
+        module = self.module
+        if isinstance(x, Value):
+            return module.o_proj(x.tape.attention(*module.heads(x)))
+        if cache is None or cache.length == 0 or x.shape[1] > 1:
+            return module(x, rope, cache)
+        tape = Tape(cache.context)
+        y = tape.attention(*(Value(tape, part) for part in module.heads(x)))
+        tape.play(rope, [cache])
+        return module.o_proj(y.data)
+
+
+class MLP:
+    """`module`, a model's MLP, which a tape takes three steps of."""
+
+    def __init__(self, module: Any):
+        self.module, self.itself = module, module.forward
+
+    def __call__(self, x: Any) -> Any:
+        if not isinstance(x, Value):
+            return self.itself(x)
+        both = self.module.gate_up(x)
+        return self.module.down_proj(x.tape.add(GATE, both, width=both.data.shape[-1] // 2))
+
+
+class Tape:
+    """The steps of one more token of some sequences."""
+
+    start: Value  # the token's embedding
+    end: Value  # the logits
+
+    def __init__(self, context: int):
+        self.context = context
+        self.steps: list[Step] = []
+        self.kept: list[Any] = []  # what the steps point at
+        self.layers, self.multiplications = 0, 0
+
+    def room(self, *shape: int) -> Tensor:
+        self.kept.append(torch.zeros(math.prod(shape) + PADDING, dtype=torch.float32, device="cpu"))
+        return self.kept[-1][:-PADDING].view(shape)
+
+    def add(self, kind: int, x: Value, z: Value | None = None, width: int | None = None, **fields: Any) -> Value:
+        """A step that makes a value of x, or of x and z; each of its rows is as wide as one of x, or `width`."""
+        if not all(value.data.is_contiguous() for value in (x, z) if value):
+            raise Unrecordable
+        y = self.room(*x.data.shape[:-1], width or x.data.shape[-1])
+        fields |= {"x": x.data.data_ptr(), "z": z and z.data.data_ptr(), "y": y.data_ptr()}
+        self.steps.append(Step(kind, len(y), y.numel() // len(y), **fields))
+        return Value(self, y)
+
+    def product(self, by: "Product", x: Value) -> Value:
+        self.multiplications += len(x.data) * by.weight.numel()
+        return self.add(PRODUCT, x, width=by.outputs, what=by.address)
+
+    def norm(self, norm: Callable[[Tensor], Tensor], x: Value) -> Value:
+        """The one function of C that `norm` calls, with what it is given. Raises Unrecordable if that is not all."""
+        some = torch.linspace(-1, 2, x.numel(), dtype=torch.float32, device="cpu").view_as(x.data)
+        x.data.copy_(some)
+        with noted() as calls:
+            y = norm(x.data)
+        if y is x.data:
+            return x
+        if len(calls) != 1 or len(calls[0].given) not in NORM_ARGUMENTS:
+            raise Unrecordable
+        x.data.copy_(-0.7 * some.flip(-1))
+        calls[0].function(*calls[0].given)
+        if not torch.equal(y, norm(x.data)):
+            raise Unrecordable
+        self.kept += [*calls, y]
+        address = ctypes.cast(calls[0].function, ctypes.c_void_p)
+        self.steps.append(Step(NORM, what=address, count=len(calls[0].given), given=tuple(calls[0].given)))
+        return Value(self, y)
+
+    def attention(self, q: Value, k: Value, v: Value) -> Value:
+        """Of queries, B 1 H D, to keys and values, B 1 K D, and to those in the next layer's cache; B 1 H·D."""
+        parts = [value.data for value in (q, k, v)]
+        assert all(part[0].is_contiguous() and part.dtype == torch.float32 for part in parts)
+        batch, _, heads, head_dim = q.data.shape
+        y, room = self.room(batch, 1, heads * head_dim), self.room(batch, heads, head_dim + self.context + PADDING)
+        addresses, strides = [part.data_ptr() for part in parts], [part.stride(0) for part in parts]
+        sizes = batch, heads, k.data.shape[2], head_dim, self.layers
+        job = AttentionJob(*addresses, *strides, *sizes, head_dim**-0.5, room.data_ptr())
+        self.steps.append(Step(ATTENTION, what=ctypes.addressof(job), y=y.data_ptr()))
+        self.kept += [*parts, job]
+        self.layers += 1
+        self.multiplications += 2 * self.context * y.numel()
+        return Value(self, y)
+
+    def play(self, rope: tuple[Tensor, Tensor], caches: list[Any]) -> None:
+        """Go through the steps, with cosines and sines of the new position, which every layer's cache then holds."""
+        keys, values = [cache.keys for cache in caches], [cache.values for cache in caches]
+        assert len(caches) == self.layers
+        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in (*rope, *keys, *values))
+        addresses = [(ctypes.c_void_p * self.layers)(*map(Tensor.data_ptr, tensors)) for tensors in (keys, values)]
+        tables = [table.data_ptr() for table in rope]
+        seen = caches[0].length if caches else 0
+        place = Place(self.context, seen, *tables, *map(ctypes.addressof, addresses))
+        steps = self.array
+        function(SOURCE, "play", "pipi")(steps, len(steps), ctypes.addressof(place), self.multiplications)
+        for cache in caches:
+            cache.length += 1
+
+    @cached_property
+    def array(self) -> Any:
+        return (Step * len(self.steps))(*self.steps)
+
+
+# --- what decode.c is told ---
+
+
+class Step(ctypes.Structure):
+    """The `Step` of decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kind", "rows", "width")),
+        *((name, ctypes.c_void_p) for name in ("what", "x", "z", "y")),
+        ("factor", ctypes.c_float),
+        ("count", ctypes.c_int64),
+        ("given", ctypes.c_int64 * NORM_ARGUMENTS[-1]),
+    ]
+
+
+class AttentionJob(ctypes.Structure):
+    """The `Attention` of decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "head_dim", "layer")),
+        ("scale", ctypes.c_float),
+        ("room", ctypes.c_void_p),
+    ]
+
+
+class Place(ctypes.Structure):
+    """The `Place` of decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("context", "seen")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "keys", "values")),
+    ]
 
 
 class ProductJob(ctypes.Structure):
@@ -50,72 +295,10 @@ class Product:
         self.job = ProductJob(self.outputs, self.inputs, 8 * weight.itemsize, *addresses)
         self.address, self.function = ctypes.addressof(self.job), function(SOURCE, "product", "pipp")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, Value):
+            return x.tape.product(self, x)
         assert x.dtype == torch.float32 and x.is_cpu
         x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.outputs)
         self.function(self.address, x.numel() // self.inputs, x.data_ptr(), y.data_ptr())
-        return y
-
-
-# --- attention and MLP ------------------------------------------------------------------------------------------------
-
-
-class AttentionJob(ctypes.Structure):
-    """The `Attention` of decode.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "out")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim")),
-        ("scale", ctypes.c_float),
-    ]
-
-
-class Attention:
-    """`module`, a model's attention, by C for one more token of each sequence; for more tokens `module` itself.
-
-    All of it in one call for up to `most` sequences, the products by `qkv` and `out` (`most` is 0 where a norm comes
-    between them); otherwise what is between the products of `module`.
-    """
-
-    def __init__(self, module: Any, qkv: Product, out: Product, most: int):
-        self.module, self.products, self.most = module, (qkv, out), most
-        heads = out.inputs // module.head_dim
-        sizes = heads, (qkv.outputs // module.head_dim - heads) // 2, module.head_dim, module.head_dim**-0.5
-        self.whole, self.inner = AttentionJob(qkv.address, out.address, *sizes), AttentionJob(None, None, *sizes)
-        self.function = function(SOURCE, "attention", "piiipppppp")
-
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = None) -> Tensor:
-        if cache is None or cache.length == 0 or x.shape[1] > 1:
-            return self.module(x, rope, cache)
-        y = torch.empty_like(x)
-        if x.shape[0] <= self.most:
-            return self.one_more(self.whole, x, rope, cache, y)
-        heads = torch.cat(self.module.heads(x), 2)  # B 1 H+2K D
-        return self.module.o_proj(self.one_more(self.inner, heads, rope, cache, y))
-
-    def one_more(self, job: AttentionJob, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any, y: Tensor) -> Tensor:
-        """y, filled, and a position more of the cache."""
-        (cos, sin), keys, values = rope, cache.keys, cache.values
-        batch, _, context, _ = keys.shape
-        assert x.is_contiguous() and x.dtype == keys.dtype == torch.float32 and x.shape[0] == batch
-        given = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), y.data_ptr()
-        self.function(ctypes.addressof(job), batch, context, cache.length, *given)
-        cache.length += 1
-        return y
-
-
-class MLP:
-    """`module`, a model's MLP, in one call of C for one more token of up to `most` sequences; else `module` itself."""
-
-    def __init__(self, module: Any, gate_up: Product, down: Product, most: int):
-        self.module, self.products, self.most = module, (gate_up, down), most
-        self.addresses, self.function = (gate_up.address, down.address), function(SOURCE, "mlp", "ppipp")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        if length > 1 or rows > self.most:
-            return self.module(x)
-        assert x.is_contiguous() and x.dtype == torch.float32
-        y = torch.empty_like(x)
-        self.function(*self.addresses, rows, x.data_ptr(), y.data_ptr())
         return y

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 import decode
 from model import Linear, Llama, Together
+from norms import KINDS
 
 FEW = {torch.float32: 16, torch.bfloat16: 4, torch.int8: sys.maxsize}  # rows of x up to which decode.c is faster
 
@@ -36,21 +36,24 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
                 _replace(parent, name, _rounded(child.weight.detach(), dtype))
             if isinstance(child, nn.Identity | nn.Dropout):
                 _replace(parent, name, _same)
+    if isinstance(model.lm_head, FewRows):
+        _by_kernels(model, FEW[dtype])
     for block in model.layers:
-        if isinstance(model.lm_head, FewRows):
-            _by_kernels(block, FEW[dtype])
         for parent in (block, *block.children()):
             for name, child in parent.named_children():
-                vars(parent)[name] = child.forward  # found before the module, whose call takes longer than a sum
+                vars(parent).setdefault(name, child.forward)  # found before the module, whose call takes long
 
 
-def _by_kernels(block: Any, most: int) -> None:
-    """Attention and MLP of one more token for up to `most` sequences in one call each."""
-    attention, mlp = block.self_attn, block.mlp
-    normed = any(norm is not _same for norm in (attention.q_norm, attention.k_norm, attention.v_norm))
-    qkv, out, gate_up, down = (x.few for x in (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj))
-    _replace(block, "self_attn", decode.Attention(attention, qkv, out, 0 if normed else most))
-    _replace(block, "mlp", decode.MLP(mlp, gate_up, down, most))
+def _by_kernels(model: Llama, most: int) -> None:
+    """One more token for each of up to `most` sequences in one call of C."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) in KINDS.values():
+                vars(parent)[name] = decode.Norm(child)  # found before the module
+    for block in model.layers:
+        _replace(block, "self_attn", decode.Attention(block.self_attn))
+        _replace(block, "mlp", decode.MLP(block.mlp))
+    vars(model)["next_logits"] = decode.OneMoreToken(model, most)
 
 
 def _replace(parent: nn.Module, name: str, product: Callable) -> None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import Structure, addressof
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ CHUNKS = 64  # into which rows are divided, at most: not by the number of thread
 SMALLEST = 16384  # features of a chunk, unless it is the last
 
 _formula_only = False
+_noted: "list[Call] | None" = None
 
 
 def by_kernel(source: Path, x: Tensor, *parameters: Any) -> bool:
@@ -54,9 +56,33 @@ def formula_only() -> Iterator[None]:
         _formula_only = before
 
 
-def call(source: Path, name: str, numbers: tuple[int, ...], *tensors: Tensor) -> None:
-    """Call a function of a C file with whole numbers, or addresses, and contiguous tensors."""
-    function(source, name, "i" * len(numbers) + "p" * len(tensors))(*numbers, *map(Tensor.data_ptr, tensors))
+class Call(NamedTuple):
+    """What was called in C: with these numbers and addresses, and `kept` at the latter."""
+
+    function: Any
+    given: list[int]
+    kept: tuple
+
+
+def call(source: Path, name: str, numbers: tuple[int | Structure, ...], *tensors: Tensor) -> None:
+    """Call a function of a C file with whole numbers, addresses of structures, and contiguous tensors."""
+    called = function(source, name, "i" * len(numbers) + "p" * len(tensors))
+    given = [number if isinstance(number, int) else addressof(number) for number in numbers]
+    given += map(Tensor.data_ptr, tensors)
+    called(*given)
+    if _noted is not None:
+        _noted.append(Call(called, given, (numbers, tensors)))
+
+
+@contextmanager
+def noted() -> Iterator[list[Call]]:
+    """The calls made inside, to be made again."""
+    global _noted
+    _noted = []
+    try:
+        yield _noted
+    finally:
+        _noted = None
 
 
 def chunk_for(rows: int, width: int) -> int:

@@ -1,6 +1,5 @@
 """The norms with statistics in one pass over memory, on a CPU, by kernels.c; anywhere else by their formulas."""
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +59,7 @@ class Normalise(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weights)
         grad_bias = torch.empty_like(weights) if job.centred else NOTHING
         found, sums = (grad_x, grad_weight, grad_bias), room(job.doubles, dtype=torch.float64)
-        call(KERNELS, "backward", (ctypes.addressof(job),), x, grad_y.contiguous(), weights, *found, sums)
+        call(KERNELS, "backward", (job,), x, grad_y.contiguous(), weights, *found, sums)
         return (
             *(None, None, grad_x),
             None if weight is None else grad_weight.view_as(weight),
@@ -71,7 +70,7 @@ class Normalise(torch.autograd.Function):
 def forward(job: Job, x: Tensor, weight: Any, bias: Any) -> Tensor:
     x, weights, biases = x.contiguous(), gains(weight, job, 1), gains(bias, job, 0) if job.centred else NOTHING
     y = torch.empty_like(x)
-    call(KERNELS, "forward", (ctypes.addressof(job),), x, weights, biases, y)
+    call(KERNELS, "forward", (job,), x, weights, biases, y)
     return y
 
 

@@ -72,7 +72,7 @@ class Pointwise(torch.autograd.Function):
         ctx.formula, ctx.curve = formula, curve
         x = x.contiguous()
         y, job = torch.empty_like(x), job_for(curve, x, *parameters)
-        call(KERNELS, "forward", (ctypes.addressof(job),), x, y)
+        call(KERNELS, "forward", (job,), x, y)
         return y
 
     @staticmethod
@@ -84,7 +84,7 @@ class Pointwise(torch.autograd.Function):
         stride, chunks = -(-job.width // LANES) * LANES, -(-job.rows // job.chunk)
         grad_x, sums = torch.empty_like(x), room(chunks, 4, stride, dtype=torch.float64)
         few = room(chunks, 2, stride)
-        call(KERNELS, "backward", (ctypes.addressof(job),), x, grad_y.contiguous(), grad_x, sums, few)
+        call(KERNELS, "backward", (job,), x, grad_y.contiguous(), grad_x, sums, few)
         grad_weight, grad_bias = sums[0, :2, : job.width].float()
         grad_alpha, grad_shift = sums[0, 2:, :LANES].sum(1, keepdim=True).float()
         return None, None, grad_x, grad_alpha, None if shift is None else grad_shift, grad_weight, grad_bias

@@ -1,7 +1,10 @@
 """Weights in fewer bits against the float32 model, autocast, and int8 products by hand."""
 
+import copy
 import dataclasses
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,9 +14,12 @@ from torch import Tensor
 
 import decode
 from config import ModelConfig
-from decode import Product
+from decode import Product, Tape, Value
 from machine import has_bfloat16
 from model import BlockCache, Linear, Llama
+from norms import KINDS, build_norm
+from norms.fused import normalise
+from norms.placement import PLACEMENTS
 from rounding import Int8Product, round_weights
 
 CPU = torch.device("cpu")
@@ -66,11 +72,11 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).square().mean().sqrt())
 
 
-def step_by_step(model: Llama, first: int = 8) -> Tensor:
+def step_by_step(model: Llama, first: int = 8, tokens: Tensor = TOKENS) -> Tensor:
     """Logits of what follows each token from number `first` on, B T V, a token at a time after the first ones."""
     cache = model.new_cache()
-    steps = [model.next_logits(TOKENS[:, :first], cache)]
-    return torch.stack([*steps, *(model.next_logits(token, cache) for token in TOKENS[:, first:].T.unsqueeze(-1))], 1)
+    steps = [model.next_logits(tokens[:, :first], cache)]
+    return torch.stack([*steps, *(model.next_logits(token, cache) for token in tokens[:, first:].T.unsqueeze(-1))], 1)
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -144,13 +150,17 @@ def rms_normed(x: Tensor, norm: Any) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
 
 
+def recording(shape: tuple[int, ...], context: int = 1) -> Value:
+    tape = Tape(context)
+    return Value(tape, tape.room(*shape))
+
+
 @needs_kernels
 @pytest.mark.parametrize("batch, heads, kv_heads, head_dim", [(1, 6, 6, 48), (3, 4, 2, 6), (2, 5, 1, 34), (1, 1, 1, 2)])
-@pytest.mark.parametrize("at_once, qk_norm", [(True, "none"), (False, "none"), (False, "head")])
+@pytest.mark.parametrize("on_tape, qk_norm", [(True, "none"), (True, "head"), (False, "none"), (False, "head")])
 @pytest.mark.parametrize("spread", [0.3, 30.0])
 @torch.inference_mode()
-def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, at_once, qk_norm, spread):
-    """Not at once: with norms, or too many sequences for products by C."""
+def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, on_tape, qk_norm, spread):
     generator = torch.Generator().manual_seed(3)
     dim, context, seen = heads * head_dim, 40, 37
     shape = dict(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, context=context, qk_norm=qk_norm)
@@ -161,9 +171,24 @@ def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, at_once, 
     before = cache.keys.clone(), cache.values.clone()
     x = torch.randn(batch, 1, dim, generator=generator)
     angles = torch.rand(1, head_dim // 2, generator=generator, dtype=torch.float64) * 9
-    together = torch.cat([part.weight for part in plain.qkv.parts])
-    attend = decode.Attention(plain, Product(together), Product(plain.o_proj.weight), batch if at_once else 0)
-    got = attend(x, (angles.cos().float(), angles.sin().float()), cache)
+    rope = angles.cos().float(), angles.sin().float()
+    if on_tape:
+        products: Any = copy.copy(plain)  # by C, as are the norms
+        vars(products)["qkv"] = Product(torch.cat([part.weight for part in plain.qkv.parts]))
+        vars(products)["o_proj"] = Product(plain.o_proj.weight)
+        if qk_norm == "head":
+            vars(products).update(q_norm=decode.Norm(plain.q_norm), k_norm=decode.Norm(plain.k_norm))
+        start = recording((batch, 1, dim), context)
+        if qk_norm == "head" and batch > 1:
+            with pytest.raises(decode.Unrecordable):  # the queries of several sequences are no rows of one tensor
+                decode.Attention(products)(start, rope)
+            return
+        end = decode.Attention(products)(start, rope)
+        start.data.copy_(x)
+        start.tape.play(rope, [cache])
+        got = end.data
+    else:
+        got = decode.Attention(plain)(x, rope, cache)
 
     q, k, v = (
         (x.double() @ part.weight.double().T).view(batch, 1, -1, head_dim).transpose(1, 2) for part in plain.qkv.parts
@@ -191,13 +216,73 @@ def test_attention_of_one_more_token(batch, heads, kv_heads, head_dim, at_once, 
 def test_mlp_of_one_more_token(rows, dim, hidden):
     plain: Any = vivid(dict(dim=dim, heads=1, kv_heads=1, hidden_dim=hidden)).layers[0].mlp
     gate, up, down = (part.weight for part in (plain.gate_proj, plain.up_proj, plain.down_proj))
-    x = torch.randn(rows, 1, dim, generator=torch.Generator().manual_seed(rows)) * 9
-    got = decode.MLP(plain, Product(torch.cat((gate, up))), Product(down), rows)(x)
-    x, gate, up, down = x.double(), gate.double(), up.double(), down.double()
+    products: Any = copy.copy(plain)
+    vars(products).update(gate_up=Product(torch.cat((gate, up))), down_proj=Product(down))
+    start = recording((rows, 1, dim))
+    end = decode.MLP(products)(start)
+    x = start.data.copy_(torch.randn(rows, 1, dim, generator=torch.Generator().manual_seed(rows)) * 9).double()
+    start.tape.play((torch.empty(0), torch.empty(0)), [])
+    gate, up, down = gate.double(), up.double(), down.double()
     expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
     # each rounding is at most 2^-24 of the sum of what is added up
     largest = ((x.abs() @ gate.abs().T) * (x.abs() @ up.abs().T)) @ down.abs().T
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=float(largest.max()) * 1e-7)
+    torch.testing.assert_close(end.data.double(), expected, rtol=0, atol=float(largest.max()) * 1e-7)
+
+
+CELLS = [(kind, "pre") for kind in KINDS] + [("rmsnorm", placement) for placement in PLACEMENTS]
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows, qk_norm", [(3, "none"), (1, "head"), (1, "full")])
+@pytest.mark.parametrize("norm, placement", CELLS)
+@torch.inference_mode()
+def test_every_norm_and_placement_is_recorded(norm, placement, rows, qk_norm):
+    changes = dict(norm=norm, placement=placement, qk_norm=qk_norm)
+    model, plain = rounded(changes, torch.float32), vivid(changes).double()
+    assert (placement == "hybrid" and rows > 1) or decode.recorded(model, rows)
+    got = step_by_step(model, first=1, tokens=TOKENS[:rows])
+    expected = plain(TOKENS[:rows])
+    # in float32, some 20 sums of about 100 terms one after the other
+    assert error(got, expected) < 1e-5 * error(expected, expected.mean())
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_what_cannot_be_recorded_is_not():
+    changes = dict(norm_args={"cast_order": "llama"})  # without a function of C
+    model, plain = rounded(changes, torch.float32), vivid(changes)
+    assert decode.recorded(model, 1) is None
+    torch.testing.assert_close(step_by_step(model), plain(TOKENS)[:, 7:], rtol=0, atol=1e-5)
+
+    start = recording((1, 1, 64))
+    norm: Any = build_norm("rmsnorm", 64)
+    wrong: list[Callable] = [
+        lambda x: 2 * norm(x),  # something is done after the function,
+        lambda x: norm(2 * x),  # before it,
+        lambda x: norm(norm(x)),  # it is two functions,
+        lambda x: normalise(norm.formula, norm.statistics, x, 1 + x[0, 0]),  # or is given something else for each token
+    ]
+    for each in wrong:
+        with pytest.raises(decode.Unrecordable):
+            start.tape.norm(each, start)
+    half, other = recording((2, 1, 64)).split([32, 32], -1)
+    with pytest.raises(decode.Unrecordable):
+        half + other
+    assert not start.tape.steps + half.tape.steps
+
+
+@needs_kernels
+def test_a_tape_is_played_by_one_thread_at_a_time_in_any_mode():
+    model = rounded(dict(dim=288, heads=6, kv_heads=3, hidden_dim=300), torch.float32)
+    with torch.inference_mode():
+        alone = step_by_step(model)
+
+    @torch.no_grad()
+    def logits(_: int) -> Tensor:
+        return step_by_step(model)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(each, alone) for each in pool.map(logits, range(8)))
 
 
 @needs_kernels
