@@ -2,7 +2,8 @@
 
 Between two calls lies as much time as a few matrices take, since the caches of the processor are full of weights by
 then. What a token takes is not written down a second time: the model's own blocks, placements and norms are run once on
-`Value`s, which note every step on a `Tape`, and decode.c goes through the steps.
+`Value`s, which note every step on a `Tape`, and decode.c goes through the steps. A norm that is more, or less, than one
+function of C is called in between.
 
 Shapes: B sequences, C features of the stream, H query heads, K heads of keys and values, D features of a head.
 """
@@ -12,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ class OneMoreToken:
         self.tapes: dict[int, Tape | None] = {}  # by the number of sequences
         self.lock = threading.Lock()  # of what the tapes work in
 
+    @torch.no_grad()
     def __call__(self, tokens: Tensor, cache: Any) -> Tensor:
         rows, length = tokens.shape
         if length > 1 or rows > self.most or cache.length == 0:
@@ -58,8 +61,7 @@ class OneMoreToken:
             tape = self.tapes[rows]
             if tape is None:
                 return self.itself(tokens, cache)
-            x = self.model.embed_tokens(tokens)
-            ctypes.memmove(tape.start.data.data_ptr(), x.data_ptr(), x.nbytes)
+            tape.start.data.copy_(self.model.embed_tokens(tokens))
             tape.play(self.model.rope(cache.length, 1), cache.blocks)
             return tape.end.data[:, 0].clone()
 
@@ -71,7 +73,6 @@ class Unrecordable(Exception):
     """The model takes a step that decode.c does not know."""
 
 
-@torch.no_grad()
 def recorded(model: Any, rows: int) -> "Tape | None":
     """The tape of one more token of `model` for so many sequences, or None where it cannot be recorded."""
     tape = Tape(model.config.context)
@@ -165,12 +166,13 @@ class Tape:
 
     def __init__(self, context: int):
         self.context = context
-        self.steps: list[Step] = []
+        self.steps: list[Step | Callable[[], Any]] = []
         self.kept: list[Any] = []  # what the steps point at
         self.layers, self.multiplications = 0, 0
 
     def room(self, *shape: int) -> Tensor:
-        self.kept.append(torch.zeros(math.prod(shape) + PADDING, dtype=torch.float32, device="cpu"))
+        with torch.inference_mode(False):  # to be written to in any mode
+            self.kept.append(torch.zeros(math.prod(shape) + PADDING, dtype=torch.float32, device="cpu"))
         return self.kept[-1][:-PADDING].view(shape)
 
     def add(self, kind: int, x: Value, z: Value | None = None, width: int | None = None, **fields: Any) -> Value:
@@ -187,22 +189,24 @@ class Tape:
         return self.add(PRODUCT, x, width=by.outputs, what=by.address)
 
     def norm(self, norm: Callable[[Tensor], Tensor], x: Value) -> Value:
-        """The one function of C that `norm` calls, with what it is given. Raises Unrecordable if that is not all."""
+        """`norm` of x: the one function of C that it calls, or else `norm` itself, between two calls of C."""
         some = torch.linspace(-1, 2, x.numel(), dtype=torch.float32, device="cpu").view_as(x.data)
         x.data.copy_(some)
         with noted() as calls:
             y = norm(x.data)
         if y is x.data:
             return x
-        if len(calls) != 1 or len(calls[0].given) not in NORM_ARGUMENTS:
-            raise Unrecordable
         x.data.copy_(-0.7 * some.flip(-1))
-        calls[0].function(*calls[0].given)
-        if not torch.equal(y, norm(x.data)):
-            raise Unrecordable
-        self.kept += [*calls, y]
-        address = ctypes.cast(calls[0].function, ctypes.c_void_p)
-        self.steps.append(Step(NORM, what=address, count=len(calls[0].given), given=tuple(calls[0].given)))
+        if len(calls) == 1 and len(calls[0].given) in NORM_ARGUMENTS:
+            (call,) = calls
+            call.function(*call.given)
+            if torch.equal(y, norm(x.data)):  # so that call is all there is to it
+                self.kept += [call, y]
+                address = ctypes.cast(call.function, ctypes.c_void_p)
+                self.steps.append(Step(NORM, what=address, count=len(call.given), given=tuple(call.given)))
+                return Value(self, y)
+        y = self.room(*y.shape)
+        self.steps.append(lambda: y.copy_(norm(x.data)))
         return Value(self, y)
 
     def attention(self, q: Value, k: Value, v: Value) -> Value:
@@ -229,14 +233,23 @@ class Tape:
         tables = [table.data_ptr() for table in rope]
         seen = caches[0].length if caches else 0
         place = Place(self.context, seen, *tables, *map(ctypes.addressof, addresses))
-        steps = self.array
-        function(SOURCE, "play", "pipi")(steps, len(steps), ctypes.addressof(place), self.multiplications)
+        run = function(SOURCE, "play", "pipi")
+        for part in self.parts:
+            if callable(part):
+                part()
+            else:
+                run(part, len(part), ctypes.addressof(place), self.multiplications)
         for cache in caches:
             cache.length += 1
 
     @cached_property
-    def array(self) -> Any:
-        return (Step * len(self.steps))(*self.steps)
+    def parts(self) -> list[Any]:
+        """The steps, those for C that follow each other in one array."""
+        parts: list[Any] = []
+        for for_c, steps in groupby(self.steps, lambda step: isinstance(step, Step)):
+            several: list[Any] = list(steps)
+            parts += [(Step * len(several))(*several)] if for_c else several
+        return parts
 
 
 # --- what decode.c is told ---
