@@ -235,7 +235,8 @@ CELLS = [(kind, "pre") for kind in KINDS] + [("rmsnorm", placement) for placemen
 def test_every_norm_and_placement_is_recorded(norm, placement, rows, qk_norm):
     changes = dict(norm=norm, placement=placement, qk_norm=qk_norm)
     model, plain = rounded(changes, torch.float32), vivid(changes).double()
-    assert (placement == "hybrid" and rows > 1) or decode.recorded(model, rows)
+    tape = decode.recorded(model, rows)
+    assert tape and (len(tape.parts) == 1 or placement == "hybrid" and rows == 3)  # one call of C
     got = step_by_step(model, first=1, tokens=TOKENS[:rows])
     expected = plain(TOKENS[:rows])
     # in float32, some 20 sums of about 100 terms one after the other
