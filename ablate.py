@@ -26,7 +26,7 @@ import train
 from checkpoint import load_model
 from config import ModelConfig, Parser, TrainConfig, add_flags, check_sizes, require
 from data.batches import Prepared, evaluation_batches, prepare
-from exits import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, exit_codes, run_and_leave
+from exits import IN_USE, NOT_FINITE, CellFailed, Stopped, as_command, bad_input, exit_codes
 from machine import describe
 from model import Llama
 from norms import KINDS
@@ -385,4 +385,4 @@ def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    as_command(main)

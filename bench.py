@@ -26,7 +26,7 @@ import decode
 import gpu
 import growth
 from config import ModelConfig, Parser, TrainConfig, add_knobs, check_sizes, knob, require
-from exits import bad_input, exit_codes, run_and_leave
+from exits import as_command, bad_input, exit_codes
 from generate import Sampling, generate
 from machine import autocast, describe, has_bfloat16, keep_memory, peak_memory, pick_device
 from model import Llama
@@ -455,4 +455,4 @@ COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    as_command(main)

@@ -11,8 +11,9 @@ Shapes: B sequences, C features of the stream, H query heads, K heads of keys an
 import ctypes
 import math
 import threading
+import weakref
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -42,28 +43,30 @@ def available() -> bool:
 class OneMoreToken:
     """`model.next_logits`, by a tape where one token each of up to `most` sequences follows those in a cache.
 
-    For all other tokens, and for a model that cannot be recorded, `model.next_logits` itself.
+    For all other tokens, and for a model that cannot be recorded, `model.next_logits` itself. It keeps no model alive.
     """
 
     def __init__(self, model: Any, most: int):
-        self.model, self.itself, self.most = model, model.next_logits, most
-        self.tapes: dict[int, Tape | None] = {}  # by the number of sequences
-        self.lock = threading.Lock()  # of what the tapes work in
+        self.model, self.most = weakref.proxy(model), most
+        self.itself = partial(type(model).next_logits, self.model)
+        self.rows = 0  # in the latest tape
+        self.tape: Tape | None = None
+        self.lock = threading.Lock()  # of what the tape works in
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, cache: Any) -> Tensor:
+    def __call__(self, tokens: Tensor, cache: Any = None) -> Tensor:
         rows, length = tokens.shape
-        if length > 1 or rows > self.most or cache.length == 0:
+        following = cache is not None and cache.length > 0 and cache.blocks[0].context == self.model.config.context
+        if not following or length != 1 or not 0 < rows <= self.most:
             return self.itself(tokens, cache)
         with self.lock:
-            if rows not in self.tapes:
-                self.tapes[rows] = recorded(self.model, rows)
-            tape = self.tapes[rows]
-            if tape is None:
+            if rows != self.rows:
+                self.rows, self.tape = rows, recorded(self.model, rows)
+            if self.tape is None:
                 return self.itself(tokens, cache)
-            tape.start.data.copy_(self.model.embed_tokens(tokens))
-            tape.play(self.model.rope(cache.length, 1), cache.blocks)
-            return tape.end.data[:, 0].clone()
+            self.tape.start.copy_(self.model.embed_tokens(tokens))
+            self.tape.play(self.model.rope(cache.length, 1), cache.blocks)
+            return self.tape.end[:, 0].clone()
 
 
 # --- recording ---
@@ -76,13 +79,13 @@ class Unrecordable(Exception):
 def recorded(model: Any, rows: int) -> "Tape | None":
     """The tape of one more token of `model` for so many sequences, or None where it cannot be recorded."""
     tape = Tape(model.config.context)
-    tape.start = Value(tape, tape.room(rows, 1, model.config.dim))
+    tape.start = tape.room(rows, 1, model.config.dim)
     try:
-        x = model.placement.start(tape.start)
+        x = model.placement.start(Value(tape, tape.start))
         for block in model.layers:
             x = block(x, None)
-        tape.end = model.lm_head(model.finish(x))
-    except (Unrecordable, AttributeError, TypeError):  # the last two where something is asked of values that they lack
+        tape.end = model.lm_head(model.finish(x)).data
+    except Exception:  # of any kind, from a placement that takes values for tensors
         return None
     return tape
 
@@ -94,10 +97,12 @@ class Value:
         self.tape, self.data = tape, data
 
     def __add__(self, other: "Value") -> "Value":
+        if not isinstance(other, Value) or other.data.shape != self.data.shape:
+            raise Unrecordable
         return self.tape.add(SUM, self, other)
 
     def __mul__(self, factor: float | Tensor) -> "Value":
-        return self.tape.add(SCALE, self, factor=float(factor))
+        return self.tape.add(SCALE, self, factor=float(factor))  # which only one number can be turned into
 
     __rmul__ = __mul__
 
@@ -111,7 +116,7 @@ class Value:
         return Value(self.tape, self.data.unflatten(axis, sizes))
 
     def flatten(self, axis: int) -> "Value":
-        return Value(self.tape, self.data.flatten(axis))
+        return Value(self.tape, self.data.view(*self.data.shape[:axis], -1))
 
     def view_as(self, other: "Value") -> "Value":
         return Value(self.tape, self.data.view_as(other.data))
@@ -137,7 +142,7 @@ class Attention:
         module = self.module
         if isinstance(x, Value):
             return module.o_proj(x.tape.attention(*module.heads(x)))
-        if cache is None or cache.length == 0 or x.shape[1] > 1:
+        if cache is None or cache.length == 0 or x.shape[1] != 1:
             return module(x, rope, cache)
         tape = Tape(cache.context)
         y = tape.attention(*(Value(tape, part) for part in module.heads(x)))
@@ -161,30 +166,34 @@ class MLP:
 class Tape:
     """The steps of one more token of some sequences."""
 
-    start: Value  # the token's embedding
-    end: Value  # the logits
+    start: Tensor  # the token's embedding, B 1 C
+    end: Tensor  # the logits
 
     def __init__(self, context: int):
         self.context = context
         self.steps: list[Step | Callable[[], Any]] = []
         self.kept: list[Any] = []  # what the steps point at
-        self.layers, self.multiplications = 0, 0
+        self.caches: list[tuple[int, ...]] = []  # the shape of each layer's keys and values
+        self.scores = self.room(0)  # where attention, of one layer after the other, works
+        self.multiplications = 0
 
     def room(self, *shape: int) -> Tensor:
         with torch.inference_mode(False):  # to be written to in any mode
-            self.kept.append(torch.zeros(math.prod(shape) + PADDING, dtype=torch.float32, device="cpu"))
+            self.kept.append(torch.empty(math.prod(shape) + PADDING, dtype=torch.float32, device="cpu"))
         return self.kept[-1][:-PADDING].view(shape)
 
     def add(self, kind: int, x: Value, z: Value | None = None, width: int | None = None, **fields: Any) -> Value:
         """A step that makes a value of x, or of x and z; each of its rows is as wide as one of x, or `width`."""
-        if not all(value.data.is_contiguous() for value in (x, z) if value):
+        given = [value.data for value in (x, z) if value is not None]
+        if not all(data.is_contiguous() for data in given):
             raise Unrecordable
         y = self.room(*x.data.shape[:-1], width or x.data.shape[-1])
-        fields |= {"x": x.data.data_ptr(), "z": z and z.data.data_ptr(), "y": y.data_ptr()}
+        fields |= dict(zip("xzy", map(Tensor.data_ptr, (given[0], given[-1], y)), strict=True))
         self.steps.append(Step(kind, len(y), y.numel() // len(y), **fields))
         return Value(self, y)
 
     def product(self, by: "Product", x: Value) -> Value:
+        self.kept.append(by)
         self.multiplications += len(x.data) * by.weight.numel()
         return self.add(PRODUCT, x, width=by.outputs, what=by.address)
 
@@ -196,7 +205,7 @@ class Tape:
             y = norm(x.data)
         if y is x.data:
             return x
-        x.data.copy_(-0.7 * some.flip(-1))
+        x.data.copy_(-300 * some.flip(-1))
         if len(calls) == 1 and len(calls[0].given) in NORM_ARGUMENTS:
             (call,) = calls
             call.function(*call.given)
@@ -205,33 +214,36 @@ class Tape:
                 address = ctypes.cast(call.function, ctypes.c_void_p)
                 self.steps.append(Step(NORM, what=address, count=len(call.given), given=tuple(call.given)))
                 return Value(self, y)
-        y = self.room(*y.shape)
-        self.steps.append(lambda: y.copy_(norm(x.data)))
-        return Value(self, y)
+        here, there = x.data, self.room(*y.shape)
+        self.steps.append(lambda: there.copy_(norm(here)))
+        return Value(self, there)
 
     def attention(self, q: Value, k: Value, v: Value) -> Value:
         """Of queries, B 1 H D, to keys and values, B 1 K D, and to those in the next layer's cache; B 1 H·D."""
         parts = [value.data for value in (q, k, v)]
         assert all(part[0].is_contiguous() and part.dtype == torch.float32 for part in parts)
         batch, _, heads, head_dim = q.data.shape
-        y, room = self.room(batch, 1, heads * head_dim), self.room(batch, heads, head_dim + self.context + PADDING)
+        kv_heads, each = k.data.shape[2], head_dim + self.context + PADDING
+        if self.scores.numel() < batch * heads * each:
+            self.scores = self.room(batch * heads * each)
+        y = self.room(batch, 1, heads * head_dim)
         addresses, strides = [part.data_ptr() for part in parts], [part.stride(0) for part in parts]
-        sizes = batch, heads, k.data.shape[2], head_dim, self.layers
-        job = AttentionJob(*addresses, *strides, *sizes, head_dim**-0.5, room.data_ptr())
+        sizes = batch, heads, kv_heads, head_dim, len(self.caches)
+        job = AttentionJob(*addresses, *strides, *sizes, head_dim**-0.5, self.scores.data_ptr())
         self.steps.append(Step(ATTENTION, what=ctypes.addressof(job), y=y.data_ptr()))
         self.kept += [*parts, job]
-        self.layers += 1
+        self.caches.append((batch, kv_heads, self.context, head_dim))
         self.multiplications += 2 * self.context * y.numel()
         return Value(self, y)
 
     def play(self, rope: tuple[Tensor, Tensor], caches: list[Any]) -> None:
         """Go through the steps, with cosines and sines of the new position, which every layer's cache then holds."""
         keys, values = [cache.keys for cache in caches], [cache.values for cache in caches]
-        assert len(caches) == self.layers
-        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in (*rope, *keys, *values))
-        addresses = [(ctypes.c_void_p * self.layers)(*map(Tensor.data_ptr, tensors)) for tensors in (keys, values)]
-        tables = [table.data_ptr() for table in rope]
         seen = caches[0].length if caches else 0
+        assert seen < self.context and [x.shape for x in keys] == [x.shape for x in values] == self.caches
+        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in (*rope, *keys, *values))
+        addresses = [(ctypes.c_void_p * len(caches))(*map(Tensor.data_ptr, tensors)) for tensors in (keys, values)]
+        tables = [table.data_ptr() for table in rope]
         place = Place(self.context, seen, *tables, *map(ctypes.addressof, addresses))
         run = function(SOURCE, "play", "pipi")
         for part in self.parts:

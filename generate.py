@@ -21,7 +21,7 @@ import decode
 from checkpoint import find_checkpoint, load_model
 from config import Parser, add_knobs, check_sizes, knob, require
 from data.tokenizer import Tokenizer
-from exits import bad_input, exit_codes, run_and_leave
+from exits import as_command, bad_input, exit_codes
 from machine import pick_device, pick_dtype
 from model import Llama
 from rounding import round_weights
@@ -314,4 +314,4 @@ class GrowingText:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    as_command(main)

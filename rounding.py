@@ -20,8 +20,9 @@ def round_weights(model: Llama, dtype: torch.dtype) -> None:
     What reads the same x becomes one product. The embedding that tokens are looked up in, norms and the residual
     stream stay in float32, also where the embedding is the head besides. The 16-bit formats compute what autocast
     does, without converting the weights for every token. By decode.c, that is for a few tokens at a time and always
-    in int8, only the weights are rounded: x stays in float32. Attention and MLP of one more token are a call of C each,
-    which knows where the weights lie: the model can no longer be moved or copied. Raises ValueError for a second time.
+    in int8, only the weights are rounded: x stays in float32. One more token is a single call of C, which knows where
+    the weights lie and what the norms are given: the model can no longer be moved or copied, and nothing in it be
+    replaced, loaded or trained. Raises ValueError for a second time.
     """
     if model.embed_tokens.weight.dtype != torch.float32 or not any(isinstance(m, Linear) for m in model.modules()):
         raise ValueError("only a model in float32 can be rounded, and only once")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
 from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, read_run
 from data.batches import Prepared, evaluation_batches, prepare, training_batch
-from exits import NotFinite, Stopped, bad_input, exit_codes, run_and_leave
+from exits import NotFinite, Stopped, as_command, bad_input, exit_codes
 from generate import Sampling, sample_text
 from machine import autocast, compile_pays, describe, keep_memory, peak_flops, peak_memory, pick_device, pick_dtype
 from model import Llama
@@ -436,4 +436,4 @@ def describe_run(run: Run, model: Llama) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    as_command(main)

@@ -1,5 +1,6 @@
 """How the norms call functions in C: when they may, with what, and how many rows at a time."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import Structure, addressof
@@ -19,7 +20,7 @@ CHUNKS = 64  # into which rows are divided, at most: not by the number of thread
 SMALLEST = 16384  # features of a chunk, unless it is the last
 
 _formula_only = False
-_noted: "list[Call] | None" = None
+_noted = threading.local()  # its `calls`, where somebody listens
 
 
 def by_kernel(source: Path, x: Tensor, *parameters: Any) -> bool:
@@ -70,19 +71,19 @@ def call(source: Path, name: str, numbers: tuple[int | Structure, ...], *tensors
     given = [number if isinstance(number, int) else addressof(number) for number in numbers]
     given += map(Tensor.data_ptr, tensors)
     called(*given)
-    if _noted is not None:
-        _noted.append(Call(called, given, (numbers, tensors)))
+    if hasattr(_noted, "calls"):
+        _noted.calls.append(Call(called, given, (numbers, tensors)))
 
 
 @contextmanager
 def noted() -> Iterator[list[Call]]:
-    """The calls made inside, to be made again."""
-    global _noted
-    _noted = []
+    """The calls that this thread makes inside, to be made again."""
+    calls: list[Call] = []
+    _noted.calls = calls
     try:
-        yield _noted
+        yield calls
     finally:
-        _noted = None
+        del _noted.calls
 
 
 def chunk_for(rows: int, width: int) -> int:

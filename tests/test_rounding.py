@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +18,9 @@ import decode
 from config import ModelConfig
 from decode import Product, Tape, Value
 from machine import has_bfloat16
-from model import BlockCache, Linear, Llama
+from model import BlockCache, KVCache, Linear, Llama
 from norms import KINDS, build_norm
+from norms.calling import noted
 from norms.fused import normalise
 from norms.placement import PLACEMENTS
 from rounding import Int8Product, round_weights
@@ -236,7 +239,7 @@ def test_every_norm_and_placement_is_recorded(norm, placement, rows, qk_norm):
     changes = dict(norm=norm, placement=placement, qk_norm=qk_norm)
     model, plain = rounded(changes, torch.float32), vivid(changes).double()
     tape = decode.recorded(model, rows)
-    assert tape and (len(tape.parts) == 1 or placement == "hybrid" and rows == 3)  # one call of C
+    assert tape and (len(tape.parts) == 1 or (placement == "hybrid" and rows == 3))  # one call of C
     got = step_by_step(model, first=1, tokens=TOKENS[:rows])
     expected = plain(TOKENS[:rows])
     # in float32, some 20 sums of about 100 terms one after the other
@@ -265,6 +268,19 @@ def test_norms_that_are_not_one_function_of_c():
 
 
 @needs_kernels
+@torch.inference_mode()
+def test_functions_of_c_that_a_tape_cannot_call(monkeypatch):
+    norm, start = build_norm("rmsnorm", 64), recording((3, 1, 64))
+    monkeypatch.setattr(decode, "NORM_ARGUMENTS", (3, 11))  # it has 5
+    start.tape.norm(norm, start)
+    assert callable(start.tape.parts[0])
+    with noted() as calls:
+        pass
+    norm(start.data)
+    assert not calls
+
+
+@needs_kernels
 def test_a_norm_by_formula_in_any_mode():
     changes = dict(norm_args={"cast_order": "llama"}, qk_norm="head")
     model, expected = rounded(changes, torch.float32), vivid(changes)(TOKENS)[:, 7:]
@@ -277,13 +293,71 @@ def test_a_norm_by_formula_in_any_mode():
 @torch.inference_mode()
 def test_what_cannot_be_recorded_is_not():
     half, other = recording((2, 1, 64)).split([32, 32], -1)
-    with pytest.raises(decode.Unrecordable):  # they do not lie together
-        half + other
+    for values in (
+        (half, other),
+        (recording((2, 1, 64)), recording((2, 1, 1))),
+    ):  # not together, not alike
+        with pytest.raises(decode.Unrecordable):
+            values[0] + values[1]
+    gain = torch.linspace(1, 2, 64)
+    for start in (torch.tanh, lambda x: x * gain, lambda x: x + gain[:1], lambda x: x + 0):
+        model, plain = rounded({}, torch.float32), vivid({})
+        for each in (model, plain):
+            vars(each)["placement"] = dataclasses.replace(each.placement, start=start)
+        assert decode.recorded(model, 1) is None
+        torch.testing.assert_close(step_by_step(model), plain(TOKENS)[:, 7:], rtol=0, atol=1e-5)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_caches_that_do_not_fit():
     model, plain = rounded({}, torch.float32), vivid({})
-    for each in (model, plain):
-        vars(each)["placement"] = dataclasses.replace(each.placement, start=torch.tanh)  # which values do not know
-    assert decode.recorded(model, 1) is None
-    torch.testing.assert_close(step_by_step(model), plain(TOKENS)[:, 7:], rtol=0, atol=1e-5)
+    for context in (24, 64):  # neither is the model's
+        cache = KVCache(2, context)
+        steps = [model.next_logits(tokens, cache) for tokens in TOKENS.split(1, 1)]
+        torch.testing.assert_close(torch.stack(steps, 1), plain(TOKENS), rtol=0, atol=1e-5)
+    cache = model.new_cache()
+    model.next_logits(TOKENS[:1], cache)
+    with pytest.raises(AssertionError):  # of one sequence, not of three
+        model.next_logits(TOKENS[:, :1], cache)
+    with pytest.raises(IndexError):
+        model.next_logits(TOKENS[:1, :0], cache)
+    for length in range(24, 32):
+        assert cache.length == length
+        model.next_logits(TOKENS[:1, :1], cache)
+    with pytest.raises(ValueError, match="context"):
+        model.next_logits(TOKENS[:1, :1], cache)
+    block: Any = model.layers[0]
+    with pytest.raises(AssertionError):  # full
+        block.self_attn(torch.zeros(1, 1, 64), model.rope(31, 1), cache.blocks[0])
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_a_rounded_model_is_freed_with_its_last_name():
+    model = rounded({}, torch.float32)
+    step_by_step(model)
+    freed = weakref.ref(model)
+    gc.disable()
+    del model
+    gc.enable()
+    assert freed() is None
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_other_numbers_of_sequences_in_turn():
+    model, expected = rounded({}, torch.float32), vivid({})(TOKENS)
+    caches = [(rows, model.new_cache()) for rows in (1, 3, 2)]
+    for position, tokens in enumerate(TOKENS.split(1, 1)):
+        for rows, cache in caches:
+            got = model.next_logits(tokens[:rows], cache)
+            torch.testing.assert_close(got, expected[:rows, position], rtol=0, atol=1e-5)
+    one_more: Any = model.next_logits
+    last, cache = one_more.rows, model.new_cache()
+    for tokens in TOKENS[:1, :2].expand(17, -1).split(1, 1):  # more than decode.c is the faster one for
+        model.next_logits(tokens, cache)
+    assert one_more.rows == last
 
 
 @needs_kernels
