@@ -48,6 +48,59 @@ void cross_entropy(int64_t rows, int64_t width, int64_t bf16, int64_t chunks, vo
             ROW(cross_entropy_of, i, width, logits, targets[i], losses + i, room + chunk * stride);
 }
 
+// --- transposition ---
+
+// Rows become columns: each round weaves the first half of the rows into the other, and four of them do it.
+INLINE void turn(lanes *square) {
+    lanes woven[LANES];
+    const int half = LANES / 2;
+#pragma GCC unroll 4
+    for (int round = 0; round < 4; round++) {
+        lanes *from = round % 2 ? woven : square, *to = round % 2 ? square : woven;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) to[i] = weave(from[i / 2], from[i / 2 + half], i % 2 * half);
+    }
+}
+
+typedef struct {
+    int64_t height, width, x_bf16, more_bf16, y_bf16;
+    const void *x, *more;  // of the same shape
+    float scale;
+    void *y;
+} Transposition;
+
+INLINE lanes term(const Transposition *t, int64_t at, int64_t some) {
+    lanes v = load_some(t->x_bf16, t->x, at, some);
+    return (t->more ? v + load_some(t->more_bf16, t->more, at, some) : v) * t->scale;
+}
+
+// A square of x that begins at row i and column j.
+INLINE void transpose_square(const Transposition *t, int64_t i, int64_t j) {
+    lanes square[LANES];
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) square[k] = term(t, (i + k) * t->width + j, LANES);
+    turn(square);
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) store(t->y_bf16, t->y, (j + k) * t->height + i, square[k]);
+}
+
+// The rows of y are the columns of scale · (x + more); without `more` and `scale`, of x.
+void transpose(int64_t rows, int64_t width, int64_t x_bf16, int64_t more_bf16, int64_t y_bf16, const void *x,
+               const void *more, const float *scale, void *y) {
+    const Transposition t = {rows, width, x_bf16, more_bf16, y_bf16, x, more, scale ? *scale : 1, y};
+#pragma omp parallel for schedule(static) if (rows * width > ALONE)
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < width; j += LANES) {
+            int64_t bottom = LEAST(i + LANES, rows), right = LEAST(j + LANES, width);
+            if (bottom - i == LANES && right - j == LANES)
+                transpose_square(&t, i, j);
+            else
+                for (int64_t k = i; k < bottom; k++)
+                    for (int64_t l = j; l < right; l++)
+                        store_some(y_bf16, y, l * rows + k, term(&t, k * width + l, 1), 1);
+        }
+}
+
 // --- rotation ---
 
 typedef struct {

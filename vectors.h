@@ -61,6 +61,18 @@ INLINE float largest(lanes v) {
 TOTAL(total, float, lanes)
 TOTAL(total_wide, double, wide)
 
+// The numbers of a and b from `from` on by turns, eight of each.
+INLINE lanes weave(lanes a, lanes b, int from) {
+#ifdef __AVX512F__
+    const ints order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    return (lanes)_mm512_permutex2var_ps((__m512)a, (__m512i)(order + from), (__m512)b);
+#else
+    lanes woven;
+    for (int i = 0; i < LANES / 2; i++) woven[2 * i] = a[i + from], woven[2 * i + 1] = b[i + from];
+    return woven;
+#endif
+}
+
 // v, and from number `some` on something else.
 INLINE lanes until(int64_t some, lanes v, lanes otherwise) {
     const ints number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -192,10 +192,11 @@ def test_cross_entropy_passes_on_the_gradient_of_what_follows():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cross_entropy_under_autocast_is_as_near_as_the_plain_one(monkeypatch, dtype):
-    monkeypatch.setattr(by_hand, "LOGITS_AT_ONCE", 100 * 50)
-    h, w = draw(400, 32, dtype=torch.float32), draw(100, 32, seed=1, dtype=torch.float32)
-    targets = torch.arange(400) % 100
+@pytest.mark.parametrize("rows", [400, 255, 130, 50], ids=["whole", "three times", "four times", "eight times"])
+def test_cross_entropy_under_autocast_is_as_near_as_the_plain_one(way, monkeypatch, rows, dtype):
+    monkeypatch.setattr(by_hand, "LOGITS_AT_ONCE", 101 * rows)
+    h, w = draw(400, 33, dtype=torch.float32), draw(101, 33, seed=1, dtype=torch.float32)
+    targets = torch.arange(400) % 101
     exact_loss = F.cross_entropy(h.double() @ w.double().T, targets)
     exact = gradients(exact_loss, h, w)
     with torch.autocast("cpu", dtype):
@@ -206,6 +207,24 @@ def test_cross_entropy_under_autocast_is_as_near_as_the_plain_one(monkeypatch, d
     ours, theirs = gradients(ours_loss, h, w), gradients(theirs_loss * 2**10, h, w)  # scaled for fp16, as in training
     for wanted, here, there in zip(exact, ours, theirs, strict=True):
         assert rms(here - wanted) < 1.2 * rms(there / 2**10 - wanted)
+
+
+@pytest.mark.parametrize("ids, rows", [(32000, 1024), (2048, 16384), (1 << 20, 32), (1 << 26, 1)])
+def test_rows_of_logits_are_a_multiple_of_64_where_so_many_fit(ids, rows):
+    assert by_hand.rows_at_once(ids) == rows
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (16, 16), (32, 48), (33, 47), (5, 100), (100, 5), (300, 257)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+def test_transposed(way, height, width, kind, other):
+    """To the bit: the sum and its product with the scale in fp32, or one rounding to bf16."""
+    x, more = draw(height, width, dtype=kind).detach(), draw(height, width, seed=1, dtype=other).detach()
+    scale = torch.tensor(1 / 3)
+    scaled = by_hand.transposed([x, more], torch.float32, scale)
+    assert torch.equal(scaled, ((x.float() + more.float()) * scale).T)
+    assert torch.equal(by_hand.transposed([x], other), x.to(other).T)
+    assert torch.equal(by_hand.transposed([x.T], other), x.to(other))
 
 
 def test_cross_entropy_of_a_hopeless_guess_is_finite():
@@ -258,7 +277,8 @@ def test_threads_change_no_bit_of_the_kernels(each_number_of_threads, dtype):
         turned = Rotate.apply(x, *(draw(90, 32, seed=seed, dtype=torch.float32).detach() for seed in (1, 2)))
         gated = by_hand.gated_silu(draw(400, 258, dtype=dtype))
         scores = (draw(6, 90, 90, seed=seed, dtype=dtype).detach() for seed in (3, 4))
-        return [*by_hand.cross_entropy(logits, torch.arange(130), torch.float32), turned, gated, *causal(*scores)]
+        losses, grad = by_hand.cross_entropy(logits.clone(), torch.arange(130), torch.float32)
+        return [losses, grad, turned, gated, by_hand.transposed([logits], torch.bfloat16), *causal(*scores)]
 
     def causal(scores: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return by_hand.causal_softmax(scores, grad, 0.3)
