@@ -355,7 +355,7 @@ def test_other_numbers_of_sequences_in_turn():
             torch.testing.assert_close(got, expected[:rows, position], rtol=0, atol=1e-5)
     one_more: Any = model.next_logits
     last, cache = one_more.rows, model.new_cache()
-    for tokens in TOKENS[:1, :2].expand(17, -1).split(1, 1):  # more than decode.c is the faster one for
+    for tokens in TOKENS[:1, :2].expand(33, -1).split(1, 1):  # more than decode.c is the faster one for
         model.next_logits(tokens, cache)
     assert one_more.rows == last
 
