@@ -179,7 +179,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if with_gradient:
                     grad_h[start : start + rows] = grad @ wt.T
                     grads_wt.append(transposed([some], dtype) @ grad)
-                if len(grads_wt) == 3:
+                if len(grads_wt) == 3:  # two are left: the last one, and the sum of those before, in all bits
                     grads_wt[:2] = [grads_wt[0].to(w.dtype).add_(grads_wt[1])]
         ctx.save_for_backward(grad_h, *grads_wt)
         return loss / len(h)
@@ -193,7 +193,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def rows_at_once(ids: int) -> int:
-    """Of logits, so wide."""
+    """How many rows of logits, so many in each, are there at a time."""
     rows = max(1, LOGITS_AT_ONCE // ids)
     return rows - rows % ROWS or rows
 
