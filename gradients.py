@@ -172,7 +172,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         wt = w.T if w.dtype == dtype else transposed([w], dtype)  # C V
         rows, grad_h, grads_wt = rows_at_once(len(w)), torch.empty_like(h), []
         with torch.autocast(device, enabled=False):
-            for start in range(0, len(h), rows):
+            for start in range(0, max(1, len(h)), rows):
                 some = h[start : start + rows].to(dtype)
                 losses, grad = cross_entropy(some @ wt, targets[start : start + rows], loss.dtype)
                 loss += losses.sum()
@@ -209,10 +209,13 @@ def transposed(terms: list[Tensor], dtype: torch.dtype, scale: Tensor | None = N
         in_bf16 = (int(z.dtype == torch.bfloat16) for z in (x, more, y))
         call(KERNELS, "transpose", (*x.shape, *in_bf16), x, more, NOTHING if scale is None else scale, y)
         return y
-    x, *others = (x.to(dtype) for x in terms)
+    x, *others = terms
+    if scale is None and not others:
+        return x.to(dtype).T
+    x = x.to(dtype, copy=True)
     for other in others:
-        x = x + other
-    return (x if scale is None else x * scale).T
+        x += other
+    return (x if scale is None else x.mul_(scale)).T
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

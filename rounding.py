@@ -11,7 +11,7 @@ import decode
 from model import Linear, Llama, Together
 from norms import KINDS
 
-FEW = {torch.float32: 32, torch.bfloat16: 16, torch.int8: sys.maxsize}  # rows of x up to which decode.c is faster
+FEW = {torch.float32: 32, torch.bfloat16: 12, torch.int8: sys.maxsize}  # rows of x up to which decode.c is faster
 
 
 def round_weights(model: Llama, dtype: torch.dtype) -> None:

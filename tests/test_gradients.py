@@ -227,6 +227,13 @@ def test_transposed(way, height, width, kind, other):
     assert torch.equal(by_hand.transposed([x.T], other), x.to(other))
 
 
+def test_cross_entropy_of_no_tokens_is_no_number(way):
+    h, w = torch.ones(0, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
+    loss = LinearCrossEntropy.apply(h, w, torch.ones(0, dtype=torch.int64), True)
+    grad_h, grad_w = torch.autograd.grad(loss, (h, w))
+    assert loss.isnan() and grad_h.shape == h.shape and grad_w.isnan().all() and grad_w.shape == w.shape
+
+
 def test_cross_entropy_of_a_hopeless_guess_is_finite():
     h, w = torch.tensor([[200.0]], requires_grad=True), torch.tensor([[1.0], [-1.0]], requires_grad=True)
     loss = LinearCrossEntropy.apply(h, w, torch.tensor([1]), True)
