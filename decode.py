@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from native import function, library
-from norms.calling import noted
+from norms.calling import LANES, noted
 
 SOURCE = Path(__file__).with_suffix(".c")
 PRODUCT, ATTENTION, GATE, NORM, SUM, SCALE = range(6)  # the kinds of steps in decode.c
 NORM_ARGUMENTS = (3, 5, 11)  # how many of them it can pass on
-PADDING = 16  # floats behind a value that it may read
 
 
 def in_use() -> str:
@@ -178,9 +177,10 @@ class Tape:
         self.multiplications = 0
 
     def room(self, *shape: int) -> Tensor:
+        """Memory for so many floats, and a vector more, which decode.c may read as well."""
         with torch.inference_mode(False):  # to be written to in any mode
-            self.kept.append(torch.empty(math.prod(shape) + PADDING, dtype=torch.float32, device="cpu"))
-        return self.kept[-1][:-PADDING].view(shape)
+            self.kept.append(torch.empty(math.prod(shape) + LANES, dtype=torch.float32, device="cpu"))
+        return self.kept[-1][:-LANES].view(shape)
 
     def add(self, kind: int, x: Value, z: Value | None = None, width: int | None = None, **fields: Any) -> Value:
         """A step that makes a value of x, or of x and z; each of its rows is as wide as one of x, or `width`."""
@@ -223,7 +223,7 @@ class Tape:
         parts = [value.data for value in (q, k, v)]
         assert all(part[0].is_contiguous() and part.dtype == torch.float32 for part in parts)
         batch, _, heads, head_dim = q.data.shape
-        kv_heads, each = k.data.shape[2], head_dim + self.context + PADDING
+        kv_heads, each = k.data.shape[2], head_dim + self.context + LANES
         if self.scores.numel() < batch * heads * each:
             self.scores = self.room(batch * heads * each)
         y = self.room(batch, 1, heads * head_dim)

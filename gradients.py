@@ -71,7 +71,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     if tables and by_kernel(x) and x.stride(-1) == 1:
         y = x.new_empty(batch, heads, length, width).transpose(1, 2)  # as attention wants it
         turn = turn_for(x.shape, x.stride(), y.stride(), x.dtype == torch.bfloat16, -1 if back else 1)
-        call(KERNELS, "rotate", (ctypes.addressof(turn),), x, cos.contiguous(), sin.contiguous(), y)
+        call(KERNELS, "rotate", (turn,), x, cos.contiguous(), sin.contiguous(), y)
         return y
     cos, sin = (table.unsqueeze(1) for table in (cos, -sin if back else sin))  # T 1 D/2
     a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
