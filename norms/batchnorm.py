@@ -3,22 +3,20 @@
 import torch
 from torch import Tensor, nn
 
-from norms.columns import normalise
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
 
 @register("batchnorm", per_token=False, causal_in_training=False, shift_invariant=True, per_head=False)
 class BatchNorm(nn.Module):
-    """(x − μ) / sqrt(σ² + eps) · weight + bias, each feature of (..., dim) with the μ and biased σ² of all its tokens.
+    """(x − μ) / sqrt(σ² + eps) · weight + bias, each feature of (..., dim) with its μ and biased σ² over all tokens.
 
-    It leaks the future in training: a token is normalised with the statistics of the whole batch, later tokens of
-    its own sequence included, so that a training loss looks better than what the model can do. In evaluation μ and
-    σ² are running averages, and no token sees another.
+    In training it leaks the future: a token is normalized with statistics of the whole batch, which include later
+    tokens of its own sequence, so the training loss is optimistic. In evaluation μ and σ² are running averages, and
+    no token sees another.
 
-    A training step moves the averages by `momentum` in torch's sense, new = (1 − momentum)·old + momentum·batch,
-    with the unbiased σ²; a batch of no tokens leaves them alone, and one of a single token, which has no variance,
-    raises ValueError.
+    A training step moves the averages by `momentum` in torch's sense, new = (1 − momentum)·old + momentum·batch, with
+    the unbiased σ². An empty batch leaves them alone. A batch of one token has no variance and raises ValueError.
     """
 
     running_mean: Tensor
@@ -42,27 +40,26 @@ class BatchNorm(nn.Module):
         nn.init.ones_(self.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
+        h = upcast(x)
         count = x.numel() // len(self.weight)
         if not (self.training and count):
-            given = self.running_mean, self.running_var
-            return normalise(self.formula, x, self.weight, self.bias, self.eps, *given)[0]
-        if count < 2:
+            mean, var = self.running_mean.to(h.dtype), self.running_var.to(h.dtype)
+        elif count < 2:
             raise ValueError("batchnorm cannot train on a batch of one token: it has no variance")
-        y, mean, var = normalise(self.formula, x, self.weight, self.bias, self.eps)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-            self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), self.momentum)
-        return y
+        else:
+            mean, var = statistics(h.reshape(-1, h.shape[-1]))
+            self.track(mean.detach(), var.detach() * count / (count - 1))
+        return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
-    def formula(self, x: Tensor, weight: Tensor, bias: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = upcast(x)
-        mean, var = (tensor.to(h.dtype) for tensor in given or statistics(h.reshape(-1, h.shape[-1])))
-        return ((h - mean) * torch.rsqrt(var + self.eps) * weight + bias).to(x.dtype), mean, var
+    def track(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running averages. They become new tensors, since backward may still need the old ones."""
+        self.running_mean = torch.lerp(self.running_mean, mean.to(self.running_mean.dtype), self.momentum)
+        self.running_var = torch.lerp(self.running_var, var.to(self.running_var.dtype), self.momentum)
 
 
 def statistics(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of (N, dim) over N."""
     mean = tokens.mean(0)
-    # What rounding left out of the mean: far from zero it would otherwise make up the variance of a constant.
+    # Add what rounding left out of the mean: far from zero it would give a constant feature a variance.
     mean = mean + (tokens - mean).mean(0).detach()
     return mean, (tokens - mean).square().mean(0)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from norms.numerics import check_arguments, upcast
-from norms.pointwise import ERF, apply
 from norms.registry import register
 
 
@@ -14,8 +13,7 @@ from norms.registry import register
 class Derf(nn.Module):
     """weight · erf(α · x + s) + bias, feature by feature: no statistics, α in `alpha` and s in `shift`, of shape (1,).
 
-    DyT with another curve and a learnt shift of its middle: α starts at `alpha`, s at 0. Computed in fp32, then cast
-    back once.
+    DyT with another curve and a learned shift: α starts at `alpha`, s at 0. Computed in fp32, then cast back once.
     """
 
     def __init__(self, dim: int, *, alpha: float = 0.5):
@@ -35,7 +33,4 @@ class Derf(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply(self.formula, ERF, x, self.alpha, self.shift, self.weight, self.bias)
-
-    def formula(self, x: Tensor, alpha: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return (torch.erf(alpha * upcast(x) + shift) * weight + bias).to(x.dtype)
+        return (torch.erf(self.alpha * upcast(x) + self.shift) * self.weight + self.bias).to(x.dtype)

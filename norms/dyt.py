@@ -6,18 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from norms.numerics import check_arguments, upcast
-from norms.pointwise import TANH, apply
 from norms.registry import register
 
 
 @register("dyt", scale_invariant=False)
 class DyT(nn.Module):
-    """weight · tanh(α · x) + bias, feature by feature: no statistics, one learnt α in `alpha`, of shape (1,).
+    """weight · tanh(α · x) + bias, feature by feature: no statistics, one learned α in `alpha`, of shape (1,).
 
-    α starts at `alpha`, before attention at `attention_ratio` times that. The paper finds 0.5 everywhere right for
-    most models, but not for LLaMA, where larger ones start lower and attention higher: 0.2 and a ratio of 4 at 7B,
-    0.05 and 4 at 70B. (Its LLaMA also multiplies the embedding by a learnt scalar, √dim at the start, which is the
-    model's business and is not done here.) Computed in fp32, then cast back once.
+    α starts at `alpha`, and before attention at `attention_ratio` times that. The paper uses 0.5 everywhere for most
+    models. LLaMA needs a smaller start in larger models and a larger one before attention: 0.2 with a ratio of 4 at
+    7B, 0.05 with 4 at 70B. The paper's LLaMA also multiplies the embedding by a learned scalar, √dim at the start;
+    this project does not. Computed in fp32, then cast back once.
     """
 
     def __init__(self, dim: int, site: str = "", *, alpha: float = 0.5, attention_ratio: float = 1.0):
@@ -36,7 +35,4 @@ class DyT(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply(self.formula, TANH, x, self.alpha, None, self.weight, self.bias)
-
-    def formula(self, x: Tensor, alpha: Tensor, shift: None, weight: Tensor, bias: Tensor) -> Tensor:
-        return (torch.tanh(alpha * upcast(x)) * weight + bias).to(x.dtype)
+        return (torch.tanh(self.alpha * upcast(x)) * self.weight + self.bias).to(x.dtype)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from norms.fused import Statistics, normalise
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
@@ -35,7 +34,6 @@ class LayerNorm(nn.Module):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         check_arguments(*shape, eps=eps)
         self.normalized_shape, self.eps = shape, eps
-        self.statistics = Statistics(shape, eps, centred=True)
         self.register_parameter("weight", nn.Parameter(torch.empty(shape)) if elementwise_affine else None)
         self.register_parameter("bias", nn.Parameter(torch.empty(shape)) if elementwise_affine and bias else None)
         self.reset_parameters()
@@ -47,15 +45,11 @@ class LayerNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalise(self.formula, self.statistics, x, self.weight, self.bias)
-
-    def formula(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        h = upcast(x)
-        # The kernel keeps running moments: exact on constant rows, where E[x²] − E[x]² and naive sums are not.
-        y = F.layer_norm(h, self.normalized_shape, eps=self.eps)
-        # Not in the kernel: it sums the gain's gradient over the rows one by one, and loses digits there.
-        if weight is not None:
-            y = y * weight
-        if bias is not None:
-            y = y + bias
+        # (h − μ) / sqrt(σ² + eps), exact on constant rows far from zero, where E[h²] − E[h]² and a plain mean are not.
+        y = F.layer_norm(upcast(x), self.normalized_shape, eps=self.eps)
+        # Gain and bias stay outside: F.layer_norm loses digits where it sums their gradients over many rows.
+        if self.weight is not None:
+            y = y * self.weight
+        if self.bias is not None:
+            y = y + self.bias
         return y.to(x.dtype)

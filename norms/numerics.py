@@ -1,4 +1,4 @@
-"""What every norm agrees on: the precision it computes in, and which arguments it refuses."""
+"""What all norms share: the precision they compute in, and the arguments they refuse."""
 
 import math
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def upcast(x: Tensor) -> Tensor:
-    """x in the precision that statistics and gains are computed in: fp32, or float64 where x has that already."""
+    """x in the precision of statistics and gains: fp32, or float64 where x already is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_arguments(*sizes: int, eps: float = 1.0) -> None:
-    """Raise ValueError unless every size is at least 1 and eps is a positive number."""
+    """Raise ValueError unless every size is at least 1 and eps is positive and finite."""
     if not sizes or min(sizes) < 1:
         raise ValueError(f"a norm needs at least 1 feature, not {', '.join(map(str, sizes)) or 'none'}")
     if not 0 < eps < math.inf:

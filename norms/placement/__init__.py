@@ -1,7 +1,7 @@
-"""Where a norm stands around a sublayer: a placement is a residual connection.
+"""Where the norm goes around a sublayer: a placement is a residual connection.
 
-It owns its norms and scalars and is handed the sublayer when it is called, so that a block reads the same under
-every placement.
+It owns its norms and scalars and is handed the sublayer when it is called, so a block reads the same under every
+placement.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,15 @@ from norms.placement.one_stream import (
 from norms.placement.site import MakeNorm, Site
 from norms.placement.two_streams import FinishResiDual, FinishSiamese, ResiDual, Siamese, start_two
 
-__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Senseless", "Site", "check_placement"]
+__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Unsupported", "Site", "check_placement"]
 
 
-class Senseless(ValueError):
-    """A placement that means nothing with this norm, or in so small a model."""
+class Unsupported(ValueError):
+    """A placement that makes no sense with this norm or this number of layers."""
+
+
+def same(x: Tensor) -> Tensor:
+    return x
 
 
 def no_gain(role: str, depth: int) -> float:
@@ -39,20 +43,20 @@ def no_gain(role: str, depth: int) -> float:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a placement says about the whole model. `residual` makes the connection at one site."""
+    """What a placement says about the whole model. `residual` builds the connection at one site."""
 
     residual: Callable[[Site], nn.Module]
-    finish: Callable[[MakeNorm], nn.Module] = final_norm  # makes what turns the stream into what the head reads
-    start: Callable[[Tensor], object] = lambda x: x  # turns the embedding into the stream, or the pair of streams
-    init: str = "normal"  # what --init is unless it is given
+    finish: Callable[[MakeNorm], nn.Module] = final_norm  # builds the module between the stream and the head
+    start: Callable[[Tensor], object] = same  # turns the embedding into the stream, or the pair of streams
+    init: str = "normal"  # the default of --init
     init_gain: Callable[[str, int], float] = no_gain  # scales the draw of a weight by role (see model.ROLES) and depth
-    depth_scaled: bool = True  # output projections may start smaller with depth besides
-    qkv_norm: bool = False  # attention norms the queries, keys and values of each head
+    depth_scaled: bool = True  # whether --depth-scaled-init applies
+    qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
     least_layers: int = 1
-    bare: bool = False  # is something of its own with --norm none
+    bare: bool = False  # makes sense with --norm none
 
 
-# Depth-scaled draws are dropped where the placement scales by depth itself, or a norm behind the sublayer undoes them.
+# Depth-scaled init is off where the placement scales by depth itself, or a norm after the sublayer undoes it.
 PLACEMENTS = {
     "pre": Placement(PreNorm, bare=True),
     "post": Placement(PostNorm, no_final_norm),
@@ -69,12 +73,12 @@ PLACEMENTS = {
 
 
 def check_placement(name: str, layers: int, identity: bool) -> None:
-    """Raise Senseless where a placement makes no sense with so few layers, or with a norm that is the identity."""
+    """Raise Unsupported where a placement makes no sense with so few layers or with the identity as its norm."""
     placement = PLACEMENTS[name]
     if layers < placement.least_layers:
-        raise Senseless(
-            f"--placement {name} needs --layers {placement.least_layers} or more: its blocks are of two sorts"
+        raise Unsupported(
+            f"--placement {name} needs --layers {placement.least_layers} or more: it has two kinds of blocks"
         )
     if identity and not placement.bare:
         choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.bare)
-        raise Senseless(f"--norm none leaves --placement {name} without what it places; choose {choices}")
+        raise Unsupported(f"--norm none makes no sense with --placement {name}; choose {choices}")

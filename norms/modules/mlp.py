@@ -1,4 +1,4 @@
-"""Linear → norm → activation, the usual order, in a network small enough to follow by hand."""
+"""Linear → norm → activation, in the usual order."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from norms.registry import build_norm
 class NormMLP(nn.Sequential):
     """Linear → norm → ReLU → Linear, (N, inputs) → (N, classes) logits, with the norm of the given kind.
 
-    Normalised before the activation, each unit is on for some inputs and off for others, whatever the weights' scale.
+    Normalized before the activation, each unit is active for some inputs and not for others at any weight scale.
     """
 
     def __init__(self, inputs: int = 4, hidden: int = 8, classes: int = 3, norm: str = "layernorm"):

@@ -1,4 +1,4 @@
-"""LayerNorm inside a recurrence. No language model here needs it, so it is not offered as a flag."""
+"""LayerNorm inside a recurrence."""
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,8 @@ from norms.layernorm import LayerNorm
 class LayerNormRNN(nn.Module):
     """hₜ = tanh(LayerNorm(W_hidden·hₜ₋₁ + W_input·xₜ)), the recurrent network of arXiv 1607.06450, section 3.1.
 
-    The norm stands inside the recurrence, on the summed inputs of each step, so that the hidden state can neither
-    grow nor fade with the scale of the weights. That is more than a LayerNorm on the outputs of an ordinary RNN.
+    The norm is inside the recurrence, on the summed inputs of each step, so the hidden state neither grows nor fades
+    with the scale of the weights. A LayerNorm on the outputs of an ordinary RNN does not do that.
     """
 
     def __init__(self, inputs: int, hidden: int, eps: float = 1e-5):

@@ -1,4 +1,4 @@
-"""Norms for images, (B, C, H, W). No language model needs them, so they are not offered as a flag."""
+"""Norms for images, (B, C, H, W)."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class InstanceNorm(nn.Module):
     """(x − μ) / sqrt(σ² + eps) · weight + bias, with μ and the biased σ² over the pixels of each channel of each image.
 
     (B, C, ...) → (B, C, ...), one weight and bias per channel. Instance Normalization, arXiv 1607.08022. It is
-    sometimes presented as the LayerNorm of convolutional networks, but a channel here knows nothing of the others.
+    sometimes presented as LayerNorm for convolutional networks, but each channel has its own statistics.
     """
 
     def __init__(self, channels: int, eps: float = 1e-5):
@@ -35,5 +35,5 @@ class InstanceNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x)
-        normalised = F.layer_norm(h, h.shape[2:], eps=self.eps)
-        return (normalised.movedim(1, -1) * self.weight + self.bias).movedim(-1, 1).to(x.dtype)
+        y = F.layer_norm(h, h.shape[2:], eps=self.eps)
+        return (y.movedim(1, -1) * self.weight + self.bias).movedim(-1, 1).to(x.dtype)
