@@ -1,4 +1,4 @@
-"""Every knob, declared once: a dataclass field with its help, from which the flags and the checks follow."""
+"""Every option, declared once: a dataclass field with its help, from which the flags and the checks follow."""
 
 import argparse
 import dataclasses
@@ -13,12 +13,12 @@ import torch
 from norms import KINDS, TRAITS, build_norm, is_a, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
-LARGEST = 2**31 - 1  # of any size; C++ and the file formats count in such numbers
-MOST_WEIGHTS = 10**12  # in fp32 alone 4 TB, which no single device has
+MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
+MAX_WEIGHTS = 10**12  # 4 TB in fp32, more than any single device has
 
 
-def knob(default: Any, help: str, **argument: Any) -> Any:
-    """A dataclass field that is also a flag; `argument` goes to argparse as it is."""
+def option(default: Any, help: str, **argument: Any) -> Any:
+    """A dataclass field that is also a flag. `argument` is passed on to argparse."""
     metadata = {"help": help, **argument}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
@@ -26,59 +26,59 @@ def knob(default: Any, help: str, **argument: Any) -> Any:
 
 
 def _dashed(name: str) -> str:
-    """The flag of a field, without its two leading dashes."""
+    """The flag of a field, without the leading dashes."""
     return {"norm_args": "norm-arg"}.get(name, name.replace("_", "-"))
 
 
 def _check_choices(config: Any) -> None:
-    for knob in dataclasses.fields(config):
-        choices, value = knob.metadata.get("choices"), getattr(config, knob.name)
+    for option in dataclasses.fields(config):
+        choices, value = option.metadata.get("choices"), getattr(config, option.name)
         if choices and value not in choices:
-            raise ValueError(f"unknown --{_dashed(knob.name)} {value!r}; choose from {', '.join(choices)}")
+            raise ValueError(f"unknown --{_dashed(option.name)} {value!r}; choose from {', '.join(choices)}")
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raise ValueError, naming the flag, unless each field is left open or from 1 to `LARGEST`."""
+    """Raise ValueError, naming the flag, unless each field is None or from 1 to `MAX_SIZE`."""
     for name in names:
         value, flag = getattr(config, name), f"--{_dashed(name)}"
         require(value is None or value >= 1, f"{flag} must be at least 1, not {value}")
-        require(value is None or value <= LARGEST, f"{flag} must be at most {LARGEST}, not {value}")
+        require(value is None or value <= MAX_SIZE, f"{flag} must be at most {MAX_SIZE}, not {value}")
 
 
-def require(condition: bool, complaint: str) -> None:
-    """Raise ValueError with `complaint` unless `condition` holds."""
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
-        raise ValueError(complaint)
+        raise ValueError(message)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model: its architecture and its initial weights follow from these fields and a seed.
+    """The model. Its architecture and its initial weights follow from these fields and a seed.
 
-    Raises ValueError, in one line that names the flag, where the fields do not go together.
+    Raises ValueError, in one line that names the flag, where the fields do not fit together.
     """
 
-    norm: str = knob("rmsnorm", "kind of norm", choices=KINDS)
-    placement: str = knob("pre", "where the norm stands around a sublayer", choices=PLACEMENTS)
-    qk_norm: str = knob("none", "norm on queries and keys", choices=["none", "head", "full"])
-    norm_args: dict[str, Any] = knob({}, "an argument of the norm, such as eps=1e-5; may be repeated")
-    dim: int = knob(256, "width of the residual stream")
-    layers: int = knob(4, "number of blocks")
-    heads: int = knob(4, "attention heads")
-    kv_heads: int = knob(None, "heads of keys and values, shared among --heads (default: as many)")
-    hidden_dim: int = knob(None, "width inside the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
-    context: int = knob(256, "longest sequence in tokens")
-    vocab_size: int = knob(2048, "number of token ids; the byte tokenizer has 257, whatever is asked for")
-    rope_theta: float = knob(10000.0, "base of the rotary embedding's wavelengths")
-    tie_embeddings: bool = knob(True, "let the output head be the embedding")
-    dropout: float = knob(0.0, "share of activations dropped in training, for small corpora")
-    init: str = knob(
+    norm: str = option("rmsnorm", "kind of norm", choices=KINDS)
+    placement: str = option("pre", "where the norm goes around a sublayer", choices=PLACEMENTS)
+    qk_norm: str = option("none", "norm on queries and keys", choices=["none", "head", "full"])
+    norm_args: dict[str, Any] = option({}, "argument of the norm, such as eps=1e-5; may be repeated")
+    dim: int = option(256, "width of the residual stream")
+    layers: int = option(4, "number of blocks")
+    heads: int = option(4, "attention heads")
+    kv_heads: int = option(None, "heads of keys and values, shared by the query heads (default: --heads)")
+    hidden_dim: int = option(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
+    context: int = option(256, "maximum sequence length in tokens")
+    vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
+    rope_theta: float = option(10000.0, "base of the rotary frequencies")
+    tie_embeddings: bool = option(True, "use the embedding as the output head")
+    dropout: float = option(0.0, "dropout probability in training, for small corpora")
+    init: str = option(
         None,
-        "draw weights from N(0, 0.02), or by Xavier's rule (default: normal; xavier for --placement deepnorm)",
+        "initial weights: N(0, 0.02), or Xavier (default: normal; xavier for --placement deepnorm)",
         choices=["normal", "xavier"],
     )
-    depth_scaled_init: bool = knob(
-        True, "start what writes into the stream at 1/sqrt(2 layers) of its size; --init normal only"
+    depth_scaled_init: bool = option(
+        True, "divide the initial projections into the residual stream by sqrt(2 layers); --init normal only"
     )
 
     def __post_init__(self) -> None:
@@ -91,17 +91,19 @@ class ModelConfig:
         if self.hidden_dim is None:
             object.__setattr__(self, "hidden_dim", math.ceil(self.dim * 8 / 3 / 32) * 32)
         require(self.dim % self.heads == 0, f"--dim {self.dim} is not divisible by --heads {self.heads}")
-        require(self.head_dim % 2 == 0, f"--dim {self.dim} / --heads {self.heads} is odd: RoPE turns pairs of features")
+        require(
+            self.head_dim % 2 == 0, f"--dim {self.dim} / --heads {self.heads} is odd: RoPE rotates pairs of features"
+        )
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         require(0 < self.rope_theta < math.inf, f"--rope-theta must be a positive number, not {self.rope_theta}")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
         require(
-            self.weights <= MOST_WEIGHTS,
+            self.weights <= MAX_WEIGHTS,
             f"a model of {self.weights:.1e} weights is too large to train; "
             "choose a smaller --dim, --hidden-dim, --layers or --vocab-size",
         )
         check_placement(self.placement, self.layers, TRAITS[self.norm].identity)
-        with torch.device("meta"):  # a trial, which refuses arguments that it cannot use and takes no memory
+        with torch.device("meta"):  # without memory, to check the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
 
     @property
@@ -110,7 +112,7 @@ class ModelConfig:
 
     @property
     def weights(self) -> int:
-        """Weights in all matrices, which is all but the norms' gains and biases."""
+        """The number of weights in all matrices: everything except the norms' parameters."""
         attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
         tables = 1 if self.tie_embeddings else 2
         return self.layers * (attention + 3 * self.dim * self.hidden_dim) + tables * self.vocab_size * self.dim
@@ -118,33 +120,39 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained, on what, and where the run goes. Raises ValueError like `ModelConfig`."""
+    """How a model is trained, on what data, and where the run is stored. Raises ValueError like `ModelConfig`."""
 
-    data: list[str] = knob(["python"], "python, shakespeare, or paths: text file, folder, .jsonl, any gzipped")
-    tokenizer: str = knob("sentencepiece", "text to ids", choices=["sentencepiece", "bytes"])
-    steps: int = knob(480, "optimizer steps")
-    batch_size: int = knob(16, "sequences in one optimizer step")
-    micro_batch_size: int = knob(
-        None, "sequences that go through the model at once; divides --batch-size (default: all)"
+    data: list[str] = option(
+        ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped"
     )
-    lr: float = knob(0.01, "peak learning rate")
-    schedule: str = knob("linear", "learning rate after the warm-up", choices=["linear", "cosine", "wsd", "constant"])
-    warmup: int = knob(None, "steps of linear warm-up (default: a twentieth of --steps)")
-    weight_decay: float = knob(0.1, "decay of matrices; never of gains, biases and embeddings")
-    optimizer: str = knob("muon", "adamw for everything, or muon for the blocks' matrices", choices=["muon", "adamw"])
-    momentum: float = knob(0.9, "of Muon: share of its running mean that stays at each step; more in longer runs")
-    clip: float = knob(1.0, "largest norm of the whole gradient; 0 leaves it as it is")
-    seed: int = knob(0, "of the initial draws, the batches and the dropout")
-    device: str = knob("auto", "where to compute", choices=["auto", "cpu", "cuda", "mps"])
-    dtype: str = knob("auto", "of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
-    recompute: bool = knob(False, "compute each block again for its gradient: slower, in less memory")
-    compile: bool = knob(None, "torch.compile the model (default: where it pays within the run)")
-    eval_every: int = knob(120, "steps between evaluations; the last step always has one")
-    save_every: int = knob(240, "steps between checkpoints; the last step always has one")
-    keep: int = knob(2, "checkpoints to keep")
-    log: str = knob("none", "log to this as well", choices=["none", "tensorboard", "wandb"])
-    out: str = knob("", "folder of the run (default: a new one under runs/)", metavar="DIR")
-    cache_dir: str = knob(".cache", "where prepared corpora are kept", metavar="DIR")
+    tokenizer: str = option("sentencepiece", "kind of tokenizer", choices=["sentencepiece", "bytes"])
+    steps: int = option(480, "optimizer steps")
+    batch_size: int = option(16, "sequences in one optimizer step")
+    micro_batch_size: int = option(None, "sequences per forward pass; divides --batch-size (default: all)")
+    lr: float = option(0.01, "peak learning rate")
+    schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
+    warmup: int = option(None, "steps of linear warmup (default: 5 %% of --steps)")
+    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; norms, embedding and head have none")
+    optimizer: str = option(
+        "muon", "adamw for everything, or muon for the matrices in the blocks", choices=["muon", "adamw"]
+    )
+    momentum: float = option(0.9, "Muon's momentum; longer runs want more")
+    clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
+    seed: int = option(0, "seed of initial weights, batches and dropout")
+    device: str = option("auto", "device to train on", choices=["auto", "cpu", "cuda", "mps"])
+    dtype: str = option("auto", "dtype of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
+    recompute: bool = option(False, "gradient checkpointing: less memory, more time")
+    compile: bool = option(None, "use torch.compile (default: on CUDA for runs of at least 500 steps)")
+    fast: bool = option(
+        None, "use the CPU kernels in fast/ (default: on a CPU without --compile, where they can be built)"
+    )
+    eval_every: int = option(120, "steps between evaluations; the last step always has one")
+    eval_tokens: int = option(1 << 17, "tokens of the validation text per evaluation, in evenly spaced windows")
+    save_every: int = option(240, "steps between checkpoints; the last step always has one")
+    keep: int = option(2, "checkpoints to keep")
+    log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
+    out: str = option("", "run directory (default: a new one under runs/)", metavar="DIR")
+    cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -152,9 +160,9 @@ class TrainConfig:
             object.__setattr__(self, "micro_batch_size", self.batch_size)
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
-        check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "save_every", "keep")
+        check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
-        require(self.cache_dir != "", "--cache-dir must not be empty; . is the current folder")
+        require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"--{_dashed(name)} must be a number from 0 up, not {value}")
@@ -174,21 +182,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
         dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, momentum=0.95,
-        steps=3000, eval_every=500, save_every=500,
+        steps=3000, eval_every=500, save_every=500, eval_tokens=1 << 20,
     ),
     "124m": dict(
         dim=768, layers=12, heads=12, hidden_dim=2048, context=1024, vocab_size=32000,
         batch_size=480, micro_batch_size=12, lr=6e-4, optimizer="adamw", steps=20000, eval_every=1000, save_every=1000,
+        eval_tokens=1 << 20,
     ),
     "1b": dict(
         dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, vocab_size=32000, rope_theta=5e5,
         batch_size=512, micro_batch_size=8, lr=4e-4, optimizer="adamw", steps=50000, eval_every=1000, save_every=1000,
+        eval_tokens=1 << 20,
     ),
 }  # fmt: skip
 
 
-# What follows from what: a flag that changes the second takes back what preset or file say of the first.
-# A micro-batch follows the batch only where it would no longer divide it.
+# A flag that changes the second field resets the first to its default, whatever the preset or file says of it.
+# The micro-batch is reset only where it would no longer divide the batch.
 FOLLOWS = {
     "hidden_dim": "dim",
     "kv_heads": "heads",
@@ -200,7 +210,7 @@ FOLLOWS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that says what is wrong in one line and exits with 2."""
+    """An argument parser that reports an error in one line and exits with 2."""
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -208,23 +218,25 @@ class Parser(argparse.ArgumentParser):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--preset`, `--config` and a flag for every field of both configurations."""
-    parser.add_argument("--preset", choices=PRESETS, help="sizes to start from (default: tiny on a CPU, else small)")
-    parser.add_argument("--config", metavar="RUN.JSON", help="an earlier run's configuration to start from")
-    add_knobs(parser.add_argument_group("model"), ModelConfig)
-    add_knobs(parser.add_argument_group("training"), TrainConfig)
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="sizes to start from (default: tiny on a CPU, small elsewhere)"
+    )
+    parser.add_argument("--config", metavar="RUN.JSON", help="configuration of an earlier run to start from")
+    add_options(parser.add_argument_group("model"), ModelConfig)
+    add_options(parser.add_argument_group("training"), TrainConfig)
 
 
-def add_knobs(parser: argparse._ActionsContainer, config: type) -> None:
-    """Add a flag for every field of the dataclass `config` to a parser, or to a group of one."""
+def add_options(parser: argparse._ActionsContainer, config: type) -> None:
+    """Add a flag for every field of the dataclass `config` to a parser or an argument group."""
     hints = get_type_hints(config)
-    for knob in dataclasses.fields(config):
-        parser.add_argument(f"--{_dashed(knob.name)}", **_argument(knob, hints[knob.name]))
+    for option in dataclasses.fields(config):
+        parser.add_argument(f"--{_dashed(option.name)}", **_argument(option, hints[option.name]))
 
 
-def _argument(knob: dataclasses.Field, kind: Any) -> dict[str, Any]:
-    """What argparse is told of a field; a flag that is not given leaves nothing, so that presets show through."""
-    argument = {"dest": knob.name, "default": argparse.SUPPRESS, **knob.metadata}
-    default = knob.default if knob.default_factory is dataclasses.MISSING else " ".join(knob.default_factory())
+def _argument(option: dataclasses.Field, kind: Any) -> dict[str, Any]:
+    """The arguments of `add_argument` for a field. A flag that is not given sets nothing, so presets apply."""
+    argument = {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
+    default = option.default if option.default_factory is dataclasses.MISSING else " ".join(option.default_factory())
     if default not in (None, ""):
         argument["help"] += f" (default: {default})"
     if kind is bool:
@@ -233,13 +245,13 @@ def _argument(knob: dataclasses.Field, kind: Any) -> dict[str, Any]:
         return argument | {"action": "append", "metavar": "KEY=VALUE"}
     if get_origin(kind) is list:
         return argument | {"nargs": "+", "metavar": "NAME|PATH"}
-    return {"type": kind, "metavar": None if "choices" in knob.metadata else kind.__name__.upper()} | argument
+    return {"type": kind, "metavar": None if "choices" in option.metadata else kind.__name__.upper()} | argument
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The fields of both configurations from a `run.json`; those that an earlier version lacked are not there.
+    """The fields of both configurations from a `run.json`. Fields that an earlier version lacked are absent.
 
-    Raises ValueError, naming file and field, if it is missing, something else, or holds what this version does not.
+    Raises ValueError, naming file and field, if the file is missing or not a run.json, or has an unknown field.
     """
     try:
         run = json.loads(path.read_text())
@@ -248,19 +260,21 @@ def read_run(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path}: not a readable run.json") from None
     hints = get_type_hints(ModelConfig) | get_type_hints(TrainConfig)
     for name, value in given.items():
-        require(name in FIELDS, f"--config {path}: {name!r} is no field of this version")
-        open_too = value is None and FIELDS[name].default is None
+        require(name in FIELDS, f"--config {path}: {name!r} is not a field of this version")
+        optional = value is None and FIELDS[name].default is None
         kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
-        require(open_too or is_a(value, hints[name]), f"--config {path}: {name} must be of type {kind}, not {value!r}")
+        require(optional or is_a(value, hints[name]), f"--config {path}: {name} must be of type {kind}, not {value!r}")
     return given
 
 
 def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
-    """Put together defaults, then preset (`small` on an accelerator) or `--config` file, then flags.
+    """Combine defaults, then the preset (`small` on a GPU) or `--config` file, then flags.
 
-    Raises ValueError for a file that is not a run's configuration and for values that do not fit.
+    Raises ValueError for a file that is not a run's configuration and for values that do not fit together.
     """
-    require(not (flags.preset and flags.config), "--preset or --config, not both: each says all that flags leave open")
+    require(
+        not (flags.preset and flags.config), "choose --preset or --config: each sets everything that flags leave open"
+    )
     if flags.config:
         given = read_run(Path(flags.config))
     else:

@@ -15,31 +15,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
-import decode
-from checkpoint import find_checkpoint, load_model
-from config import Parser, add_knobs, check_sizes, knob, require
+from config import Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
-from exits import as_command, bad_input, exit_codes
-from machine import pick_device, pick_dtype
 from model import Llama
-from rounding import round_weights
+from runtime.acceleration import accelerate, resolve_fast
+from runtime.checkpoint import find_checkpoint, load_model
+from runtime.device import autocast, pick_device, pick_dtype
+from runtime.exit_codes import bad_input, exit_codes
 
-OFTEN_ENOUGH = 512  # likeliest tokens that are looked at first for --top-p
-MOST_BY_DEFAULT = 256  # tokens, where the context has room for them
+DEFAULT_TOKENS = 256  # to generate, where the context allows
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are drawn. Raises ValueError, in one line that names the flag, for what makes no sense."""
+    """How the next tokens are drawn. Raises ValueError, in one line that names the flag, for values out of range."""
 
-    tokens: int = knob(None, f"most tokens to add (default: what fits into the context, up to {MOST_BY_DEFAULT})")
-    temperature: float = knob(0.8, "divides the logits; 0 always takes the likeliest token")
-    top_k: int = knob(0, "draw from this many of the likeliest; 0 is all")
-    top_p: float = knob(1.0, "draw from the fewest of the likeliest whose probabilities add up to this")
-    min_p: float = knob(0.0, "draw from those that are at least this share as likely as the likeliest")
-    seed: int = knob(0, "of the draws; the same seed gives the same text")
+    tokens: int = option(
+        None, f"maximum number of tokens (default: what fits into the context, at most {DEFAULT_TOKENS})"
+    )
+    temperature: float = option(0.8, "divides the logits; 0 is greedy")
+    top_k: int = option(0, "keep the k most likely tokens; 0 keeps all")
+    top_p: float = option(1.0, "keep the fewest most likely tokens whose probabilities reach p")
+    min_p: float = option(0.0, "keep tokens with at least this share of the highest probability")
+    seed: int = option(0, "the same seed gives the same text")
 
     def __post_init__(self) -> None:
         check_sizes(self, "tokens")
@@ -63,36 +63,46 @@ def main(arguments: list[str] | None = None) -> None:
             sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
             device = pick_device(flags.device)
             dtype = pick_dtype(flags.dtype, device)
-            require(dtype != torch.int8 or device.type == "cpu", "--dtype int8 needs --device cpu; try bfloat16")
+            fast = resolve_fast(flags.fast, device)
             prompt = read_prompt(flags.prompt)
             checkpoint = find_checkpoint(flags.checkpoint)
             model, tokenizer = load_model(checkpoint, device)
             ids = tokenizer.encode(prompt)
             check_room(ids, sampling, model.config.context)
-        how = f", {decode.in_use()}" if device.type == "cpu" else ""
-        print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{how}", file=sys.stderr)
-        round_weights(model, dtype)
-        show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop), flags.samples)
+        format = str(dtype).removeprefix("torch.") + (" with fast kernels" if fast else "")
+        print(f"{checkpoint} on {device} in {format}", file=sys.stderr)
+        cast_matrices(model, dtype)
+        if fast:
+            accelerate(model)
+        with autocast(device, dtype):
+            show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop), flags.samples)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="generate.py", description="Let a trained model continue a text.")
+    parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     parser.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: the newest run)")
     parser.add_argument(
         "--prompt",
         default="",
         metavar="TEXT|-",
-        help="what to continue; - reads standard input (default: a new document)",
+        help="text to continue; - reads standard input (default: a new document)",
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
-    parser.add_argument("--samples", type=int, default=1, metavar="INT", help="continuations to draw (default: 1)")
-    add_knobs(parser, Sampling)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to compute")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="INT", help="number of continuations (default: 1)")
+    add_options(parser, Sampling)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="device to run on")
     parser.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "float32", "bfloat16", "float16", "int8"],
-        help="of matrix products (default: bfloat16 where the device computes in it; float32 is exact)",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="dtype of matrix products (default: bfloat16 where the device supports it)",
+    )
+    parser.add_argument(
+        "--fast",
+        action=argparse.BooleanOptionalAction,
+        help="use the CPU kernels in fast/ (default: on a CPU, where they can be built)",
     )
     return parser.parse_args(arguments)
 
@@ -108,22 +118,22 @@ def read_prompt(prompt: str) -> str:
 
 
 def check_room(prompt: list[int], sampling: Sampling, context: int) -> int:
-    """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold those that were asked for."""
-    taken = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
-    room = context - taken
-    require(room > 0, f"--prompt has {taken} tokens, and the model's context of {context} must hold the answer too")
+    """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold the requested number."""
+    used = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
+    left = context - used
+    require(left > 0, f"--prompt has {used} tokens and leaves no space in the model's context of {context}")
     require(
-        sampling.tokens is None or sampling.tokens <= room,
-        f"--tokens {sampling.tokens} after a prompt of {taken} tokens is more than the model's context of {context}; "
-        f"ask for at most {room}",
+        sampling.tokens is None or sampling.tokens <= left,
+        f"--tokens {sampling.tokens} after a prompt of {used} tokens exceeds the model's context of {context}; "
+        f"use at most {left}",
     )
-    return sampling.tokens or min(room, MOST_BY_DEFAULT)
+    return sampling.tokens or min(left, DEFAULT_TOKENS)
 
 
 def show(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
-    """Print what follows the prompt: one sample as it is made, several one after the other at the end.
+    """Print a single sample as it is generated, or several samples at the end.
 
-    The speed goes to standard error. Somebody who stops reading, as `| head` does, ends it without a complaint.
+    The speed goes to standard error. A closed pipe, as after `| head`, ends it quietly.
     """
     texts, tokens, started = [""] * samples, 0, time.perf_counter()
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -142,12 +152,22 @@ def show(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
             print(heading + text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
         return
     print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------
+
+
+def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
+    """Store the weights of all matrix products in `dtype`, for a model that only generates.
+
+    The embedding, the norms and the residual stream stay in fp32; a tied head becomes a tensor of its own.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
 
 
 @torch.inference_mode()
@@ -158,12 +178,11 @@ def generate(
     end_of_document: int,
     samples: int = 1,
 ) -> Iterator[list[int]]:
-    """The next token's id for each of `samples` continuations of `prompt`, again and again until all of them ended.
+    """Yield the next token id of each of `samples` continuations of `prompt`, until all have ended.
 
-    A continuation that has ended goes on with `end_of_document`, which is also what an empty prompt starts from.
-    Every sample has its own random numbers, a function of the seed and its index: they are the same beside
-    others and alone, and no other random state is touched. Raises ValueError, before the first token, where the
-    context has no room.
+    A continuation that has ended repeats `end_of_document`, which also replaces an empty prompt. Each sample has its
+    own random numbers, a function of the seed and its index, so it does not depend on the other samples. No global
+    random state is touched. Raises ValueError, before the first token, if the context is too short.
     """
     device = model.embed_tokens.weight.device
     tokens = torch.tensor([prompt or [end_of_document]], device=device).expand(samples, -1)  # B T
@@ -180,62 +199,50 @@ def generate(
 
 
 def make_generator(seed: int, sample: int) -> Generator:
-    """The source of random numbers of one sample. On the CPU, so that it does not depend on the device."""
+    """The random number generator of one sample. On the CPU, so that draws do not depend on the device."""
     digest = hashlib.sha256(f"{seed} sample {sample}".encode()).digest()
     return Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Tensor:
-    """An id for each row of logits, B V, by that row's generator."""
+    """One id for each row of `logits` (B, V), with that row's generator."""
     if sampling.temperature == 0:
-        return likeliest(logits)
-    logits = logits.cpu().double()  # the last bits of a sum over V decide less that way
-    logits = temper(logits, sampling.temperature)
+        return logits.argmax(-1)
+    logits = temper(logits.cpu().double(), sampling.temperature)
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p:
         logits = keep_min_p(logits, sampling.min_p)
-    # One uniform number for each row, where torch.multinomial draws V of them.
+    # Inverse transform sampling: one uniform number per row, where torch.multinomial draws V of them.
     points = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
-    sums = logits.exp().cumsum(-1)  # of shares of the likeliest one's probability
-    # In (0, total]: a token's share of the sums excludes its lower end, so none of probability 0 is ever drawn.
+    sums = logits.exp().cumsum(-1)  # unnormalized
+    # 1 - points is in (0, 1], so a token of probability 0 is never drawn.
     return torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The id of the largest of each row, on the CPU, where NumPy takes a tenth of the time of PyTorch's argmax."""
-    if logits.device.type != "cpu":
-        return logits.argmax(-1).cpu()
-    return torch.from_numpy(logits.float().numpy().argmax(-1))
-
-
 def temper(logits: Tensor, temperature: float) -> Tensor:
-    """Logits over the temperature, the largest moved to 0 first so that no temperature is too small."""
+    """Logits divided by the temperature. The largest is shifted to 0 first, so that no temperature overflows."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """The k largest of each row, the rest at -inf; among equals the choice is free."""
-    largest, where = logits.topk(min(k, logits.shape[-1]))
-    return torch.full_like(logits, -math.inf).scatter(-1, where, largest)
+    """Keep the k largest of each row and set the rest to -inf."""
+    largest, index = logits.topk(min(k, logits.shape[-1]))
+    return torch.full_like(logits, -math.inf).scatter(-1, index, largest)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """The fewest of each row, from the likeliest on, whose probabilities reach p (arXiv 1904.09751)."""
-    probabilities = logits.softmax(-1)
-    for count in (OFTEN_ENOUGH, logits.shape[-1]):  # to sort them all takes longer than the rest of the token
-        likeliest, where = probabilities.topk(min(count, logits.shape[-1]))
-        if (likeliest.sum(-1) >= p).all():
-            break
-    before = likeliest.cumsum(-1) - likeliest
-    kept = logits.gather(-1, where).masked_fill(before >= p, -math.inf)
-    return torch.full_like(logits, -math.inf).scatter(-1, where, kept)
+    """Keep the fewest most likely tokens of each row whose probabilities reach p. Nucleus sampling, arXiv 1904.09751."""
+    ordered, index = logits.sort(-1, descending=True)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # of all more likely tokens
+    return torch.full_like(logits, -math.inf).scatter(-1, index, ordered.masked_fill(before >= p, -math.inf))
 
 
 def keep_min_p(logits: Tensor, share: float) -> Tensor:
-    """Those of each row that are at least `share` as likely as the likeliest (arXiv 2407.01082)."""
+    """Keep the tokens with at least `share` of the highest probability of each row. Min-p, arXiv 2407.01082."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(share), -math.inf)
 
 
@@ -250,7 +257,7 @@ def stream_text(
     samples: int = 1,
     stop: Sequence[str] = (),
 ) -> Iterator[list[str | None]]:
-    """What each sample's text grows by, token by token; None for one that has ended.
+    """Yield what each sample's text grows by, token by token; None for one that has ended.
 
     A sample ends at an end-of-document token or before the first of the `stop` strings.
     """
@@ -271,11 +278,11 @@ def stream_text(
 
 
 def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> str:
-    """`prompt` and one continuation, as far as the context has room, by a model that may be in training."""
+    """`prompt` and one continuation, as long as the context allows. The model may be in training mode."""
     ids = list(prompt)
     room = model.config.context - max(1, len(prompt))
     if room > 0:
-        sampling = dataclasses.replace(sampling, tokens=min(sampling.tokens or MOST_BY_DEFAULT, room))
+        sampling = dataclasses.replace(sampling, tokens=min(sampling.tokens or DEFAULT_TOKENS, room))
         training = model.training
         model.eval()
         ids += [token for (token,) in generate(model, prompt, sampling, tokenizer.end_of_document)]
@@ -284,11 +291,10 @@ def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling:
 
 
 class GrowingText:
-    """Bytes that come in pieces, as text that can be shown at once.
+    """Text from bytes that arrive in pieces, shown as early as possible.
 
-    An unfinished character is held back, and so is what may be the beginning of a stop string. Bytes that are no
-    UTF-8 become U+FFFD; an unfinished character at the very end is left out. The result does not depend on how
-    the bytes were divided.
+    An unfinished character is held back, and so is a possible beginning of a stop string. Invalid UTF-8 becomes
+    U+FFFD; an unfinished character at the very end is dropped. The result does not depend on how the bytes were split.
     """
 
     def __init__(self, stop: Sequence[str] = ()):
@@ -296,22 +302,22 @@ class GrowingText:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, piece: bytes) -> str:
-        """What can be shown now; after the first stop string to be complete, `ended` is true and that is all."""
+        """The text that can be shown now. `ended` is set once a stop string is complete."""
         text = self.held + self.decoder.decode(piece)
         found = [(start + len(stop), start) for stop in self.stop if (start := text.find(stop)) >= 0]
         if found:
             self.held, self.ended = "", True
             return text[: min(found)[1]]
-        beginnings = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
-        shown = len(text) - max((len(part) for part in beginnings if text.endswith(part)), default=0)
+        prefixes = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
+        shown = len(text) - max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
         self.held = text[shown:]
         return text[:shown]
 
     def end(self) -> str:
-        """What was held back and turned out to be text."""
+        """The text that was held back in case a stop string followed."""
         held, self.held, self.ended = self.held, "", True
         return held
 
 
 if __name__ == "__main__":
-    as_command(main)
+    main()

@@ -1,4 +1,4 @@
-"""Train a LLaMA: `python train.py`. Reads from top to bottom: the command, the loop, what the loop calls."""
+"""Train a LLaMA: `python train.py`. From top to bottom: the command, the training loop, what the loop calls."""
 
 import argparse
 import dataclasses
@@ -20,33 +20,33 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
-from checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
 from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, read_run
 from data.batches import Prepared, evaluation_batches, prepare, training_batch
-from exits import NotFinite, Stopped, as_command, bad_input, exit_codes
 from generate import Sampling, sample_text
-from machine import autocast, compile_pays, describe, keep_memory, peak_flops, peak_memory, pick_device, pick_dtype
 from model import Llama
 from norms import TRAITS
 from optim import hidden_matrices, learning_rate, make_optimizers
-from run import (
+from runtime.acceleration import accelerate, resolve_fast
+from runtime.checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
+from runtime.device import autocast, compile_by_default, describe, peak_flops, peak_memory, pick_device, pick_dtype
+from runtime.exit_codes import NotFinite, Stopped, bad_input, exit_codes
+from runtime.run_dir import (
     Log,
-    check_folder,
+    check_run_dir,
     check_tracker,
     locked,
-    make_folder,
+    make_run_dir,
     make_tracker,
     newest_run,
     plot_loss,
-    write_whole,
+    write_atomically,
 )
 
 LOG_EVERY = 10  # steps between two rows of training loss
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-MOST_EVALUATED = 1 << 20  # tokens of the validation text, from its beginning
-EVALUATED_AT_ONCE = 1 << 12  # tokens, or a micro-batch where that is more
-BATCHES = ("data", "tokenizer", "seed", "batch_size", "optimizer")  # what going on with a run must not change
-SAMPLE_PROMPT = 16  # tokens: samples go on from where the validation text begins
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+EVAL_BATCH_TOKENS = 1 << 12  # tokens per forward pass of an evaluation, or a micro-batch if that is more
+DETERMINE_BATCHES = ("data", "tokenizer", "seed", "batch_size", "optimizer")  # what a resumed run must not change
+SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 
@@ -57,20 +57,20 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
     with exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with bad_input():
-            run = settle(flags)
+            run = resolve_run(flags)
         if flags.eval_only:
             evaluate_only(run)
             return
         with locked(run.folder):
             with bad_input():
-                check_folder(run.folder, flags.resume)
+                check_run_dir(run.folder, flags.resume)
                 trainer = Trainer(run, flags.resume)
             trainer.train()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm, and where that stands, are flags.")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out (default: the newest run)")
+    parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out (default: the newest run)")
     parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint of the run in --out")
     add_flags(parser)
     return parser.parse_args(arguments)
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @dataclass
 class Run:
-    """All that a run is made from."""
+    """Everything a run is made from."""
 
     folder: Path
     model_config: ModelConfig
@@ -88,80 +88,83 @@ class Run:
     data: Prepared
 
 
-def settle(flags: argparse.Namespace) -> Run:
-    """Turn flags into a run, with the cheap checks first. Raises ValueError for what does not fit."""
+def resolve_run(flags: argparse.Namespace) -> Run:
+    """Turn flags into a run, with the cheap checks first. Raises ValueError for what does not fit together."""
     out = Path(flags.out) if getattr(flags, "out", "") else None
-    earlier = flags.resume or flags.eval_only
-    if earlier:
+    existing = flags.resume or flags.eval_only
+    if existing:
         out = out or (Path(flags.config).parent if flags.config else newest_run())
         flags.config = out / "run.json"
     if out:
-        check_folder(out, earlier)
+        check_run_dir(out, existing)
     model_config, config = resolve(flags)
-    if earlier:
-        check_same_settings(flags.config, model_config, config, BATCHES)
-        if flags.resume and "momentum" not in read_run(flags.config):
-            raise ValueError(f"the run in {out} was started by an earlier version, which trained in another way")
+    if existing:
+        check_same_settings(flags.config, model_config, config, DETERMINE_BATCHES)
+        if flags.resume and "fast" not in read_run(flags.config):
+            raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
     device = pick_device(config.device)
-    if device.type == "cpu":
-        keep_memory()
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
-    if earlier:
+    if existing:
         check_same_text(flags.config, data)
-    folder = make_folder(out, f"{data.corpus_name}-{model_config.norm}-{model_config.placement}")
+    folder = make_run_dir(out, f"{data.corpus_name}-{model_config.norm}-{model_config.placement}")
     return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data)
 
 
 def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
-    """What `flags` ask for, with nothing left for the machine to decide. Raises ValueError for what does not fit."""
+    """The configurations, with everything that depends on the machine decided.
+
+    Raises ValueError for what does not fit together.
+    """
     model_config, config = configs_from(flags, pick_device(getattr(flags, "device", "auto")).type)
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    compiled = compile_pays(device, config.steps) if config.compile is None else config.compile
+    compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
     check_tracker(config.log)
-    if compiled and config.recompute and not TRAITS[model_config.norm].causal_in_training:
-        raise ValueError(
-            f"--recompute and --compile do not go together with the statistics of --norm {model_config.norm}"
-        )
-    if not TRAITS[model_config.norm].per_token and config.micro_batch_size * model_config.context < 2:
+    traits = TRAITS[model_config.norm]
+    if compiled and config.recompute and not traits.causal_in_training:
+        raise ValueError(f"--recompute and --compile do not work together with --norm {model_config.norm}")
+    if not traits.per_token and config.micro_batch_size * model_config.context < 2:
         raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
-    return model_config, dataclasses.replace(config, device=device.type, dtype=dtype, compile=compiled, out="")
+    fast = resolve_fast(config.fast, device, compiled)
+    return model_config, dataclasses.replace(
+        config, device=device.type, dtype=dtype, compile=compiled, fast=fast, out=""
+    )
 
 
-def check_same_settings(
-    run_file: Path, model_config: ModelConfig, config: TrainConfig, training: Iterable[str]
-) -> None:
-    """Raise ValueError, naming them, unless the run described in `run_file` has this model and these `training` fields.
+def check_same_settings(run_file: Path, model_config: ModelConfig, config: TrainConfig, names: Iterable[str]) -> None:
+    """Raise ValueError, naming the differences, unless the run in `run_file` has this model and these settings.
 
-    Fields that its version did not have yet count as their defaults.
+    `names` are the fields of TrainConfig to compare. Fields that the run's version lacked count as their defaults.
     """
     defaults = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
-    there = defaults | read_run(run_file)
-    asked = dataclasses.asdict(model_config)
-    asked |= {name: getattr(config, name) for name in training}
-    differing = [f"{name} {there[name]}, not {asked[name]}" for name in asked if there[name] != asked[name]]
-    if differing:
-        raise ValueError(f"the run in {run_file.parent} has {'; '.join(differing)}")
+    theirs = defaults | read_run(run_file)
+    ours = dataclasses.asdict(model_config)
+    ours |= {name: getattr(config, name) for name in names}
+    differences = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
+    if differences:
+        raise ValueError(f"the run in {run_file.parent} has {'; '.join(differences)}")
 
 
 def check_same_text(run_file: Path, data: Prepared) -> None:
-    """Raise ValueError if text or tokenizer are no longer those of the run described in `run_file`."""
-    there = json.loads(run_file.read_text())
-    for name, now in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        if there[name]["hash"] != now:
-            raise ValueError(f"the {name} of the run in {run_file.parent} is no longer the same: was the text changed?")
+    """Raise ValueError if text or tokenizer differ from those of the run in `run_file`."""
+    theirs = json.loads(run_file.read_text())
+    for name, ours in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
+        if theirs[name]["hash"] != ours:
+            raise ValueError(f"the {name} of the run in {run_file.parent} is not the same; has the text changed?")
 
 
-# --- the loop --------------------------------------------------------------------------------------------------------
+# --- the training loop -----------------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """A model on its way through the steps of a run: from the start, or with `resume` from its newest checkpoint."""
+    """Trains the model of a run, from the start or with `resume` from its newest checkpoint."""
 
     def __init__(self, run: Run, resume: bool = False):
         self.run = run
         self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.model.recompute = run.config.recompute
+        if run.config.fast:
+            accelerate(self.model)
         self.weights = list(self.model.parameters())
         self.optimizers = make_optimizers(self.model, run.config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
@@ -190,16 +193,15 @@ class Trainer:
                     self.log_training()
                 if evaluation_due:
                     self.log_evaluation()
-                if save_due:
+                requests = list(stop)
+                if save_due or requests:
                     self.save()
-                if stop:
-                    if not save_due:
-                        self.save()
-                    raise Stopped(stop[0])
+                if requests:
+                    raise Stopped(requests[0])
         self.conclude()
 
     def update(self, rate: float) -> None:
-        """One optimizer step at learning rate `rate`, on the batch that belongs to this step."""
+        """One optimizer step at learning rate `rate`, on the batch of this step."""
         clip, scaled = self.run.config.clip, self.scaler.is_enabled()
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
@@ -207,10 +209,10 @@ class Trainer:
         grad_norm = get_total_norm(weight.grad for weight in self.weights if weight.grad is not None)
         if clip:
             clip_grads_with_norm_(self.weights, clip, grad_norm)
-        overflow = scaled and not grad_norm.isfinite()  # normal in float16: leave the step out, and scale less
+        overflow = scaled and not grad_norm.isfinite()  # expected in float16: skip the step and reduce the scale
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["share"]
+                group["lr"] = rate * group["lr_ratio"]
             if not overflow:
                 self.scaler.step(optimizer)
         for weight in self.weights:
@@ -221,9 +223,9 @@ class Trainer:
         self.meter.add(self.step + 1, loss, grad_norm, loss if scaled else loss + grad_norm)
 
     def accumulate_gradients(self) -> Tensor:
-        """Gradients of the batch that belongs to this step, micro-batch by micro-batch; returns its mean loss."""
+        """Accumulate the gradients of this step's batch over its micro-batches. Returns the mean loss."""
         run, config = self.run, self.run.config
-        torch.manual_seed(config.seed + 1_000_003 * self.step)  # so that a resumed run drops the same activations
+        torch.manual_seed(config.seed + 1_000_003 * self.step)  # the same dropout in a resumed run
         rows = range(config.batch_size)
         batch = training_batch(run.data.train.tokens, config.seed, self.step, rows, run.model_config.context)
         inputs, targets = (ids.to(run.device).split(config.micro_batch_size) for ids in batch)
@@ -235,20 +237,21 @@ class Trainer:
             loss += micro_loss.detach()
         return loss
 
-    # What the loop does now and then.
+    # Logging, evaluation, saving.
 
     @contextmanager
     def opened_log(self) -> Iterator[None]:
-        """Describe the run, start its clock and its bar; note a divergence, which ends the run, in the log."""
+        """Write run.json, open the log and the progress bar, and log a divergence, which ends the run."""
         run = self.run
         description = describe_run(run, self.model)
-        write_whole(run.folder / "run.json", json.dumps(description, indent=2) + "\n")
+        write_atomically(run.folder / "run.json", json.dumps(description, indent=2) + "\n")
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
         self.clock = Clock(self.seconds)
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
                 f"{description['parameters']:,} parameters, {run.model_config.norm} {run.model_config.placement}-norm, "
-                f"on {description['device']} in {run.config.dtype}; the run is {run.folder}"
+                f"on {description['device']} in {run.config.dtype}{' with fast kernels' if run.config.fast else ''}; "
+                f"the run is {run.folder}"
             )
             try:
                 yield
@@ -267,7 +270,7 @@ class Trainer:
             seconds=round(self.clock.seconds(), 3),
             train_loss=loss,
             lr=learning_rate(config, self.step - 1),
-            grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # of a step that float16 left out
+            grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # infinite in a skipped float16 step
             tokens_per_second=round(speed, 1),
         )
         shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
@@ -278,7 +281,7 @@ class Trainer:
 
     def log_evaluation(self) -> None:
         run = self.run
-        with self.clock.stopped():
+        with self.clock.paused():
             val_loss, val_bpb = evaluate(self.model, run)
             if not math.isfinite(val_loss):
                 raise NotFinite(self.step)
@@ -290,10 +293,10 @@ class Trainer:
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
     def save(self) -> None:
-        """Write a checkpoint. Raises NotFinite rather than save a weight that is not finite."""
+        """Write a checkpoint. Raises NotFinite if a weight is not finite."""
         if not torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all():
             raise NotFinite(self.step)
-        with self.clock.stopped():
+        with self.clock.paused():
             run = self.run
             state = {"step": self.step, "seconds": self.clock.seconds(), "scaler": self.scaler.state_dict()}
             save_checkpoint(
@@ -304,8 +307,8 @@ class Trainer:
         run, last = self.run, self.log.rows[-1]
         gzip_bpb = 8 * run.data.val_gzip_bytes / run.data.val_bytes
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 needs {gzip_bpb:.4f} bits per byte for the validation text")
-        print(f"done in {self.clock.seconds():.0f} s with {peak_memory(run.device) / 1e9:.1f} GB of memory at the peak")
-        print(f"look at {run.folder}/loss.png and samples.txt, or run")
+        print(f"done in {self.clock.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
+        print(f"see {run.folder}/loss.png and samples.txt, or run")
         print(f"python generate.py --checkpoint {run.folder}")
 
 
@@ -313,7 +316,7 @@ class Trainer:
 
 
 class Meter:
-    """Loss and gradient norm since the last reading, kept on the device: to read them is to wait for it."""
+    """Loss and gradient norm since the last reading. They stay on the device, because reading them waits for it."""
 
     def __init__(self, device: torch.device):
         self.steps = 0
@@ -329,7 +332,7 @@ class Meter:
         self.first_bad_step.masked_fill_(newly_bad, step)
 
     def read(self) -> tuple[int, float, float]:
-        """Steps, their mean loss, and the last gradient norm, since the reading before. Raises NotFinite."""
+        """Steps since the last reading, their mean loss, and the last gradient norm. Raises NotFinite."""
         if bad_step := int(self.first_bad_step):
             raise NotFinite(bad_step)
         steps, loss = self.steps, float(self.loss) / self.steps
@@ -339,24 +342,25 @@ class Meter:
 
 
 class Clock:
-    """Seconds of the run as a whole, and of training alone."""
+    """Seconds of the whole run, and of training alone."""
 
     def __init__(self, seconds: float):
         self.started = time.perf_counter() - seconds
         self.lap_started = time.perf_counter()
 
     def seconds(self) -> float:
-        """Of the whole run, those before it was resumed included."""
+        """Seconds of the run, including those before it was resumed."""
         return time.perf_counter() - self.started
 
     def lap(self) -> float:
-        """Of training since the last call, without the time when the clock was stopped."""
+        """Seconds of training since the last call, without pauses."""
         now = time.perf_counter()
         lap, self.lap_started = now - self.lap_started, now
         return lap
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
+        """Exclude the time spent inside from the lap."""
         began = time.perf_counter()
         yield
         self.lap_started += time.perf_counter() - began
@@ -364,9 +368,9 @@ class Clock:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM add themselves to, so that the step at hand ends and is saved.
+    """A list to which SIGINT, SIGTERM and SIGHUP add themselves, so that the current step ends and is saved.
 
-    Who asks a second time is not kept waiting.
+    A second signal stops at once.
     """
     requests: list[int] = []
 
@@ -387,15 +391,15 @@ def stop_requests() -> Iterator[list[int]]:
 def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
-    Every token but the first is predicted once, from those before it in its window of one context. An
+    It covers `eval_tokens` tokens in windows of one context, evenly spaced over the text, always the same ones. An
     end-of-document token adds its loss and no bytes.
     """
     training = model.training
     model.eval()
     nats, tokens, utf8_bytes = 0.0, 0, 0
     context = run.model_config.context
-    batch_size = max(run.config.micro_batch_size, EVALUATED_AT_ONCE // context)
-    for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, MOST_EVALUATED):
+    batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
+    for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, run.config.eval_tokens):
         with autocast(run.device, run.dtype):
             loss = model.loss(inputs.to(run.device), targets.to(run.device))
         nats += float(loss) * targets.numel()
@@ -410,19 +414,21 @@ def evaluate_only(run: Run) -> None:
     with bad_input():
         checkpoint = find_checkpoint(str(run.folder))
         model, _ = load_model(checkpoint, run.device)
+        if run.config.fast:
+            accelerate(model)
     val_loss, val_bpb = evaluate(model, run)
     print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
 
 def flops_per_token(model: Llama) -> float:
-    """Multiplications and additions of forward and backward: 6 for each weight of a product, and causal attention's."""
+    """FLOPs of forward and backward: 6 for each weight in a matrix product, plus causal attention."""
     config = model.config
     products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
     return 6 * products + 6 * config.layers * config.dim * config.context
 
 
 def describe_run(run: Run, model: Llama) -> dict[str, Any]:
-    """What `run.json` says: all that is needed to repeat the run, and to know what it ran on."""
+    """The contents of `run.json`: what is needed to repeat the run, and what it ran on."""
     return {
         "model": dataclasses.asdict(run.model_config),
         "training": dataclasses.asdict(run.config),
@@ -436,4 +442,4 @@ def describe_run(run: Run, model: Llama) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    as_command(main)
+    main()

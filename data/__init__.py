@@ -1,1 +1,1 @@
-"""From text to batches: `corpus` finds and splits the text, `tokenizer` makes it ids, `batches` serves them."""
+"""Text to batches: `sources` finds files, `corpus` splits documents, `tokenizer` encodes, `batches` cuts windows."""

@@ -1,4 +1,4 @@
-"""From a corpus to batches: a file of tokens per split, prepared once, and the windows a model is trained on.
+"""Prepares a corpus once, as one token file per split, and serves the windows a model is trained on.
 
 data = prepare(["python"], "sentencepiece", 2048, Path(".cache"), context=256)
 inputs, targets = training_batch(data.train.tokens, seed=0, step=0, rows=range(32), context=256)
@@ -23,18 +23,18 @@ from data.tokens import NotPrepared, TokenFile, open_tokens, write_tokens
 
 try:
     import fcntl
-except ImportError:  # Windows has no such lock, so there nobody checks
+except ImportError:  # fcntl is missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
-VERSION = 3  # of what is in a prepared folder; one more whenever the same text would give other tokens
+FORMAT_VERSION = 3  # of a prepared folder; increase it whenever the same text would give different tokens
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A corpus as tokens.
+    """A tokenized corpus.
 
-    val_bytes: length of the validation text in UTF-8, which bits per byte divide by.
-    val_gzip_bytes: what `gzip -9` makes of the validation text.
+    val_bytes: size of the validation text in UTF-8, the denominator of bits per byte.
+    val_gzip_bytes: size of the validation text after `gzip -9`.
     """
 
     train: TokenFile
@@ -47,23 +47,23 @@ class Prepared:
 
 
 def prepare(names: list[str], tokenizer_kind: str, vocab_size: int, cache_dir: Path, context: int) -> Prepared:
-    """Make the corpus behind `names` into tokens, unless an earlier run left the same in `cache_dir`.
+    """Tokenize the corpus behind `names`, or reuse the token files an earlier run left in `cache_dir`.
 
-    The byte tokenizer has 257 ids, whatever `vocab_size` says. Raises ValueError for a corpus or a vocabulary that
-    cannot be, and where a split is shorter than one window of `context` + 1 tokens.
+    The byte tokenizer ignores `vocab_size`; it has 257 ids. Raises ValueError for an invalid corpus or vocabulary
+    size, and for a split shorter than one window of `context` + 1 tokens.
     """
     vocab_size = ByteTokenizer.vocab_size if tokenizer_kind == ByteTokenizer.kind else vocab_size
     corpus = open_corpus(names, cache_dir)
-    for split in SPLITS:  # no tokenizer makes more tokens than these
+    for split in SPLITS:  # checked early: the size in bytes is an upper bound on the tokens
         _check_length(split, names, corpus.sizes[split], context)
-    key = hashlib.sha256(repr((VERSION, corpus.hash, tokenizer_kind, vocab_size)).encode()).hexdigest()
+    key = hashlib.sha256(repr((FORMAT_VERSION, corpus.hash, tokenizer_kind, vocab_size)).encode()).hexdigest()
     folder = cache_dir / f"{corpus.name}-{tokenizer_kind}-{vocab_size}-{key[:12]}"
     try:
         prepared = _open(folder, corpus, tokenizer_kind)
     except NotPrepared:
-        with _alone(folder):
+        with _locked(folder):
             try:
-                prepared = _open(folder, corpus, tokenizer_kind)  # another process has just made it
+                prepared = _open(folder, corpus, tokenizer_kind)  # another process built it while this one waited
             except NotPrepared:
                 _build(folder, corpus, tokenizer_kind, vocab_size)
                 prepared = _open(folder, corpus, tokenizer_kind)
@@ -76,8 +76,8 @@ def _check_length(split: Split, names: list[str], tokens: int, context: int) -> 
     if tokens < context + 1:
         part = {"train": "training", "val": "validation"}[split]
         raise ValueError(
-            f"--data {' '.join(names)}: its {part} text is {tokens} tokens at most, and --context {context} "
-            f"takes {context + 1}; give more text or a shorter context"
+            f"--data {' '.join(names)}: the {part} text has at most {tokens} tokens, but --context {context} "
+            f"needs {context + 1}; add text or lower --context"
         )
 
 
@@ -85,46 +85,49 @@ def _check_length(split: Split, names: list[str], tokens: int, context: int) -> 
 
 
 def training_batch(tokens: np.ndarray, seed: int, step: int, rows: range, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 (rows, context): the given rows of the global batch of a step.
+    """Inputs and targets, int64 (rows, context): the given rows of a step's global batch.
 
-    Each row is a window drawn from all of `tokens`, each start as likely as the next, and depends on seed, step and
-    its number alone: not on which other rows are asked for.
+    Each row is a window that starts at a uniformly random token. It depends only on the seed, the step and its row
+    index, not on which other rows are requested.
     """
     draws = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(rows.stop)[rows.start : rows.stop]
     starts = draws % np.uint64(len(tokens) - context)
-    windows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1, dtype=np.uint64)].astype(np.int64))
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    return _windows(tokens, starts, context)
 
 
 def evaluation_batches(
-    tokens: np.ndarray, context: int, batch_size: int, most_tokens: int | None = None
+    tokens: np.ndarray, context: int, batch_size: int, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets, int64 (up to batch_size, context), from windows side by side.
 
-    Every token but the first is a target once; what is left over at the end is a last batch of one shorter window.
-    Where that is more than `most_tokens` targets there are only the first windows, as many as fit into it, or one.
+    Every token except the first is a target exactly once; the remainder is a final batch of one shorter window. If
+    that is more than `max_tokens` targets, only as many full windows as fit are used, at least one, evenly spaced.
     """
-    if most_tokens is not None and len(tokens) - 1 > most_tokens:
-        tokens = tokens[: max(1, most_tokens // context) * context + 1]
-    whole = (len(tokens) - 1) // context * context
-    for start in range(0, whole, batch_size * context):
-        stop = min(start + batch_size * context, whole)
-        yield _as_rows(tokens[start : stop + 1], context)
-    if whole < len(tokens) - 1:
-        yield _as_rows(tokens[whole:], len(tokens) - 1 - whole)
+    targets = len(tokens) - 1
+    windows = targets // context  # of full length
+    remainder = targets - windows * context
+    starts = np.arange(windows) * context
+    if windows and max_tokens is not None and targets > max_tokens:
+        used = min(windows, max(1, max_tokens // context))
+        starts, remainder = starts[np.arange(used) * windows // used], 0
+    for first in range(0, len(starts), batch_size):
+        yield _windows(tokens, starts[first : first + batch_size], context)
+    if remainder:
+        yield _windows(tokens, np.array([windows * context]), remainder)
 
 
-def _as_rows(tokens: np.ndarray, context: int) -> tuple[Tensor, Tensor]:
-    flat = torch.from_numpy(tokens.astype(np.int64))
-    return flat[:-1].view(-1, context), flat[1:].view(-1, context)
+def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64 (starts, length)."""
+    windows = torch.from_numpy(tokens[starts[:, None].astype(np.int64) + np.arange(length + 1)].astype(np.int64))
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-# --- the folder of a prepared corpus ----------------------------------------------------------------------------------
+# --- prepared folders -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process prepares `folder`. The lock goes with its process, however that ends."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process is preparing `folder`. The OS releases the lock when its process exits."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w") as lock:
         if fcntl:
@@ -133,25 +136,25 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int) -> None:
-    """Write everything beside, then rename: from the moment `folder` is there it is whole."""
-    beside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
-    beside.mkdir()
+    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
+    part.mkdir()
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text", file=sys.stderr)
     if tokenizer_kind == ByteTokenizer.kind:
         tokenizer: Tokenizer = ByteTokenizer()
     else:
-        print(f"training a tokenizer of {vocab_size} pieces", file=sys.stderr)
+        print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
         tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
-    tokenizer.save(beside)
+    tokenizer.save(part)
     for split in SPLITS:
-        write_tokens(beside / f"{split}.bin", corpus, split, tokenizer)
-    shutil.rmtree(folder, ignore_errors=True)  # damaged, or nothing would have to be built
-    beside.rename(folder)
+        write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+    shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
+    part.rename(folder)
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer_kind: str) -> Prepared:
-    """What an earlier preparation left. Raises NotPrepared unless it is all there and fits together."""
+    """Open a prepared folder. Raises NotPrepared unless it is complete and consistent."""
     try:
         tokenizer = load_tokenizer(tokenizer_kind, folder)
     except ValueError as error:

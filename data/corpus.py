@@ -4,7 +4,7 @@
     for document in corpus.documents("train"):
         for chunk in document: ...
 
-Nothing is held whole: a document comes in chunks of about 1 MiB, cut at line ends where there are any.
+Documents are streamed in chunks of about 1 MiB, cut at line ends where possible, so the text need not fit in memory.
 """
 
 import hashlib
@@ -21,63 +21,63 @@ from data.sources import find_files, read_documents, short_name
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, Split] = ("train", "val")
-DELAY = 1  # second without a bar, in which small corpora are done
+BAR_DELAY = 1  # seconds before a progress bar appears; small corpora are read sooner
 
 
 def open_corpus(names: list[str], cache_dir: Path) -> "Corpus":
-    """Find the text behind `names` (`python`, `shakespeare`, or paths) and read through it once.
+    """Find the text behind `names` (`python`, `shakespeare`, or paths) and read it once, to hash and split it.
 
-    Raises ValueError in one line for what is missing, empty, damaged, or not UTF-8. What is downloaded is kept in
-    `cache_dir`.
+    Downloads are kept in `cache_dir`. Raises ValueError, with a one-line message, for text that is missing, empty,
+    damaged, or not UTF-8.
     """
     return Corpus(corpus_name(names), [(name, find_files(name, cache_dir)) for name in names])
 
 
 def corpus_name(names: list[str]) -> str:
-    """What to call several sources in the name of a folder, in at most 80 bytes."""
+    """A name for several sources that is safe in a folder name and at most 80 bytes long."""
     return "+".join(map(short_name, names)).encode()[:80].decode(errors="ignore")
 
 
 class Corpus:
-    """Text in documents, some of them held out for validation.
+    """A list of documents, some of them held out for validation.
 
-    Which ones does not depend on their order, and copies of a document stay together: those whose SHA-256 is in the
-    lowest tenth of all hashes or, should that be none or all of them, the one with the lowest. Where there is only one
-    document, its last tenth is held out.
+    The documents whose SHA-256 is in the lowest tenth of all possible hashes are held out. If that is none or all of
+    them, the one with the lowest hash is held out; if there is only one document, its last tenth. So the split does
+    not depend on the order of the documents, and copies of a document are on the same side.
 
-    name: short, for the names of folders.
-    hash: SHA-256 over the documents, in hex.
-    sizes: length of each split in UTF-8, counting the end of a document for one byte; give or take a character where a
-    document is cut.
+    name: a short name, safe in folder names.
+    hash: SHA-256 of the documents' hashes, in hex.
+    sizes: UTF-8 bytes of each split, plus one per document for its end. If a document is cut, the size may be off by
+    one character.
     """
 
     def __init__(self, name: str, sources: list[tuple[str, list[Path]]]):
         self.name = name
         self._files = [file for _, files in sources for file in files]
-        contents, hashes, lengths = hashlib.sha256(), array("Q"), array("Q")
-        with tqdm(unit="B", unit_scale=True, desc="reading the text", delay=DELAY, leave=False, disable=None) as bar:
+        corpus_hash, hashes, lengths = hashlib.sha256(), array("Q"), array("Q")
+        with tqdm(unit="B", unit_scale=True, desc="reading text", delay=BAR_DELAY, leave=False, disable=None) as bar:
             for source, files in sources:
-                known = len(lengths)
+                first = len(lengths)
                 for document in chain.from_iterable(map(read_documents, files)):
                     digest, length = _digest(document, bar)
-                    contents.update(digest)
+                    corpus_hash.update(digest)
                     hashes.append(int.from_bytes(digest[:8], "big"))
                     lengths.append(length)
-                if not any(lengths[known:]):
-                    raise ValueError(f"--data {source}: there is no text in it")
-        self.hash = contents.hexdigest()
+                if not any(lengths[first:]):
+                    raise ValueError(f"--data {source}: contains no text")
+        self.hash = corpus_hash.hexdigest()
         self._lengths = np.array(lengths)
         self._cuts = _cuts(np.array(hashes), self._lengths)
         parts = {"train": self._cuts, "val": self._lengths - self._cuts}
         self.sizes: dict[Split, int] = {split: int(parts[split].sum() + (parts[split] > 0).sum()) for split in SPLITS}
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """The documents of a split, in order, each in chunks; be done with one before taking the next."""
+        """The documents of a split in order, each an iterator of chunks. Read each one before advancing to the next."""
         documents = chain.from_iterable(map(read_documents, self._files))
         for document, length, cut in zip(documents, self._lengths.tolist(), self._cuts.tolist(), strict=True):
             start, stop = (0, cut) if split == "train" else (cut, length)
             if start < stop:
-                yield document if stop - start == length else _part(document, start, stop)
+                yield document if stop - start == length else _byte_slice(document, start, stop)
 
 
 def _digest(document: Iterator[str], bar: tqdm) -> tuple[bytes, int]:
@@ -91,22 +91,23 @@ def _digest(document: Iterator[str], bar: tqdm) -> tuple[bytes, int]:
 
 
 def _cuts(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The byte at which each document's validation text begins: 0 or its end, unless there is only one."""
-    written = hashes[lengths > 0]
-    if (written == written[0]).all():
+    """The byte offset at which each document's validation text begins: 0 or its end, unless there is only one."""
+    nonempty = lengths > 0
+    candidates = hashes[nonempty]
+    if (candidates == candidates[0]).all():
         return lengths - lengths // 10
     held_out = hashes < 2**64 // 10
-    if not held_out[lengths > 0].any() or held_out[lengths > 0].all():
-        held_out = hashes == written.min()
+    if not held_out[nonempty].any() or held_out[nonempty].all():
+        held_out = hashes == candidates.min()
     return np.where(held_out, np.uint64(0), lengths)
 
 
-def _part(document: Iterator[str], start: int, stop: int) -> Iterator[str]:
-    """What lies between two bytes of a document, each moved up to where a character begins."""
+def _byte_slice(document: Iterator[str], start: int, stop: int) -> Iterator[str]:
+    """The text between two byte offsets, each moved forward to the start of a character."""
     offset = 0
     for chunk in document:
         data = chunk.encode()
-        piece = data[_boundary(data, start - offset) : _boundary(data, stop - offset)]
+        piece = data[_character_start(data, start - offset) : _character_start(data, stop - offset)]
         if piece:
             yield piece.decode()
         offset += len(data)
@@ -114,8 +115,9 @@ def _part(document: Iterator[str], start: int, stop: int) -> Iterator[str]:
             break
 
 
-def _boundary(data: bytes, at: int) -> int:
-    at = min(max(at, 0), len(data))
-    while at < len(data) and data[at] & 0xC0 == 0x80:
-        at += 1
-    return at
+def _character_start(data: bytes, index: int) -> int:
+    """The first index from `index` on, clamped to `data`, that does not point into the middle of a character."""
+    index = min(max(index, 0), len(data))
+    while index < len(data) and data[index] & 0xC0 == 0x80:
+        index += 1
+    return index

@@ -1,4 +1,4 @@
-"""Text to ids and back, without loss: SentencePiece BPE with byte fallback, or the bytes themselves."""
+"""Lossless tokenizers: SentencePiece BPE with byte fallback, or raw bytes."""
 
 import hashlib
 import io
@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-SAMPLE_BYTES = 8_000_000  # of text that a tokenizer is trained on at most
-BLOCK = 4096  # characters that are sampled together
-LONGEST = 16384  # characters that SentencePiece is given at once; its queue of merges grows with them
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
+SAMPLE_CHARS = 4096  # per sampled block
+ENCODE_CHARS = 16384  # per call of SentencePiece, whose memory for merges grows with the length of its input
+SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 class ByteTokenizer:
-    """A token for each of the 256 bytes, and one that ends a document."""
+    """One token per byte value, and an end-of-document token."""
 
     kind = "bytes"
     vocab_size = 257
@@ -25,14 +25,14 @@ class ByteTokenizer:
     hash = hashlib.sha256(b"256 bytes, end of document").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for half a surrogate pair, which is no character."""
+        """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         return list(_utf8(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """UTF-8, which the ids may leave in the middle of a character; the end of a document is no text."""
+        """UTF-8, possibly cut inside a character. The end-of-document token adds nothing."""
         return bytes(token for token in ids if token != self.end_of_document)
 
     def save(self, directory: Path) -> None:
@@ -40,11 +40,11 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model with byte fallback, its ids laid out as LLaMA's: unknown, start, end, 256 bytes, pieces.
+    """A SentencePiece model with byte fallback. Ids are in LLaMA's order: <unk>, <s>, </s>, 256 bytes, pieces.
 
-    decode(encode(text)) == text for all that UTF-8 can encode, and no text becomes one of the first three ids.
+    decode(encode(text)) == text for all text that UTF-8 can encode. No text is encoded as one of the first three ids.
 
-    token_bytes: of each id, the length in UTF-8; 0 for the first three. Summed over encode(text), the text's length.
+    token_bytes: UTF-8 bytes of each id, 0 for the first three. Summed over encode(text): the UTF-8 size of the text.
     hash: SHA-256 of the model, in hex.
     """
 
@@ -53,43 +53,43 @@ class SentencePieceTokenizer:
     def __init__(self, model: bytes):
         self.model = model
         self.hash = hashlib.sha256(model).hexdigest()
-        self._pieces = sentencepiece.SentencePieceProcessor()
-        self._pieces.LoadFromSerializedProto(model)
-        self.vocab_size = self._pieces.vocab_size()
-        self.end_of_document = self._pieces.eos_id()
-        self._bytes = [self._spell(token) for token in range(self.vocab_size)]
-        self.token_bytes = np.array([len(spelling) for spelling in self._bytes])
-        self._space = [self._pieces.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        self._processor = sentencepiece.SentencePieceProcessor()
+        self._processor.LoadFromSerializedProto(model)
+        self.vocab_size = self._processor.vocab_size()
+        self.end_of_document = self._processor.eos_id()
+        self._bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
+        self.token_bytes = np.array([len(data) for data in self._bytes])
+        self._u2581_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
-    def _spell(self, token: int) -> bytes:
-        piece = self._pieces.id_to_piece(token)
-        if self._pieces.is_byte(token):
+    def _bytes_of(self, token: int) -> bytes:
+        piece = self._processor.id_to_piece(token)
+        if self._processor.is_byte(token):
             return bytes([int(piece[1:-1], 16)])
-        if self._pieces.is_control(token) or self._pieces.is_unknown(token):
+        if self._processor.is_control(token) or self._processor.is_unknown(token):
             return b""
         return piece.replace(SPACE, " ").encode()
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for half a surrogate pair, which is no character."""
+        """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         _utf8(text)
         ids: list[int] = []
-        # SentencePiece takes U+2581 for a space, so it never sees one: its bytes are put between the parts.
+        # SentencePiece would decode U+2581 as a space, so that character is encoded here, as its three byte tokens.
         for number, part in enumerate(text.split(SPACE)):
             if number:
-                ids += self._space
-            for tokens in self._pieces.encode(list(_blocks(part, LONGEST))):
-                ids += tokens
+                ids += self._u2581_ids
+            for block_ids in self._processor.encode(list(_blocks(part, ENCODE_CHARS))):
+                ids += block_ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """UTF-8, which the ids may leave in the middle of a character; the end of a document is no text."""
+        """UTF-8, possibly cut inside a character. The end-of-document token adds nothing."""
         return b"".join([self._bytes[token] for token in ids])
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.model`, which other SentencePiece programs read too."""
+        """Write `tokenizer.model`, a standard SentencePiece model file."""
         (directory / "tokenizer.model").write_bytes(self.model)
 
 
@@ -97,7 +97,7 @@ Tokenizer = ByteTokenizer | SentencePieceTokenizer
 
 
 def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
-    """The tokenizer that was saved in `directory`. Raises ValueError if it is not there, or is damaged."""
+    """Load the tokenizer saved in `directory`. Raises ValueError if it is missing or damaged."""
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
     path = directory / "tokenizer.model"
@@ -108,9 +108,9 @@ def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
-    """Learn `vocab_size` pieces from at most 8 MB spread evenly over `texts`. The same text gives the same pieces.
+    """Train SentencePiece BPE on at most 8 MB sampled evenly from `texts`. The same text gives the same tokenizer.
 
-    Raises ValueError if the text cannot fill that vocabulary, or has more characters than fit into it.
+    Raises ValueError if `vocab_size` is too large for this text, or too small for its characters.
     """
     model = io.BytesIO()
     try:
@@ -118,16 +118,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
             sentence_iterator=iter(_sample(texts)),
             model_writer=model,
             model_type="bpe",
-            vocab_size=max(vocab_size, 3),  # with less it fails before it knows how many it needs
+            vocab_size=max(vocab_size, 3),  # below 3 it fails before it reports the minimum
             byte_fallback=True,
-            character_coverage=0.9999,  # rarer characters are spelt in bytes
+            character_coverage=0.9999,  # rarer characters are encoded as bytes
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             required_chars="\n",
-            user_defined_symbols=["\t"],  # the trainer needs tabs for itself, and would never make one a piece
-            # Words and signs apart, and no piece across a space. Pieces like `    self.` and ` of the` would take a
-            # tenth fewer tokens and yet a tenth more bits a byte, since the same word is then cut in many ways.
+            user_defined_symbols=["\t"],  # the trainer reserves tabs for itself and never learns a piece with one
+            # No piece crosses a space or mixes letters with punctuation. Pieces like `    self.` and ` of the` would
+            # give 10% fewer tokens but 10% more bits per byte: the same word would be segmented in many ways.
             split_by_whitespace=True,
             split_by_unicode_script=True,
             allow_whitespace_only_pieces=True,  # indentation
@@ -141,34 +141,34 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
 
 
 def _vocabulary_error(message: str, vocab_size: int) -> Exception:
-    if most := re.search(r"too high .* <= (\d+)", message):
-        return ValueError(f"--vocab-size {vocab_size} is more than this text can fill; at most {most[1]}")
-    if least := re.search(r"smaller than required_chars.* vs (\d+)", message):
-        return ValueError(f"--vocab-size {vocab_size} cannot hold every byte and character; at least {least[1]}")
+    if largest := re.search(r"too high .* <= (\d+)", message):
+        return ValueError(f"--vocab-size {vocab_size} is too large for this text; use at most {largest[1]}")
+    if smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
+        return ValueError(f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}")
     return RuntimeError(message)
 
 
 def _sample(texts: Iterable[str]) -> list[str]:
-    """Every n-th block of the text, with the n that leaves between 4 and 8 MB, or all there is."""
+    """Every n-th block of the text, with n a power of 2 that leaves 4 to 8 MB; all of it if there is less."""
     kept: list[str] = []
-    size, every, number = 0, 1, 0
+    size, stride, number = 0, 1, 0
     for text in texts:
-        for block in _blocks(text, BLOCK):
-            if number % every == 0:
+        for block in _blocks(text, SAMPLE_CHARS):
+            if number % stride == 0:
                 kept.append(block)
                 size += len(block.encode())
             number += 1
             if size > SAMPLE_BYTES:
-                kept, every = kept[::2], every * 2
+                kept, stride = kept[::2], stride * 2
                 size = sum(len(block.encode()) for block in kept)
     return kept
 
 
-def _blocks(text: str, longest: int) -> Iterator[str]:
-    """`text` in blocks, cut at line ends where it can be."""
+def _blocks(text: str, max_chars: int) -> Iterator[str]:
+    """`text` in blocks of at most `max_chars` characters, cut at line ends where possible."""
     start = 0
-    while len(text) - start > longest:
-        end = text.rfind("\n", start, start + longest) + 1 or start + longest
+    while len(text) - start > max_chars:
+        end = text.rfind("\n", start, start + max_chars) + 1 or start + max_chars
         yield text[start:end]
         start = end
     if start < len(text):
@@ -179,4 +179,4 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} of the text is half a surrogate pair, which UTF-8 lacks") from None
+        raise ValueError(f"character {error.start} of the text is a lone surrogate, not valid in UTF-8") from None

@@ -1,7 +1,7 @@
-"""The file of a split's tokens: a header that says what they are, then the ids.
+"""Token files: a header that describes the tokens of a split, then the ids.
 
-The header is 1024 bytes: a line that names the format, then JSON, then zeros. It is written last, so that a file that
-was cut off is never taken for a whole one.
+The header is 1024 bytes: a line that names the format, then JSON, then zeros. It is written last, so a truncated file
+is never mistaken for a complete one.
 """
 
 import json
@@ -20,16 +20,16 @@ HEADER_BYTES = 1024
 
 
 class NotPrepared(Exception):
-    """A file of tokens is not there, or is damaged, or of another text or tokenizer."""
+    """A token file is missing, damaged, or made from a different text or tokenizer."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The ids of a split, one document after the other, each closed by the end-of-document id.
+    """The ids of a split's documents, each followed by the end-of-document id.
 
     tokens: memory-mapped, uint16 if the vocabulary fits, else uint32.
-    text_bytes: length of the text in UTF-8.
-    gzip_bytes: what `gzip -9` makes of it; not counted, and 0, for training text.
+    text_bytes: size of the text in UTF-8.
+    gzip_bytes: size of the text after `gzip -9`; 0 for training text, where it is not computed.
     """
 
     tokens: np.ndarray
@@ -38,10 +38,10 @@ class TokenFile:
 
 
 def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> None:
-    """Encode a split into the file at `path`, a chunk at a time."""
+    """Encode a split into the file at `path`, chunk by chunk."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     bar = tqdm(total=corpus.sizes[split], unit="B", unit_scale=True, desc=f"encoding {split}", disable=None)
-    packer = zlib.compressobj(9, wbits=31)  # what gzip -9 does
+    compressor = zlib.compressobj(9, wbits=31)  # same as gzip -9
     text_bytes, gzip_bytes = 0, 0
     with open(path, "wb") as file, bar:
         file.write(bytes(HEADER_BYTES))
@@ -50,7 +50,7 @@ def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer)
                 np.array(tokenizer.encode(text), dtype).tofile(file)
                 data = text.encode()
                 if split == "val":
-                    gzip_bytes += len(packer.compress(data))
+                    gzip_bytes += len(compressor.compress(data))
                 text_bytes += len(data)
                 bar.update(len(data))
             np.array([tokenizer.end_of_document], dtype).tofile(file)
@@ -60,24 +60,24 @@ def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer)
             "tokenizer": tokenizer.hash,
             "corpus": corpus.hash,
             "text_bytes": text_bytes,
-            "gzip_bytes": gzip_bytes + len(packer.flush()) if split == "val" else 0,
+            "gzip_bytes": gzip_bytes + len(compressor.flush()) if split == "val" else 0,
         }
         file.seek(0)
         file.write(MAGIC + json.dumps(header).encode())
 
 
 def open_tokens(path: Path, corpus: Corpus, tokenizer: Tokenizer) -> TokenFile:
-    """Map the file at `path`. Raises NotPrepared unless it is whole, and of this corpus and this tokenizer."""
+    """Memory-map a token file. Raises NotPrepared unless it is complete and made from this corpus and tokenizer."""
     try:
         with open(path, "rb") as file:
-            head = file.read(HEADER_BYTES)
-        magic, header = head[: len(MAGIC)], json.loads(head[len(MAGIC) :].rstrip(b"\0"))
+            raw = file.read(HEADER_BYTES)
+        magic, header = raw[: len(MAGIC)], json.loads(raw[len(MAGIC) :].rstrip(b"\0"))
         size = path.stat().st_size
     except (OSError, ValueError) as error:
         raise NotPrepared from error
     dtype = np.dtype(header["dtype"])
-    whole = HEADER_BYTES + header["count"] * dtype.itemsize
-    if (magic, size, header["tokenizer"], header["corpus"]) != (MAGIC, whole, tokenizer.hash, corpus.hash):
+    expected_size = HEADER_BYTES + header["count"] * dtype.itemsize
+    if (magic, size, header["tokenizer"], header["corpus"]) != (MAGIC, expected_size, tokenizer.hash, corpus.hash):
         raise NotPrepared
     tokens = np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(header["count"],))
     return TokenFile(tokens, header["text_bytes"], header["gzip_bytes"])

@@ -1,6 +1,6 @@
-"""What to measure when there is a GPU, most telling first: `python bench.py gpu`.
+"""The GPU benchmark suite, most important part first: `python bench.py gpu`.
 
-A part is a few commands of this project, and takes at most `MOST_SECONDS`, so that a card on loan is well spent.
+A part runs a few commands of this project within `PART_SECONDS`, so that it fits into a short session on a GPU.
 """
 
 import json
@@ -8,18 +8,24 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MOST_SECONDS = 480
-ROOT = Path(__file__).parent
+import torch
+
+from config import option
+from experiments.benchmarks import Report
+
+PART_SECONDS = 480
+ROOT = Path(__file__).parents[1]
 SHAPES = {
     "124m": "--dim 768 --layers 12 --heads 12 --hidden-dim 2048 --context 1024 --batch-size 12",
     "1b": "--dim 2048 --layers 16 --heads 32 --hidden-dim 8192 --context 2048 --batch-size 4",
 }
 SHAKESPEARE = "--data shakespeare --tokenizer bytes --layers 6 --heads 6 --dim 384 --context 256"
 
-# {out} is the folder of the results; what is run is python with these arguments.
+# The arguments of python; {out} is the folder of the results.
 PARTS = {
     "norms": [
         f"bench.py norms --rows {rows} --dim {dim} --out {{out}}/norms-{rows}-{dim}.json"
@@ -37,34 +43,54 @@ PARTS = {
 }
 
 
+@dataclass(frozen=True)
+class GPUConfig:
+    """Options of `gpu`."""
+
+    part: str = option(None, "run this part only (default: all)", choices=list(PARTS))
+    folder: str = option("runs/gpu", "folder for the results", metavar="DIR")
+    device: str = option("cuda", "device to measure", choices=["cuda"])
+    out: str = option("", "JSON file for the report (default: bench-gpu.json under runs/)", metavar="FILE")
+
+
+def bench_gpu(config: GPUConfig, device: torch.device) -> Report:
+    """Run the GPU benchmark suite, in parts of at most eight minutes each."""
+    names = [config.part] if config.part else list(PARTS)
+    return {"folder": config.folder, "rows": run_parts(names, Path(config.folder))}
+
+
 def run_parts(names: list[str], out: Path) -> list[dict[str, Any]]:
-    """Run the parts; a row for each command, written to `out`/gpu.json as it ends, with its last lines."""
+    """Run the parts. Returns a row per command.
+
+    `out` receives the rows (gpu.json, updated after each command) and the output of each part (PART.txt).
+    """
     rows: list[dict[str, Any]] = []
-    out = out.resolve()  # for commands that run in this project's folder
+    out = out.resolve()  # the commands run in the project's folder
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
-        until = time.monotonic() + MOST_SECONDS
+        deadline = time.monotonic() + PART_SECONDS
         for command in PARTS[name]:
             arguments, started = shlex.split(command.format(out=shlex.quote(str(out)))), time.monotonic()
             try:
-                ended = subprocess.run(
+                process = subprocess.run(
                     [sys.executable, *arguments],
                     cwd=ROOT,
-                    timeout=max(1, until - started),
+                    timeout=max(1, deadline - started),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
                 )
-                how, said = f"exit {ended.returncode}", ended.stdout
+                ended, output = f"exit {process.returncode}", process.stdout
             except subprocess.TimeoutExpired as error:
-                how, said = "no time left", (error.stdout or b"").decode()
+                ended, output = "out of time", (error.stdout or b"").decode()
             seconds = round(time.monotonic() - started, 1)
-            rows.append({"part": name, "seconds": seconds, "ended": how, "command": command})
-            (out / f"{name}.txt").open("a").write(f"$ python {command}\n{said}\n")
+            rows.append({"part": name, "seconds": seconds, "ended": ended, "command": command})
+            with (out / f"{name}.txt").open("a") as file:
+                file.write(f"$ python {command}\n{output}\n")
             (out / "gpu.json").write_text(json.dumps(rows, indent=2) + "\n")
     return rows
 
 
 def exit_code(rows: list[dict[str, Any]]) -> int:
-    """0 if every command did what it was to do, 1 if one did not."""
+    """0 if every command succeeded, else 1."""
     return int(any(row["ended"] != "exit 0" for row in rows))

@@ -1,4 +1,4 @@
-"""What happens inside the blocks: residual stream, gradients and gains over depth."""
+"""What happens inside the blocks: the residual stream, gradients and gains over depth."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,11 @@ from norms import KINDS
 
 @dataclass(frozen=True)
 class BlockFigures:
-    """One block, seen from outside; block 0 is the embedding, which has no gains and may be the output head as well."""
+    """Figures of one block. Block 0 is the embedding: it has no gains, and may be tied to the output head."""
 
     block: int
-    residual_rms: float  # of the stream as it leaves the block
-    second_rms: float | None  # of the other stream, where a placement has two
+    residual_rms: float  # of the residual stream after the block
+    second_rms: float | None  # of the second stream, where the placement has one
     grad_norm: float  # of the loss, over the block's weights
     gain_mean: float | None  # of the absolute gains of all norms in the block
     gain_min: float | None
@@ -30,7 +30,7 @@ class BlockFigures:
 def probe(model: Llama, tokens: Tensor, targets: Tensor) -> list[BlockFigures]:
     """Figures of the embedding and of every block on one batch, (B, T) each, in training mode and fp32.
 
-    Leaves the gradients of that batch behind, and for norms with running statistics a step of those.
+    Leaves that batch's gradients in the model. Norms with running statistics update them once.
     """
     streams: list[Tensor | tuple[Tensor, Tensor]] = []
     hooks = [model.layers[0].register_forward_pre_hook(lambda block, args: streams.append(args[0]))]
@@ -59,27 +59,27 @@ def _figures(block: int, stream: Tensor | tuple[Tensor, Tensor], part: nn.Module
     )
 
 
-PANELS = {"residual_rms": "RMS of the residual stream", "grad_norm": "norm of the gradient", "gain_mean": "mean gain"}
+PANELS = {"residual_rms": "RMS of the residual stream", "grad_norm": "gradient norm", "gain_mean": "mean gain"}
 
 
 def plot_depth(rows: list[dict[str, Any]], path: Path) -> None:
-    """Over the blocks, each arm's mean at the start (dashed) and at the end of training.
+    """Each arm's mean over depth, at the start (dashed) and at the end of training.
 
-    The rows are those of `BlockFigures` with "norm", "placement" and "when" ("start" or "end") besides.
+    Each row holds the fields of `BlockFigures` and "norm", "placement" and "when" ("start" or "end").
     """
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     panels = figure.subplots(1, len(PANELS))
-    seen: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
+    lines: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     for row in rows:
-        line = seen.setdefault((f"{row['norm']} {row['placement']}", row["when"]), {})
+        line = lines.setdefault((f"{row['norm']} {row['placement']}", row["when"]), {})
         line.setdefault(row["block"], []).append(row)
-    colours = {arm: f"C{number}" for number, arm in enumerate(dict.fromkeys(arm for arm, _ in seen))}
+    colors = {arm: f"C{number}" for number, arm in enumerate(dict.fromkeys(arm for arm, _ in lines))}
     for panel, (name, label) in zip(panels, PANELS.items(), strict=True):
-        for (arm, when), blocks in seen.items():
-            values = {block: [row[name] for row in there] for block, there in blocks.items()}
-            points = {block: mean(there) for block, there in values.items() if None not in there}
+        for (arm, when), blocks in lines.items():
+            values = {block: [row[name] for row in block_rows] for block, block_rows in blocks.items()}
+            points = {block: mean(found) for block, found in values.items() if None not in found}
             style = "--" if when == "start" else ".-"
-            panel.plot(list(points), list(points.values()), style, color=colours[arm], label=f"{arm}, {when}")
+            panel.plot(list(points), list(points.values()), style, color=colors[arm], label=f"{arm}, {when}")
         panel.set(xlabel="block", ylabel=label, yscale="linear" if name == "gain_mean" else "log")
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from native import function, library
 from norms.calling import LANES, noted
+from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".c")
 PRODUCT, ATTENTION, GATE, NORM, SUM, SCALE = range(6)  # the kinds of steps in decode.c

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from native import library
 from norms.calling import NOTHING, by_kernel, call, differentiable, room
 from norms.job import KERNELS, Job, Statistics, job_for
+from torch import Tensor
 
 
 def normalise(formula: Callable, statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None) -> Tensor:

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
-
 from native import function
 from norms.calling import CHUNKS, LANES, NOTHING, call, room
 from norms.calling import by_kernel as for_c
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16; more takes longer, and so does a quarter
 ROWS = 64  # of logits, of which products want a multiple: 1048 take a third longer than 1024

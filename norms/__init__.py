@@ -1,4 +1,4 @@
-"""Norms, one file per kind. Every file here is imported, so that a new kind registers itself by being there."""
+"""Norms, one file per kind. This package imports all of its files, so adding a file registers its kind."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""The registry: a kind of norm is a class, a name for the `--norm` flag, and the traits its tests hold it to."""
+"""The registry of norms: each kind is a class, a name for the `--norm` flag, and traits that its tests check."""
 
 import inspect
 from collections.abc import Callable
@@ -7,22 +7,22 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-Norm = TypeVar("Norm", bound=type[nn.Module])
+NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a kind's formula promises. The contract tests check each trait both ways:
-    what is claimed must hold, and what is disclaimed must really fail.
+    """Properties of a kind's formula. The contract tests check each one both ways: a property must hold
+    where the kind claims it and fail where it does not.
 
-    The defaults describe RMSNorm; a kind names only where it differs.
+    The defaults describe RMSNorm; a kind declares only what differs.
     """
 
     per_token: bool = True  # a token's output depends on that token alone
-    causal_in_training: bool = True  # no token sees a later one while training
+    causal_in_training: bool = True  # no token sees a later one during training
     scale_invariant: bool = True  # N(cx) = N(x) for c > 0, as eps goes to 0
-    shift_invariant: bool = False  # N(x + c) = N(x) for one c added to every feature
-    exact_backward: bool = True  # the gradient is that of the forward formula
+    shift_invariant: bool = False  # N(x + c) = N(x) for the same c added to every feature
+    exact_backward: bool = True  # the backward pass is the derivative of the forward formula
     identity: bool = False  # N(x) = x
     per_head: bool = True  # makes sense on the features of one attention head (QK-norm)
 
@@ -31,16 +31,16 @@ KINDS: dict[str, type[nn.Module]] = {}
 TRAITS: dict[str, Traits] = {}
 
 
-def register(kind: str, **traits: bool) -> Callable[[Norm], Norm]:
-    """Offer the decorated class as `--norm kind`; `traits` are fields of `Traits` that differ from its defaults.
+def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
+    """Make the decorated class available as `--norm kind`; `traits` override the defaults of `Traits`.
 
-    The class takes the feature width first and every other argument by keyword with a default:
-    those are what `--norm-arg` can set. One that has an argument called `site` is told where it
-    stands ("attention", "mlp", "final", "query", "key" or "value").
+    The constructor takes the feature width first. Its other arguments are keywords with defaults, which
+    `--norm-arg` can set. An argument called `site` is not a flag: it receives the position of the norm
+    in the model ("attention", "mlp", "final", "query", "key" or "value").
     """
 
-    def add(cls: Norm) -> Norm:
-        assert kind not in KINDS, f"two norms are called {kind}"
+    def add(cls: NormClass) -> NormClass:
+        assert kind not in KINDS, f"norm {kind!r} is registered twice"
         KINDS[kind], TRAITS[kind] = cls, Traits(**traits)
         return cls
 
@@ -48,9 +48,9 @@ def register(kind: str, **traits: bool) -> Callable[[Norm], Norm]:
 
 
 def build_norm(kind: str, dim: int, *, site: str = "", **norm_args: Any) -> nn.Module:
-    """Make the norm `kind` for `dim` features standing at `site`.
+    """Make the norm `kind` for `dim` features at `site`.
 
-    Raises ValueError for an unknown kind, an unknown argument, or a value that the kind refuses.
+    Raises ValueError for an unknown kind, an unknown argument, or an invalid value.
     """
     check_norm(kind, norm_args)
     if "site" in inspect.signature(KINDS[kind]).parameters:
@@ -59,33 +59,33 @@ def build_norm(kind: str, dim: int, *, site: str = "", **norm_args: Any) -> nn.M
 
 
 def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
-    """Raise ValueError, naming the choices, unless `kind` exists and takes all of `norm_args`."""
-    known = _arguments(kind)
+    """Raise ValueError, listing the choices, unless `kind` exists and accepts all of `norm_args`."""
+    types = _argument_types(kind)
     for name, value in norm_args.items():
-        if name not in known:
-            offer = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"norm {kind!r} has no argument {name!r}; {offer}")
-        if not is_a(value, known[name]):
-            raise ValueError(f"--norm-arg {name} takes {_offer(known[name])}, not {value!r}")
+        if name not in types:
+            choices = ", ".join(types) or "none"
+            raise ValueError(f"norm {kind!r} has no argument {name!r}; it takes {choices}")
+        if not is_a(value, types[name]):
+            raise ValueError(f"--norm-arg {name} takes {_describe(types[name])}, not {value!r}")
 
 
 def parse_norm_args(kind: str, texts: list[str]) -> dict[str, Any]:
-    """Turn `["eps=1e-5", "bias=false"]` into `{"eps": 1e-5, "bias": False}`, by the types that `kind` declares.
+    """Turn `["eps=1e-5", "bias=false"]` into `{"eps": 1e-5, "bias": False}`, with the types that `kind` declares.
 
-    Raises ValueError for an unknown kind or argument and for a text that is not of its type.
+    Raises ValueError for an unknown kind or argument, and for a value of the wrong type.
     """
-    known, norm_args = _arguments(kind), {}
+    types, norm_args = _argument_types(kind), {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--norm-arg takes key=value, not {text!r}")
-        norm_args[name] = _parse(value, known.get(name))
+        norm_args[name] = _parse(value, types.get(name))
     check_norm(kind, norm_args)
     return norm_args
 
 
 def is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a declared type; an integer will do for a float, but a bool will not for an integer."""
+    """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is list:
@@ -93,8 +93,8 @@ def is_a(value: Any, kind: Any) -> bool:
     return type(value) is (get_origin(kind) or kind) or (kind is float and type(value) is int)
 
 
-def _arguments(kind: str) -> dict[str, Any]:
-    """The types of what `--norm-arg` can set, by name: every constructor argument but the width and the site."""
+def _argument_types(kind: str) -> dict[str, Any]:
+    """The arguments that `--norm-arg` can set, with their types: all of the constructor's except width and site."""
     if kind not in KINDS:
         raise ValueError(f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
     constructor = KINDS[kind].__init__
@@ -104,14 +104,14 @@ def _arguments(kind: str) -> dict[str, Any]:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """The value that a text stands for, or else the text, which is then of the wrong type."""
+    """The value that `text` spells, or `text` itself if it does not parse, for `check_norm` to reject."""
     try:
         return {"true": True, "false": False}[text] if kind is bool else kind(text) if kind in (int, float) else text
     except (KeyError, ValueError):
         return text
 
 
-def _offer(kind: Any) -> str:
+def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
-    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+    return {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "text")

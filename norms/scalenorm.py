@@ -31,4 +31,4 @@ class ScaleNorm(nn.Module):
         h = upcast(x)
         # The clamp is on the square, not on the length, whose derivative at a zero row is infinite.
         square = h.square().sum(-1, keepdim=True).clamp_min(self.eps**2)
-        return (h * torch.rsqrt(square) * self.weight).to(x.dtype)
+        return (h * torch.rsqrt(square) * self.weight.expand(self.dim)).to(x.dtype)  # refuses another width

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, what is logged into it, and the plot."""
+"""The directory of a run: who may write to it, its logs and its plot."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows has no such lock, so there nobody checks
+except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
-from exits import RunInUse
+from runtime.exit_codes import RunInUse
 
 RUNS = Path("runs")
 Tracker = Callable[[dict[str, Any]], None]
@@ -29,13 +29,13 @@ def newest_run() -> Path:
     return started[max(started)]
 
 
-def check_folder(folder: Path, earlier: bool) -> None:
-    """Raise ValueError unless `folder` holds an `earlier` run, or else can take a new one."""
-    if earlier:
+def check_run_dir(folder: Path, exists: bool) -> None:
+    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one."""
+    if exists:
         if not (folder / "run.json").is_file():
-            raise ValueError(f"there is no run in {folder} to go on with or to evaluate")
+            raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")
     elif (folder / "run.json").exists():
-        raise ValueError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another")
+        raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     elif folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -43,8 +43,8 @@ def check_folder(folder: Path, earlier: bool) -> None:
         raise ValueError(f"--out {folder}: no permission to write in {parent}")
 
 
-def make_folder(out: Path | None, name: str) -> Path:
-    """Make `out`, or the first of runs/NAME, runs/NAME-2, ... that nobody has. Raises ValueError if that fails."""
+def make_run_dir(out: Path | None, name: str) -> Path:
+    """Create `out`, or the first unused one of runs/NAME, runs/NAME-2, ... Raises ValueError if that fails."""
     candidates = [out] if out else (RUNS / (f"{name}-{number}" if number > 1 else name) for number in count(1))
     for folder in candidates:
         try:
@@ -54,13 +54,13 @@ def make_folder(out: Path | None, name: str) -> Path:
             if folder == out:
                 raise ValueError(f"--out {folder} is a file") from None
         except OSError as error:
-            raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from None
-    raise AssertionError("numbers do not end")
+            raise ValueError(f"--out {folder} cannot be created: {error.strerror}") from None
+    raise AssertionError("count() is infinite")
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of `folder`. Raises RunInUse if one is in it."""
+    """Keep other processes from writing to `folder`. Raises RunInUse if one already does."""
     with open(folder / ".lock", "w") as lock:
         if fcntl:
             try:
@@ -71,18 +71,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class Log:
-    """`metrics.jsonl` of a run, one JSON object a line as it goes, which the `tracker` gets too; and `samples.txt`.
+    """`metrics.jsonl` of a run, one JSON object a line, also passed to the `tracker`; and `samples.txt`.
 
-    Going on from `step` drops what was logged after it, since those steps are taken again.
+    Resuming from `step` drops what was logged after it, since those steps run again.
     """
 
     def __init__(self, folder: Path, step: int, tracker: Tracker):
         self.path, self.tracker = folder / "metrics.jsonl", tracker
         self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.samples = folder / "samples.txt"
         if self.samples.exists():
-            write_whole(self.samples, samples_until(step, self.samples.read_text("utf-8")))
+            write_atomically(self.samples, samples_until(step, self.samples.read_text("utf-8")))
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
@@ -96,13 +96,13 @@ class Log:
 
 
 def samples_until(step: int, text: str) -> str:
-    """The part of a `samples.txt` from the first `step` steps."""
+    """The part of a `samples.txt` that belongs to the first `step` steps."""
     later = (found.start() for found in re.finditer(r"^----- step (\d+) -----$", text, re.M) if int(found[1]) > step)
     return text[: next(later, len(text))]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; none if there is no such file. A last line that was cut off is left out."""
+    """The rows of a `metrics.jsonl`, or none if there is no such file. A truncated last line is ignored."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -110,21 +110,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody ever sees half of it."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, "utf-8")
-    beside.replace(path)
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that no reader ever sees half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, "utf-8")
+    part.replace(path)
 
 
 def check_tracker(kind: str) -> None:
     """Raise ValueError if the package that `make_tracker` needs is not installed."""
     if kind != "none" and find_spec(kind) is None:
-        raise ValueError(f"--log {kind} needs a package that is not here: pip install {kind}")
+        raise ValueError(f"--log {kind} needs the package {kind}: pip install {kind}")
 
 
 def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
-    """What passes rows on to TensorBoard, to Weights & Biases (here with `WANDB_MODE=offline`), or to nobody."""
+    """A function that passes rows on to TensorBoard, to Weights & Biases (offline with WANDB_MODE=offline), or drops
+    them.
+    """
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -145,8 +147,8 @@ def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw training and validation loss, in nats per token, over the steps."""
-    from matplotlib.figure import Figure  # here and not above, since it takes half a second
+    """Plot training and validation loss, in nats per token, over the steps."""
+    from matplotlib.figure import Figure  # imported here because it takes half a second
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -33,7 +33,7 @@ SIZES = [
 ]
 BAD_VALUES = {
     "--dim 100 --heads 3": "--dim 100 is not divisible by --heads 3",
-    "--dim 30 --heads 2": "--dim 30 / --heads 2 is odd: RoPE turns pairs of features",
+    "--dim 30 --heads 2": "--dim 30 / --heads 2 is odd: RoPE rotates pairs of features",
     "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
     "--heads 4 --kv-heads 8": "--heads 4 is not divisible by --kv-heads 8",
     "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
@@ -126,7 +126,7 @@ FOREIGN = [
     ("model", {"tie_embeddings": 0}, "tie_embeddings must be of type bool, not 0"),
     ("model", {"norm_args": [1]}, "norm_args must be of type dict[str, typing.Any], not [1]"),
     ("model", {"norm": {}}, "norm must be of type str, not {}"),
-    ("model", {"width": 3}, "'width' is no field of this version"),
+    ("model", {"width": 3}, "'width' is not a field of this version"),
     ("training", {"lr": [1]}, "lr must be of type float, not [1]"),
     ("training", {"lr": True}, "lr must be of type float, not True"),
     ("training", {"steps": 3.5}, "steps must be of type int, not 3.5"),
@@ -218,7 +218,7 @@ def test_every_field_is_a_flag_with_its_help_and_default(capsys):
     for owner in (ModelConfig, TrainConfig):
         for field in dataclasses.fields(owner):
             assert f" {flag(field)}" in text
-            words = field.metadata["help"]
+            words = field.metadata["help"].replace("%%", "%")
             default = {"data": "python", "norm_args": None}.get(field.name, field.default)
             if default not in (None, ""):
                 words += f" (default: {default})"
@@ -237,7 +237,7 @@ def test_every_flag_reaches_its_field():
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 8,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "muon",
         "momentum": 0.5, "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "recompute": True,
-        "compile": True, "eval_every": 5, "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere",
+        "compile": True, "fast": True, "eval_every": 5, "eval_tokens": 999, "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere",
         "cache_dir": "elsewhere",
     }  # fmt: skip
     flags = "--norm-arg bias=false --norm-arg eps=0.5"

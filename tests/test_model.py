@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import from_hugging_face, hugging_face_name, to_hugging_face
 from config import ModelConfig
-from model import ROLES, Block, Llama, Rope, attend, precompute_freqs_cis, rotate, weights_by_role
+from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
+from runtime.huggingface import from_hugging_face, hugging_face_name, to_hugging_face
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
@@ -177,18 +177,46 @@ def attention_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("heads, kv_heads, new, seen", [(4, 4, 5, 5), (6, 2, 5, 5), (4, 1, 1, 7), (6, 3, 3, 8)])
 def test_attention_values_and_gradients(heads, kv_heads, new, seen):
+    """The attention layer with identity projections, at position 0 angles, beside the formula in float64."""
     generator = torch.Generator().manual_seed(heads * seen)
     shapes = [(2, heads, new, 8), (2, kv_heads, seen, 8), (2, kv_heads, seen, 8)]
     exact = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     single = [tensor.detach().float().requires_grad_() for tensor in exact]
-    q, k, v = single
-    expected, got = attention_by_hand(*exact), attend(q, k, v)
+    expected, got = attention_by_hand(*exact), attention_layer(*single)
     along = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
     expected_gradients = torch.autograd.grad((expected * along).sum(), exact)
     gradients = torch.autograd.grad((got * along.float()).sum(), single)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=5e-6)
+
+
+def attention_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Our layer's attention of q, B H T D, to k and v, B K S D, of which all but the last T are in its cache."""
+    batch, heads, new, size = q.shape
+    kv_heads, seen = k.shape[1:3]
+    layer = Attention(ModelConfig(dim=heads * size, heads=heads, kv_heads=kv_heads, vocab_size=5, context=seen))
+    for name, given in (("q_proj", q), ("k_proj", k[:, :, seen - new :]), ("v_proj", v[:, :, seen - new :])):
+        setattr(layer, name, Given(given.transpose(1, 2).flatten(2)))
+    layer.o_proj = torch.nn.Identity()  # type: ignore[assignment]
+    cache = None
+    if new < seen:
+        cache = LayerCache(seen)
+        cache.extend(k[:, :, : seen - new], v[:, :, : seen - new])
+    unrotated = torch.ones(new, size // 2), torch.zeros(new, size // 2)
+    y = layer(torch.zeros(batch, new, heads * size), unrotated, cache)  # B T H·D
+    return y.unflatten(-1, (heads, size)).transpose(1, 2)
+
+
+class Given(torch.nn.Module):
+    """A projection whose output is already known."""
+
+    def __init__(self, output: Tensor):
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output
 
 
 @pytest.mark.parametrize(
@@ -288,12 +316,12 @@ def test_the_next_logits_are_the_last_of_all(placement):
         whole = model(TOKENS)
         for part, last in zip(TOKENS.split([5, 1, 2], dim=1), (4, 5, 7), strict=True):
             torch.testing.assert_close(model.next_logits(part, cache), whole[:, last], rtol=1e-5, atol=1e-5)
-            assert cache.length == last + 1
+            assert cache[0].length == last + 1
 
 
 def test_more_tokens_than_the_context_are_refused():
     model = vivid(SMALL)
-    with pytest.raises(ValueError, match="17 tokens are more than the model's context of 16"):
+    with pytest.raises(ValueError, match="17 tokens exceed the model's context of 16"):
         model(torch.zeros(1, 17, dtype=torch.long))
     cache = model.new_cache()
     with torch.no_grad():

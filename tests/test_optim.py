@@ -1,13 +1,14 @@
-"""Muon and AdamW step by step; what a run makes of them is in test_train.py."""
+"""Muon step by step, and which parameter gets which optimizer."""
 
-import subprocess
-import sys
+import copy
 
-import pytest
 import torch
+from torch.optim import AdamW
 
-from machine import has_bfloat16
-from optim import AdamW, Muon
+from config import ModelConfig, TrainConfig
+from model import Llama
+from optim import Muon, make_optimizers
+from runtime.device import has_bfloat16
 
 STEPS = 4
 
@@ -51,34 +52,38 @@ def test_muon_is_its_formula():
         assert (weights[number] - expected).norm() < tolerance * moved, tuple(start.shape)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_adamw_is_torch_s_to_the_bit(decay):
-    shapes = [(24, 40), (24,), (1,)]
-    starts = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]
-    ours, theirs = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
-    groups = [{"params": theirs, "weight_decay": decay}]
-    random_walk(torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95), fused=True), theirs)
-    random_walk(AdamW([{"params": ours, "weight_decay": decay}], lr=0.05), ours)
-    for mine, yours in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, yours)
+def test_only_matrices_in_blocks_decay_and_each_weight_has_one_optimizer():
+    model = Llama(ModelConfig(dim=16, layers=2, heads=2, vocab_size=11, norm="layernorm", tie_embeddings=False))
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    for optimizer in ("muon", "adamw"):
+        optimizers = make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.3))
+        groups = [group for each in optimizers for group in each.param_groups]
+        decay = {names[id(weight)]: group["weight_decay"] for group in groups for weight in group["params"]}
+        assert len(decay) == sum(len(group["params"]) for group in groups) == len(names)
+        for name, rate in decay.items():
+            assert rate == (0.3 if "_proj" in name else 0.0), name
+        by_kind = {names[id(w)]: type(each) for each in optimizers for g in each.param_groups for w in g["params"]}
+        for name, kind in by_kind.items():
+            assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
 
 
 def test_weights_without_a_gradient_stay():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     Muon([{"params": [weight], "weight_decay": 0.3}], lr=0.05, momentum=0.9).step()
-    AdamW([{"params": [weight], "weight_decay": 0.3}], lr=0.05).step()
     assert torch.equal(weight, torch.ones(4, 4))
 
 
-def test_a_step_does_without_torch_s_compiler():
-    """Importing it takes longer than a hundred steps of a small model."""
-    steps = """
-import sys, torch
-from optim import AdamW, Muon
-weight = torch.nn.Parameter(torch.ones(4, 4))
-weight.grad = torch.ones(4, 4)
-Muon([{"params": [weight], "weight_decay": 0.3}], lr=0.05, momentum=0.9).step()
-AdamW([{"params": [weight], "weight_decay": 0.3}], lr=0.05).step()
-assert "torch._dynamo" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", steps], check=True)
+def test_muon_s_state_survives_a_round_trip():
+    """It is an ordinary torch optimizer: state_dict, load_state_dict and add_param_group work."""
+    first, second = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    one, other = (Muon([{"params": [w], "weight_decay": 0.1}], lr=0.05, momentum=0.9) for w in (first, second))
+    random_walk(one, [first])
+    second.data.copy_(first.data)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    random_walk(one, [first], seed=1)
+    random_walk(other, [second], seed=1)
+    assert torch.equal(first, second)
+    third = torch.nn.Parameter(torch.ones(4, 6))
+    other.add_param_group({"params": [third], "weight_decay": 0.0})
+    random_walk(other, [second, third])
+    assert not torch.equal(third, torch.ones(4, 6))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import from_hugging_face
 from config import ModelConfig
 from model import Llama
+from runtime.huggingface import from_hugging_face
 
 transformers = pytest.importorskip("transformers")
 

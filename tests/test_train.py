@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import train
-from checkpoint import find_checkpoint
 from config import ModelConfig, TrainConfig
-from machine import has_bfloat16
 from model import Llama, weights_by_role
 from norms import KINDS, TRAITS, register
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers
+from runtime.checkpoint import find_checkpoint
+from runtime.device import has_bfloat16
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
@@ -91,7 +91,7 @@ def test_bits_per_byte_are_those_of_the_probabilities(command):
     """val_bpb against a sum over one window after the other, in float64, straight from the logits."""
     run = command("--steps 3")
     flags = train.parse(["--eval-only", "--out", str(run)])
-    settled = train.settle(flags)
+    settled = train.resolve_run(flags)
     model, _ = train.load_model(find_checkpoint(str(run)), settled.device)
     ids = torch.from_numpy(settled.data.val.tokens.astype("int64"))
     nats = 0.0
@@ -120,7 +120,7 @@ def test_muon_takes_the_mean_over_micro_batches(command):
 
 
 def test_a_loss_does_not_depend_on_how_much_is_evaluated_at_once(command, monkeypatch):
-    run = train.settle(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
+    run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
     model, found = train.load_model(find_checkpoint(str(run.folder)), run.device)[0], []
     for at_once in (1, 96, 1 << 12):
         monkeypatch.setattr(train, "EVALUATED_AT_ONCE", at_once)
@@ -380,7 +380,7 @@ def test_only_so_many_checkpoints_are_kept(command):
 
 
 def test_evaluation_drops_nothing_and_repeats_itself(command):
-    run = train.settle(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
+    run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
     model, _ = train.load_model(find_checkpoint(str(run.folder)), run.device)
     state = torch.get_rng_state()
     losses = {train.evaluate(model.train(mode), run) for mode in (True, False)}

@@ -1,1 +1,1 @@
-"""Norms in other networks: for images, in a recurrence, in an MLP. No language model here needs them: no flag."""
+"""Norms for networks other than LLaMA: for images, in an RNN, in an MLP. No flag selects them."""

@@ -16,10 +16,10 @@ class ChannelsFirstLayerNorm(LayerNorm):
 
 
 class InstanceNorm(nn.Module):
-    """(x − μ) / sqrt(σ² + eps) · weight + bias, with μ and the biased σ² over the pixels of each channel of each image.
+    """(x − μ) / sqrt(σ² + eps) · weight + bias, with μ and biased σ² over the pixels of each channel of each image.
 
     (B, C, ...) → (B, C, ...), one weight and bias per channel. Instance Normalization, arXiv 1607.08022. It is
-    sometimes presented as LayerNorm for convolutional networks, but each channel has its own statistics.
+    sometimes called LayerNorm for convolutional networks, but unlike LayerNorm it has statistics per channel.
     """
 
     def __init__(self, channels: int, eps: float = 1e-5):

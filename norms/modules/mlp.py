@@ -1,4 +1,4 @@
-"""Linear → norm → activation, in the usual order."""
+"""An MLP with a norm, in the usual order: linear, norm, activation."""
 
 from torch import nn
 
@@ -6,9 +6,9 @@ from norms.registry import build_norm
 
 
 class NormMLP(nn.Sequential):
-    """Linear → norm → ReLU → Linear, (N, inputs) → (N, classes) logits, with the norm of the given kind.
+    """Linear → norm → ReLU → Linear, (N, inputs) → (N, classes) logits. `norm` is a registered kind.
 
-    Normalized before the activation, each unit is active for some inputs and not for others at any weight scale.
+    With the norm before the activation, each unit is active for some inputs but not all, whatever the weight scale.
     """
 
     def __init__(self, inputs: int = 4, hidden: int = 8, classes: int = 3, norm: str = "layernorm"):

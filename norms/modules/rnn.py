@@ -1,4 +1,4 @@
-"""LayerNorm inside a recurrence."""
+"""A recurrent network with LayerNorm in the recurrence."""
 
 import torch
 from torch import Tensor, nn
@@ -7,10 +7,10 @@ from norms.layernorm import LayerNorm
 
 
 class LayerNormRNN(nn.Module):
-    """hₜ = tanh(LayerNorm(W_hidden·hₜ₋₁ + W_input·xₜ)), the recurrent network of arXiv 1607.06450, section 3.1.
+    """hₜ = tanh(LayerNorm(W_hidden·hₜ₋₁ + W_input·xₜ)), Layer Normalization, arXiv 1607.06450, section 3.1.
 
-    The norm is inside the recurrence, on the summed inputs of each step, so the hidden state neither grows nor fades
-    with the scale of the weights. A LayerNorm on the outputs of an ordinary RNN does not do that.
+    The norm is applied to the summed inputs of each step, inside the recurrence, so the hidden state neither explodes
+    nor vanishes with the scale of the weights. Applying LayerNorm to the outputs of an ordinary RNN does not do that.
     """
 
     def __init__(self, inputs: int, hidden: int, eps: float = 1e-5):
@@ -20,7 +20,7 @@ class LayerNormRNN(nn.Module):
         self.norm = LayerNorm(hidden, eps)
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
-        """The hidden states (B, T, hidden) at each step of x (B, T, inputs), from h (B, hidden) or zeros on."""
+        """The hidden states (B, T, hidden) for x (B, T, inputs), starting from h (B, hidden) or zeros."""
         if h is None:
             h = x.new_zeros(len(x), self.hidden.in_features)
         states = []

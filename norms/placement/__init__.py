@@ -26,7 +26,7 @@ from norms.placement.one_stream import (
 from norms.placement.site import MakeNorm, Site
 from norms.placement.two_streams import FinishResiDual, FinishSiamese, ResiDual, Siamese, start_two
 
-__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Unsupported", "Site", "check_placement"]
+__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Site", "Unsupported", "check_placement"]
 
 
 class Unsupported(ValueError):

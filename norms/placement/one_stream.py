@@ -1,7 +1,7 @@
-"""Residual connections around one stream.
+"""Residual connections with one stream.
 
-In the formulas N is a norm, f a sublayer (attention or MLP), x the residual stream, (B, T, dim), l the number
-of the block from 1 and L the number of blocks.
+In the formulas N is a norm, f a sublayer (attention or MLP), x the residual stream (B, T, dim), l the index
+of the block, from 1, and L the number of blocks.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from norms.placement.site import MakeNorm, Site
 
 
 class OneNorm(nn.Module):
-    """A residual connection with one norm, as most are."""
+    """Base class of the residual connections with one norm."""
 
     def __init__(self, site: Site):
         super().__init__()
@@ -35,7 +35,7 @@ class PostNorm(OneNorm):
 
 
 class DeepNorm(OneNorm):
-    """N(αx + f(x)), α = (2L)^¼. DeepNet, arXiv 2203.00555. It takes `deepnorm_gain` besides."""
+    """N(αx + f(x)), α = (2L)^¼. DeepNet, arXiv 2203.00555. Initialized with `deepnorm_gain`."""
 
     def __init__(self, site: Site):
         super().__init__(site)
@@ -46,7 +46,7 @@ class DeepNorm(OneNorm):
 
 
 def deepnorm_gain(role: str, depth: int) -> float:
-    """(8L)^-¼ for values, attention's output and the MLP; queries and keys stay as they are."""
+    """(8L)^-¼ for the value and output projections and the MLP; 1 for all other weights."""
     return (8 * depth) ** -0.25 if role in ("value", "attention_out", "gate", "up", "down") else 1.0
 
 
@@ -80,11 +80,11 @@ class LayerNormScaling(OneNorm):
 
 
 def mix_norm(site: Site) -> nn.Module:
-    """Post-norm in the first quarter of the blocks, at least one, pre-norm in the rest. Mix-LN, arXiv 2412.13795."""
+    """Post-norm in the first quarter of the blocks (at least one), pre-norm in the rest. Mix-LN, arXiv 2412.13795."""
     return PostNorm(site) if site.layer < max(1, site.depth // 4) else PreNorm(site)
 
 
-class NoNorm(nn.Module):
+class PlainResidual(nn.Module):
     """x + f(x)."""
 
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
@@ -100,15 +100,15 @@ class NormedStream(OneNorm):
 
 
 def hybrid_norm(site: Site) -> nn.Module:
-    """x + f(x) around attention, which norms q, k and v of each head; h + f(h), h = N(x), around the MLP.
+    """x + f(x) around attention, which normalizes q, k and v of each head; h + f(h), h = N(x), around the MLP.
 
     HybridNorm, arXiv 2503.04598.
     """
-    return NoNorm() if site.name == "attention" else NormedStream(site)
+    return PlainResidual() if site.name == "attention" else NormedStream(site)
 
 
 class ReZero(nn.Module):
-    """x + a·f(x), a learnt and 0 at the start. ReZero is All You Need, arXiv 2003.04887."""
+    """x + a·f(x), a learned, initialized to 0. ReZero is All You Need, arXiv 2003.04887."""
 
     def __init__(self, site: Site):
         super().__init__()
@@ -124,5 +124,5 @@ def final_norm(make_norm: MakeNorm) -> nn.Module:
 
 
 def no_final_norm(make_norm: MakeNorm) -> nn.Module:
-    """Nothing between the last block and the head: its output is normalised already."""
+    """No norm between the last block and the head: the output of the block is already normalized."""
     return nn.Identity()

@@ -1,18 +1,18 @@
-"""What a residual connection is told when it is made."""
+"""The constructor argument of a residual connection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
-MakeNorm = Callable[[str], nn.Module]  # a fresh norm of the chosen kind, told the name of its site
+MakeNorm = Callable[[str], nn.Module]  # site name -> a new norm of the chosen kind
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a residual connection stands, for placements whose formula depends on it."""
+    """The position of a residual connection in the model, and the factory for its norms."""
 
     name: str  # "attention" or "mlp"
-    layer: int  # of this block, from 0
-    depth: int  # blocks in the model
+    layer: int  # index of the block, from 0
+    depth: int  # number of blocks
     make_norm: MakeNorm

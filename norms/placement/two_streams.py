@@ -1,6 +1,6 @@
-"""Residual connections around two streams, each (B, T, dim), which go from block to block as a pair.
+"""Residual connections with two streams, each (B, T, dim), passed from block to block as a pair.
 
-In the formulas N is a norm, f a sublayer (attention or MLP) and l the number of the block from 1.
+In the formulas N is a norm, f a sublayer (attention or MLP) and l the index of the block, from 1.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which windows a batch holds, what a prepared folder holds, and when it is prepared again."""
+"""The windows of a batch, the contents of a prepared folder, and when it is rebuilt."""
 
 import gzip
 import json
@@ -26,12 +26,12 @@ TEXTS = [f"def f{number}(x):\n    return x + {number}  # é\n" * 3 for number in
 
 
 def starts_of(seed: int, step: int, rows: range, length: int = 10_000, context: int = 16) -> list[int]:
-    """Where windows begin, read off from tokens that count up."""
+    """The start of each window: token i is i, so the first token of a row is its start."""
     inputs, _ = training_batch(np.arange(length, dtype=np.uint16), seed, step, rows, context)
     return inputs[:, 0].tolist()
 
 
-def test_training_windows_are_runs_of_tokens_with_the_next_ones_as_targets():
+def test_training_windows_are_contiguous_and_targets_are_shifted_by_one():
     tokens = np.random.default_rng(0).integers(0, 60_000, 5000).astype(np.uint16)
     inputs, targets = training_batch(tokens, seed=1, step=2, rows=range(64), context=32)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -42,12 +42,12 @@ def test_training_windows_are_runs_of_tokens_with_the_next_ones_as_targets():
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def test_a_row_depends_on_seed_step_and_its_number_alone():
-    whole = starts_of(7, 3, range(64))
+def test_a_row_depends_only_on_seed_step_and_row_index():
+    starts = starts_of(7, 3, range(64))
     for rows in (range(1), range(5, 6), range(16, 48), range(63, 64)):
-        assert starts_of(7, 3, rows) == whole[rows.start : rows.stop]
+        assert starts_of(7, 3, rows) == starts[rows.start : rows.stop]
     torch.manual_seed(0), np.random.seed(0)
-    assert starts_of(7, 3, range(64)) == whole
+    assert starts_of(7, 3, range(64)) == starts
 
 
 def test_seeds_and_steps_draw_different_windows():
@@ -55,58 +55,60 @@ def test_seeds_and_steps_draw_different_windows():
     assert len(draws) == 400
 
 
-def test_the_windows_of_a_seed_stay_the_same_in_later_versions():
-    """Written down once: a run must be repeatable with a later version of this code and of NumPy."""
+def test_windows_of_a_seed_do_not_change_between_versions():
+    """Recorded values: runs must be reproducible with later versions of this code and of NumPy."""
     assert starts_of(0, 0, range(4)) == [923, 7346, 6009, 9948]
     assert starts_of(1234, 567, range(4)) == [8728, 4352, 2549, 1522]
 
 
-def test_every_window_is_drawn_alike():
-    """16 starts, 64,000 draws: chi-square with 15 degrees of freedom exceeds 44.3 once in 10,000 times."""
+def test_window_starts_are_uniform():
+    """16 starts, 64,000 draws: chi-square with 15 degrees of freedom exceeds 44.3 with probability 1e-4."""
     counts = np.zeros(16)
     for step in range(10):
         np.add.at(counts, starts_of(0, step, range(6400), length=20, context=4), 1)
     assert ((counts - 4000) ** 2 / 4000).sum() < 44.3
 
 
-def test_one_window_is_enough():
+def test_tokens_of_a_single_window():
     inputs, targets = training_batch(np.arange(5, dtype=np.uint16), 0, 0, range(3), 4)
     assert inputs.tolist() == [[0, 1, 2, 3]] * 3 and targets.tolist() == [[1, 2, 3, 4]] * 3
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 10, 33, 34, 65, 100])
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_evaluation_has_every_token_but_the_first_as_a_target_once(length, batch_size):
+def test_evaluation_covers_every_target_once(length, batch_size):
     tokens = np.random.default_rng(0).integers(0, 60_000, length).astype(np.uint16)
-    seen, places = [], []
+    all_targets, all_inputs = [], []
     for inputs, targets in evaluation_batches(tokens, 8, batch_size):
         assert inputs.shape == targets.shape and len(inputs) <= batch_size
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        seen += targets.flatten().tolist()
-        places += inputs.flatten().tolist()
-    assert seen == tokens[1:].tolist()
-    assert places == tokens[:-1].tolist()
+        all_targets += targets.flatten().tolist()
+        all_inputs += inputs.flatten().tolist()
+    assert all_targets == tokens[1:].tolist()
+    assert all_inputs == tokens[:-1].tolist()
     sizes = [tuple(inputs.shape) for inputs, _ in evaluation_batches(tokens, 8, batch_size)]
     assert all(size == (batch_size, 8) for size in sizes[:-2])
 
 
 @pytest.mark.parametrize(
-    "most, expected",
+    "max_tokens, expected",
     [(None, 99), (1000, 99), (99, 99), (98, 96), (96, 96), (95, 88), (50, 48), (8, 8), (7, 8), (1, 8)],
 )
-def test_evaluation_of_the_first_tokens_alone(most, expected):
-    """Windows stay whole, and one is the least; 99 targets are twelve windows of 8 and three tokens."""
+def test_evaluation_of_at_most_max_tokens(max_tokens, expected):
+    """Only full windows are used, at least one, evenly spaced. 99 targets are twelve windows of 8 and three tokens."""
     tokens = np.random.default_rng(0).integers(0, 60_000, 100).astype(np.uint16)
-    seen: list[int] = []
-    for inputs, targets in evaluation_batches(tokens, 8, 3, most):
+    all_targets: list[int] = []
+    for inputs, targets in evaluation_batches(tokens, 8, 3, max_tokens):
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         assert expected == 99 or inputs.shape[1] == 8
-        seen += targets.flatten().tolist()
-    assert seen == tokens[1 : expected + 1].tolist()
-    assert len(list(evaluation_batches(tokens[:4], 8, 3, most_tokens=2))) == 1, "shorter than a window"
+        all_targets += targets.flatten().tolist()
+    starts = [int(12 * i / (expected / 8)) * 8 for i in range(expected // 8)]
+    spaced = [token for start in starts for token in tokens[start + 1 : start + 9].tolist()]
+    assert all_targets == (tokens[1:].tolist() if expected == 99 else spaced)
+    assert len(list(evaluation_batches(tokens[:4], 8, 3, max_tokens=2))) == 1, "shorter than a window"
 
 
-# --- the folder of a prepared corpus ----------------------------------------------------------------------------------
+# --- prepared folders -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -125,14 +127,14 @@ def folder_of(source: Path) -> Path:
     return folder
 
 
-def made(source: Path) -> tuple[int, int]:
-    """Changes when the folder is made again."""
-    status = (folder_of(source) / "val.bin").stat()
-    return status.st_ino, status.st_mtime_ns
+def file_identity(source: Path) -> tuple[int, int]:
+    """Changes when the folder is rebuilt."""
+    stat = (folder_of(source) / "val.bin").stat()
+    return stat.st_ino, stat.st_mtime_ns
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
-def test_token_files_hold_each_document_and_its_end(source, kind):
+def test_token_files_contain_each_document_and_an_end_token(source, kind):
     prepared = prepare_from(source, kind)
     corpus, tokenizer = open_corpus([str(source)], source.parent), prepared.tokenizer
     assert (tokenizer.kind, tokenizer.vocab_size) == (kind, {"sentencepiece": 350, "bytes": 257}[kind])
@@ -154,7 +156,7 @@ def test_the_tokenizer_never_sees_validation_text(source):
     assert prepare_from(source).tokenizer.hash == train_tokenizer(texts, 350).hash
 
 
-def test_large_vocabularies_take_four_bytes_a_token(source, tmp_path):
+def test_large_vocabularies_use_uint32(source, tmp_path):
     class Wide(ByteTokenizer):
         vocab_size = 70_000
 
@@ -167,21 +169,21 @@ def test_large_vocabularies_take_four_bytes_a_token(source, tmp_path):
     assert tokens.dtype == np.uint32 and tokens.max() > 69_000
 
 
-def test_a_prepared_corpus_is_used_again(source, capfd):
+def test_a_prepared_corpus_is_reused(source, capfd):
     first = prepare_from(source)
     assert f"preparing {folder_of(source)}" in capfd.readouterr().err
-    stamp = made(source)
+    stamp = file_identity(source)
     second = prepare_from(source)
-    assert made(source) == stamp
+    assert file_identity(source) == stamp
     assert capfd.readouterr() == ("", "")
     assert np.array_equal(first.val.tokens, second.val.tokens)
     assert first.tokenizer.hash == second.tokenizer.hash
     assert (first.val_bytes, first.val_gzip_bytes) == (second.val_bytes, second.val_gzip_bytes)
     prepare_from(source, context=32)
-    assert made(source) == stamp, "the context is no part of what is prepared"
+    assert file_identity(source) == stamp, "token files do not depend on the context"
 
 
-def test_other_text_or_another_vocabulary_is_prepared_apart(source):
+def test_different_text_or_vocabulary_gets_its_own_folder(source):
     hashes = {prepare_from(source).tokenizer.hash, prepare_from(source, vocab_size=351).tokenizer.hash}
     source.write_text(source.read_text().replace("return", "yield"))
     changed = prepare_from(source)
@@ -195,20 +197,20 @@ def damage_magic(folder: Path) -> None:
     (folder / "val.bin").write_bytes(b"X" + content[1:])
 
 
-def cut_short(folder: Path) -> None:
+def truncate_tokens(folder: Path) -> None:
     os.truncate(folder / "train.bin", (folder / "train.bin").stat().st_size - 2)
 
 
-def cut_in_the_header(folder: Path) -> None:
+def truncate_header(folder: Path) -> None:
     os.truncate(folder / "val.bin", 40)
 
 
-def lengthen(folder: Path) -> None:
+def append_bytes(folder: Path) -> None:
     with open(folder / "val.bin", "ab") as file:
         file.write(b"\0\0")
 
 
-def empty_header(folder: Path) -> None:
+def zero_header(folder: Path) -> None:
     with open(folder / "val.bin", "r+b") as file:
         file.write(bytes(HEADER_BYTES))
 
@@ -221,37 +223,37 @@ def remove_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.model").unlink()
 
 
-def other_tokenizer(folder: Path) -> None:
+def replace_tokenizer(folder: Path) -> None:
     train_tokenizer(TEXTS[:50], 350).save(folder)
 
 
-def other_corpus(folder: Path) -> None:
+def change_corpus_hash(folder: Path) -> None:
     content = (folder / "val.bin").read_bytes()
-    at = content.index(b'"corpus": "') + len(b'"corpus": "')
-    (folder / "val.bin").write_bytes(content[:at] + b"x" + content[at + 1 :])
+    start = content.index(b'"corpus": "') + len(b'"corpus": "')
+    (folder / "val.bin").write_bytes(content[:start] + b"x" + content[start + 1 :])
 
 
 @pytest.mark.parametrize(
-    "harm",
+    "damage",
     [
         damage_magic,
-        cut_short,
-        cut_in_the_header,
-        lengthen,
-        empty_header,
+        truncate_tokens,
+        truncate_header,
+        append_bytes,
+        zero_header,
         remove_tokens,
         remove_tokenizer,
-        other_tokenizer,
-        other_corpus,
+        replace_tokenizer,
+        change_corpus_hash,
     ],
 )
-def test_a_damaged_folder_is_prepared_again(source, harm):
+def test_a_damaged_folder_is_rebuilt(source, damage):
     prepare_from(source)
     folder = folder_of(source)
-    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    harm(folder)
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    damage(folder)
     prepare_from(source)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
 
 PREPARE = "import sys; from pathlib import Path; from data.batches import prepare; prepare([sys.argv[1]], 'bytes', 0, Path(sys.argv[2]), 16)"  # noqa: E501
@@ -262,12 +264,12 @@ def start_preparing(source: Path) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path):
+def test_a_killed_preparation_leaves_no_folder_that_looks_complete(tmp_path):
     source = tmp_path / "long.txt"
     source.write_text("".join(f"line {number}\n" for number in range(1_500_000)))
     process = start_preparing(source)
     while not list(tmp_path.glob("cache/*.part/train.bin")):
-        assert process.poll() is None, "it was done before it could be killed"
+        assert process.poll() is None, "finished before it could be killed"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -278,13 +280,13 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path):
     assert not part.exists()
 
 
-def test_two_preparations_at_once_both_end_well(tmp_path):
+def test_two_concurrent_preparations_succeed(tmp_path):
     source = tmp_path / "long.txt"
     source.write_text("".join(f"line {number}\n" for number in range(200_000)))
     processes = [start_preparing(source) for _ in range(2)]
     errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
-    assert sum("preparing" in error for error in errors) == 1, "the second waits and uses what the first made"
+    assert sum("preparing" in error for error in errors) == 1, "the second must wait and reuse the folder"
     prepared = prepare([str(source)], "bytes", 0, tmp_path / "cache", 16)
     assert len(prepared.train.tokens) + len(prepared.val.tokens) == source.stat().st_size + 2
 
@@ -293,19 +295,19 @@ def test_two_preparations_at_once_both_end_well(tmp_path):
 def test_a_split_shorter_than_one_window_is_refused(source, kind):
     length = len(prepare_from(source, kind).val.tokens)
     assert prepare_from(source, kind, context=length - 1)
-    with pytest.raises(ValueError, match=rf"^--data {source}: its validation text .* --context {length} takes .*"):
+    with pytest.raises(ValueError, match=rf"^--data {source}: the validation text .* --context {length} needs .*"):
         prepare_from(source, kind, context=length)
 
 
-def test_what_cannot_be_long_enough_is_refused_before_anything_is_made(tmp_path):
+def test_a_text_that_is_too_short_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "short.txt").write_text("short " * 200)
-    with pytest.raises(ValueError, match="its validation text is 121 tokens at most, and --context 256 takes 257"):
+    with pytest.raises(ValueError, match="the validation text has at most 121 tokens, but --context 256 needs 257"):
         prepare([str(tmp_path / "short.txt")], "sentencepiece", 2048, tmp_path / "cache", 256)
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_vocabulary_that_cannot_be_leaves_no_folder(source):
-    with pytest.raises(ValueError, match=r"^--vocab-size 60000 is more than this text can fill; at most \d+$"):
+def test_an_impossible_vocabulary_size_leaves_no_folder(source):
+    with pytest.raises(ValueError, match=r"^--vocab-size 60000 is too large for this text; use at most \d+$"):
         prepare_from(source, vocab_size=60_000)
     assert not [path for path in (source.parent / "cache").iterdir() if not path.name.endswith((".part", ".lock"))]
 
@@ -320,10 +322,10 @@ print(prepared.train.text_bytes + prepared.val_bytes, resource.getrusage(resourc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit elsewhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB only on Linux")
 @pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
-def test_a_gigabyte_of_text_is_prepared_in_less_memory(tmp_path, name):
-    """The whole process, PyTorch and all, which takes some 220 MiB by itself."""
+def test_preparing_a_gigabyte_of_text_needs_less_than_800_mib(tmp_path, name):
+    """Peak memory of the whole process, of which importing PyTorch is about 220 MiB."""
     pages = ["".join(document) for document in open_corpus(["python"], tmp_path).documents("train")]
     size = 0
     with open(tmp_path / name, "w") as file:

@@ -1,4 +1,4 @@
-"""How documents are split into training and validation text, and what a corpus's hash depends on."""
+"""How documents are split into training and validation text, and what the hash of a corpus depends on."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ def texts_of(corpus: Corpus, split) -> list[str]:
 
 
 def held_out(text: str) -> bool:
-    """DESIGN's rule with all 256 bits."""
+    """The rule for holding out documents, computed with all 256 bits."""
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) < 2**256 // 10
 
 
@@ -34,7 +34,7 @@ def test_documents_in_the_lowest_tenth_of_hashes_are_held_out(tmp_path):
         assert corpus.sizes[split] == sum(len(text.encode()) + 1 for text in texts_of(corpus, split))
 
 
-def test_the_split_does_not_depend_on_order_or_on_how_documents_are_packed(tmp_path):
+def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     for number, text in enumerate(TEXTS):
@@ -51,23 +51,23 @@ def test_the_split_does_not_depend_on_order_or_on_how_documents_are_packed(tmp_p
     assert (files.name, two.name) == ("folder", "c+d")
 
 
-def test_the_name_of_many_sources_fits_into_a_file_name():
+def test_the_name_of_many_sources_fits_in_a_file_name():
     assert corpus_name(["python", "some/notes.txt", "b.jsonl.gz"]) == "python+notes+b"
     assert corpus_name([f"source{number}" for number in range(99)]) == "+".join(f"source{n}" for n in range(99))[:80]
-    assert corpus_name(["語" * 200]) == "語" * 26, "80 bytes, of which a character takes three"
+    assert corpus_name(["語" * 200]) == "語" * 26, "80 bytes, three per character"
 
 
-def test_a_bar_shows_where_somebody_watches_that_a_large_corpus_is_read(tmp_path, capsys, monkeypatch):
+def test_a_progress_bar_appears_on_a_terminal_if_reading_takes_long(tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("text\n" * 1000)
     open_corpus([str(tmp_path / "text")], tmp_path)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("data.corpus.DELAY", 0)
+    monkeypatch.setattr("data.corpus.BAR_DELAY", 0)
     open_corpus([str(tmp_path / "text")], tmp_path)
-    assert "reading the text" in capsys.readouterr().err
+    assert "reading text" in capsys.readouterr().err
 
 
-def test_copies_stay_on_one_side(tmp_path):
+def test_copies_of_a_document_are_in_the_same_split(tmp_path):
     corpus = open_corpus([jsonl(tmp_path / "a.jsonl", TEXTS * 2)], tmp_path)
     train, val = texts_of(corpus, "train"), texts_of(corpus, "val")
     assert not set(train) & set(val)
@@ -75,11 +75,11 @@ def test_copies_stay_on_one_side(tmp_path):
 
 
 @pytest.mark.parametrize("lowest_tenth", [True, False])
-def test_where_the_hashes_hold_out_none_or_all_the_lowest_is_held_out(tmp_path, lowest_tenth):
+def test_if_none_or_all_would_be_held_out_the_lowest_hash_is(tmp_path, lowest_tenth):
     texts = [text for text in TEXTS if held_out(text) == lowest_tenth][:5]
     corpus = open_corpus([jsonl(tmp_path / "a.jsonl", ["", *texts * 2])], tmp_path)
     lowest = min(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
-    assert texts_of(corpus, "val") == [lowest] * 2, "the lowest and its copy"
+    assert texts_of(corpus, "val") == [lowest] * 2, "the document with the lowest hash and its copy"
     assert texts_of(corpus, "train") == [text for text in texts * 2 if text != lowest]
 
 
@@ -95,13 +95,13 @@ def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, unit, units):
     assert abs(corpus.sizes["val"] - len(val.encode()) - 1) <= 3
 
 
-def test_two_copies_of_a_single_document_are_cut_alike(tmp_path):
+def test_two_copies_of_a_single_document_are_cut_at_the_same_byte(tmp_path):
     corpus = open_corpus([jsonl(tmp_path / "a.jsonl", ["0123456789" * 9] * 2)], tmp_path)
     assert texts_of(corpus, "train") == [("0123456789" * 9)[:81]] * 2
     assert texts_of(corpus, "val") == [("0123456789" * 9)[81:]] * 2
 
 
-def test_the_hash_follows_the_text_not_the_file(tmp_path):
+def test_the_hash_depends_on_the_text_not_the_file(tmp_path):
     def digest(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)
         return open_corpus([str(tmp_path / name)], tmp_path).hash
@@ -114,11 +114,11 @@ def test_the_hash_follows_the_text_not_the_file(tmp_path):
 def test_a_source_without_text_is_refused(tmp_path, content):
     (tmp_path / "empty.jsonl").write_text(content)
     (tmp_path / "full.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"^--data .*empty.jsonl: there is no text in it$"):
+    with pytest.raises(ValueError, match=r"^--data .*empty.jsonl: contains no text$"):
         open_corpus([str(tmp_path / "full.txt"), str(tmp_path / "empty.jsonl")], tmp_path)
 
 
-def test_python_is_the_same_each_time(tmp_path):
+def test_the_python_corpus_is_deterministic(tmp_path):
     one, two = (open_corpus(["python"], tmp_path) for _ in range(2))
     assert one.hash == two.hash and one.name == "python"
     assert 0.05 < one.sizes["val"] / one.sizes["train"] < 0.2

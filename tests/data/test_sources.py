@@ -1,4 +1,4 @@
-"""What a name stands for, and how files that are not as they should be are refused."""
+"""Which files a `--data` name finds, how they are read, and how invalid files are refused."""
 
 import gzip
 import hashlib
@@ -28,14 +28,14 @@ def write(path: Path, content: str | bytes) -> Path:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path):
+def test_a_text_file_is_one_document_with_every_byte_kept(tmp_path):
     text = "\ufeffone\r\ntwo\rthree\n\n\0 é\u2028"
     assert text_of(write(tmp_path / "a.txt", text)) == [text]
     assert text_of(write(tmp_path / "a.txt.gz", gzip.compress(text.encode()))) == [text]
 
 
 @pytest.mark.parametrize("unit", ["x" * 79 + "\n", "é", "a" + "😀" * 1000, "ab\n" + "語" * (CHUNK // 2)])
-def test_long_files_come_in_chunks_that_do_not_tear_characters(tmp_path, unit):
+def test_long_files_are_chunked_without_splitting_characters(tmp_path, unit):
     text = unit * (3 * CHUNK // len(unit.encode()) + 1)
     chunks = [chunk for document in read_documents(write(tmp_path / "long", text)) for chunk in document]
     assert "".join(chunks) == text
@@ -44,16 +44,16 @@ def test_long_files_come_in_chunks_that_do_not_tear_characters(tmp_path, unit):
         assert all(chunk.endswith("\n") for chunk in chunks)
 
 
-def test_jsonl_has_a_document_a_line(tmp_path):
+def test_jsonl_has_one_document_per_line(tmp_path):
     texts = ["one\ntwo", "", "\u2028 é", "x" * (CHUNK + 5)]
     lines = "\n\n".join(json.dumps({"id": 1, "text": text}) for text in texts)
     assert text_of(write(tmp_path / "a.jsonl", lines)) == texts
     assert text_of(write(tmp_path / "a.jsonl.gz", gzip.compress(lines.encode()))) == texts
     documents = list(read_documents(tmp_path / "a.jsonl"))
-    assert ["".join(document) for document in documents] == texts, "documents must not depend on when they are read"
+    assert ["".join(document) for document in documents] == texts, "documents must not depend on when they are consumed"
 
 
-def test_a_folder_is_its_text_files_sorted(tmp_path):
+def test_a_folder_gives_its_text_files_in_sorted_order(tmp_path):
     for name in ("b.md", "z/1", "y/1", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz"):
         write(tmp_path / name, gzip.compress(b"x") if name.endswith("gz") else "{}")
     for name, content in (("image.png", b"\x89PNG\0"), (".hidden", "x"), (".git/config", "x")):
@@ -64,7 +64,7 @@ def test_a_folder_is_its_text_files_sorted(tmp_path):
 
 @pytest.mark.parametrize("before", [0, 10, CHUNK, 2 * CHUNK + 3])
 @pytest.mark.parametrize("bad", [b"\xff\n", b"\xed\xa0\x80", b"\xc3"], ids=["byte", "surrogate", "cut off"])
-def test_what_is_not_utf8_is_refused_at_its_byte(tmp_path, before, bad):
+def test_invalid_utf8_is_refused_with_its_byte_offset(tmp_path, before, bad):
     content = ("a" * 63 + "\n").encode() * (before // 64 + 1)
     content = content[:before] + bad
     for path in (write(tmp_path / "bad.txt", content), write(tmp_path / "bad.gz", gzip.compress(content, 1))):
@@ -75,20 +75,20 @@ def test_what_is_not_utf8_is_refused_at_its_byte(tmp_path, before, bad):
 @pytest.mark.parametrize(
     "line", ["{", "[]", '"text"', "{}", '{"text": 3}', '{"text": null}', '{"text": "\\ud800"}', "[" * 100_000]
 )
-def test_a_bad_line_of_jsonl_is_refused_by_number(tmp_path, line):
+def test_an_invalid_jsonl_line_is_refused_with_its_number(tmp_path, line):
     path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n\n' + line + "\n")
-    with pytest.raises(ValueError, match=rf"^{path}: line 3 is not a JSON object with text .*$"):
+    with pytest.raises(ValueError, match=rf"^{path}: line 3 is not a JSON object with a string .*$"):
         text_of(path)
 
 
-def test_jsonl_that_is_not_utf8_is_refused_at_its_byte(tmp_path):
+def test_invalid_utf8_in_jsonl_is_refused_with_its_byte_offset(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n{"text": "\xe9"}\n')
     with pytest.raises(ValueError, match=rf"^{path}: not UTF-8 at byte 27;"):
         text_of(path)
 
 
-def test_an_endless_line_of_jsonl_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
+def test_a_jsonl_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1000)
     path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + json.dumps({"text": "x" * 2000}))
     with pytest.raises(ValueError, match=rf"^{path}: line 2 is longer than"):
         text_of(path)
@@ -100,20 +100,20 @@ def test_an_endless_line_of_jsonl_is_refused(tmp_path, monkeypatch):
 def test_damaged_gzip_is_refused(tmp_path, damage):
     text = "".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200))
     path = write(tmp_path / "a.txt.gz", damage(gzip.compress(text.encode())))
-    with pytest.raises(ValueError, match=rf"^{path}: not gzipped, or damaged or cut short$"):
+    with pytest.raises(ValueError, match=rf"^{path}: not a gzip file, or damaged or truncated$"):
         text_of(path)
 
 
-def test_what_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^--data no/where: no such file or folder, and neither python nor"):
+def test_missing_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^--data no/where: no such file or folder; pass python, .* or a path$"):
         find_files("no/where", tmp_path)
-    with pytest.raises(ValueError, match=r"^--data .*: no text files in that folder$"):
+    with pytest.raises(ValueError, match=r"^--data .*: no text files in this folder$"):
         find_files(str(tmp_path), tmp_path)
 
 
-def test_short_names_are_fit_for_a_folder(tmp_path):
-    given = ["python", "shakespeare", "books/my novel.txt", "a.jsonl.gz", "notes/", "v1.2"]
-    assert [short_name(name) for name in given] == ["python", "tinyshakespeare", "my_novel", "a", "notes", "v1_2"]
+def test_short_names_are_safe_in_folder_names(tmp_path):
+    names = ["python", "shakespeare", "books/my novel.txt", "a.jsonl.gz", "notes/", "v1.2"]
+    assert [short_name(name) for name in names] == ["python", "tinyshakespeare", "my_novel", "a", "notes", "v1_2"]
 
 
 # --- the standard library ---------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
     parts = {part for path in files for part in path.relative_to(Path(json.__file__).parents[1]).parts[:-1]}
     assert {"os.py", "argparse.py", "topics.py", "typing.py"} <= names
     assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    assert "unittest" in parts, "whose name is no test's"
+    assert "unittest" in parts, "unittest is a module, not a test folder"
     assert 8e6 < sum(path.stat().st_size for path in files) < 20e6
     assert not list(tmp_path.iterdir())
 
@@ -135,22 +135,22 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
 
 @pytest.fixture
 def website(monkeypatch):
-    """What a local server does, by path, with the requests it has seen."""
-    body, seen = b"To be, or not to be.\n" * 20_000, []
+    """A local server whose answer depends on the path, the right body, and the list of requested paths."""
+    body, requests = b"To be, or not to be.\n" * 20_000, []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            seen.append(self.path)
+            requests.append(self.path)
             if self.path == "/missing":
                 return self.send_error(404)
             self.send_response(200)
-            if self.path == "/torn":  # a chunked body that breaks off, which http.client raises for
+            if self.path == "/aborted":  # a chunked body that ends early: http.client raises
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
                 return self.wfile.write(b"186a0\r\n" + body[:1000])
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write({"/good": body, "/other": body.upper(), "/cut": body[:100_000]}[self.path])
+            self.wfile.write({"/good": body, "/other": body.upper(), "/short": body[:100_000]}[self.path])
 
         def log_message(self, *_):
             pass
@@ -163,41 +163,41 @@ def website(monkeypatch):
     def serve(path: str) -> None:
         monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"http://127.0.0.1:{server.server_port}{path}")
 
-    yield serve, body, seen
+    yield serve, body, requests
     server.shutdown()
     server.server_close()
 
 
 def test_shakespeare_is_downloaded_once(tmp_path, website):
-    serve, body, seen = website
+    serve, body, requests = website
     serve("/good")
     for _ in range(2):
         (path,) = find_files("shakespeare", tmp_path / "cache")
         assert path.read_bytes() == body
-    assert seen == ["/good"]
+    assert requests == ["/good"]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_a_damaged_download_is_fetched_again(tmp_path, website):
-    serve, body, seen = website
+def test_a_damaged_download_is_downloaded_again(tmp_path, website):
+    serve, body, requests = website
     serve("/good")
     (path,) = find_files("shakespeare", tmp_path)
     path.write_bytes(body[:-1])
     assert find_files("shakespeare", tmp_path)[0].read_bytes() == body
-    assert len(seen) == 2
+    assert len(requests) == 2
 
 
 @pytest.mark.parametrize(
-    ("page", "why"),
-    [("/other", "not tiny Shakespeare"), ("/cut", "."), ("/torn", "."), ("/missing", "404"), (None, "refused")],
+    ("page", "reason"),
+    [("/other", "not tiny Shakespeare"), ("/short", "."), ("/aborted", "."), ("/missing", "404"), (None, "refused")],
 )
-def test_a_failed_download_says_what_to_do_and_leaves_nothing(tmp_path, website, monkeypatch, page, why):
+def test_a_failed_download_says_what_to_do_and_leaves_no_file(tmp_path, website, monkeypatch, page, reason):
     serve, _, _ = website
     if page:
         serve(page)
     else:
         monkeypatch.setattr(sources, "SHAKESPEARE_URL", "http://127.0.0.1:9/")
-    with pytest.raises(ValueError, match=rf"^--data shakespeare: .*{why}.* by hand and pass --data FILE.*$") as error:
+    with pytest.raises(ValueError, match=rf"^--data shakespeare: .*{reason}.* and pass --data FILE, or .*$") as error:
         find_files("shakespeare", tmp_path / "cache")
     assert sources.SHAKESPEARE_URL in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,7 +1,7 @@
-"""Where the source articles err: their version of each mistake in a line or two, failing, and ours, right.
+"""Mistakes in the source articles: each test shows that their version fails and ours is right.
 
-The articles, by the number of their file: 000 Understanding Layer Normalization, 001 a definition of LayerNorm,
-002 chapter 14 of a book on a small framework, 003 a guide to three norms, 004 an annotated LayerNorm.
+The articles, by file number: 000 Understanding Layer Normalization, 001 a definition of LayerNorm, 002 chapter 14 of
+a book about a small framework, 003 a guide to three norms, 004 an annotated LayerNorm.
 """
 
 import pytest
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from norms.batchnorm import BatchNorm
-from norms.channels import ChannelsFirstLayerNorm, InstanceNorm
 from norms.layernorm import LayerNorm
-from norms.recurrent import LayerNormRNN
+from norms.modules.images import ChannelsFirstLayerNorm, InstanceNorm
+from norms.modules.rnn import LayerNormRNN
 from norms.rmsnorm import RMSNorm
 
 
@@ -50,7 +50,7 @@ def test_000_its_layernorm_of_images_is_instance_norm():
     theirs = standardised(x, 2, 3)
     torch.testing.assert_close(theirs, InstanceNorm(3)(x))
     assert (theirs - ChannelsFirstLayerNorm(3)(x)).abs().max() > 0.1
-    # A LayerNorm over channels keeps each pixel's channels apart from other pixels; theirs does not.
+    # A LayerNorm over channels treats each pixel independently of the others; theirs does not.
     changed = x.clone()
     changed[:, :, 0, 0] += 1
     ours = ChannelsFirstLayerNorm(3)
@@ -59,7 +59,7 @@ def test_000_its_layernorm_of_images_is_instance_norm():
 
 
 def test_000_its_layernorm_for_recurrent_networks_is_layernorm_at_each_step():
-    """It knows no recurrence, so that one step's output does not depend on the steps before; ours does."""
+    """Theirs has no recurrence, so a step does not depend on the steps before it; in ours it does."""
     x = random(2, 6, 8)
     changed = x.clone()
     changed[:, 0] += random(8, seed=1)
@@ -75,7 +75,7 @@ def test_000_its_layernorm_for_recurrent_networks_is_layernorm_at_each_step():
 
 
 def test_001_worked_example_on_four_values():
-    """The article's own numbers are lost; these come out even."""
+    """The numbers in the article are lost; with these the mean and deviation are integers."""
     x = torch.tensor([1.0, 7.0, 9.0, 15.0], dtype=torch.float64)
     mean = x.sum() / 4
     assert mean == 8
@@ -87,7 +87,7 @@ def test_001_worked_example_on_four_values():
     expected = torch.tensor([-1.8, 0.6, 1.4, 3.8], dtype=torch.float64)
     torch.testing.assert_close(gain * normalised + bias, expected)
 
-    norm = LayerNorm(4, eps=1e-12).double()  # the article leaves eps out, as the deviation is not 0
+    norm = LayerNorm(4, eps=1e-12).double()  # the article omits eps, since the deviation is not 0
     torch.testing.assert_close(norm(x), normalised)
     for parameter, value in zip(norm.parameters(), (gain, bias), strict=True):
         nn.init.constant_(parameter, value)
@@ -117,7 +117,7 @@ def test_001_the_original_transformer_is_post_norm():
 @pytest.mark.parametrize("norm", [RMSNorm(8), BatchNorm(8)], ids=["rmsnorm", "batchnorm"])
 def test_002_results_are_cut_off_from_the_graph(norm):
     def theirs(x: Tensor) -> Tensor:
-        return norm(x.detach()).detach().requires_grad_()  # a new tensor made from the bare data
+        return norm(x.detach()).detach().requires_grad_()  # a new tensor, detached from the graph
 
     x = random(3, 4, 8).requires_grad_()
     theirs(x).pow(3).sum().backward()
@@ -135,15 +135,15 @@ def test_002_a_shape_of_several_axes_but_statistics_over_the_last():
 
 
 def test_002_batchnorm_over_the_first_axis_only_leaves_each_step_its_own_statistics():
-    x = random(16, 5, 8) + 10 * torch.arange(5.0)[:, None]  # features drift over the sequence
+    x = random(16, 5, 8) + 10 * torch.arange(5.0)[:, None]  # the features drift along the sequence
     theirs, ours = standardised(x, 0), BatchNorm(8)(x)
-    torch.testing.assert_close(theirs.mean(0), torch.zeros(5, 8), rtol=0, atol=1e-5)  # the drift is gone
-    assert ours.mean(0)[0].max() < -1 < 1 < ours.mean(0)[-1].min()  # and is kept
+    torch.testing.assert_close(theirs.mean(0), torch.zeros(5, 8), rtol=0, atol=1e-5)  # theirs removes the drift
+    assert ours.mean(0)[0].max() < -1 < 1 < ours.mean(0)[-1].min()  # ours keeps it
     torch.testing.assert_close(ours, standardised(x, 0, 1))
 
 
 def test_002_a_biased_running_variance_falls_short():
-    """Of batches of two tokens by half: on average it comes to 0.5 where the variance is 1."""
+    """For batches of two tokens it is half the true variance: 0.5 on average, where the variance is 1."""
     norm, theirs = BatchNorm(256, momentum=0.01), torch.ones(256)
     for step in range(1000):
         x = random(2, 256, seed=step)
@@ -198,7 +198,7 @@ def test_003_two_axes_become_three(ours):
 
 
 def test_003_its_momentum_is_the_share_of_the_old_value():
-    """0.9 there is 0.1 here, in 002 and in torch: taken for the other, statistics follow the last batch alone."""
+    """Their 0.9 is 0.1 here, in 002 and in torch. Confusing the two makes the statistics follow the last batch."""
     x, norm = random(64, 8) + 5, BatchNorm(8, momentum=0.1)
     norm(x)
     theirs = 0.1 * torch.zeros(8) + (1 - 0.1) * x.mean(0)
@@ -207,7 +207,7 @@ def test_003_its_momentum_is_the_share_of_the_old_value():
 
 
 def test_003_rmsnorm_is_no_more_robust_to_an_outlier():
-    """One value of 100 among 512: the others keep 0.22 of their size, whether the mean is taken off or not."""
+    """With one value of 100 among 512, the others shrink to 0.22 of their size, with or without centering."""
     x = random(512, dtype=torch.float64)
     with_outlier = x.clone()
     with_outlier[0] = 100

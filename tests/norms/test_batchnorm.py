@@ -1,4 +1,4 @@
-"""What is BatchNorm's own: statistics over batch and time, running ones in evaluation, and the leak of the future."""
+"""BatchNorm: statistics over batch and time, running statistics in evaluation, and the leak of future tokens."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from norms.batchnorm import BatchNorm
 
 
 def statistics(x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The running mean and variance in evaluation, those of all tokens of x in training."""
+    """Mean and variance: the running ones in evaluation, those of all tokens of x in training."""
     if "running_mean" in state:
         return state["running_mean"], state["running_var"]
     tokens = x.reshape(-1, x.shape[-1])
@@ -22,7 +22,7 @@ def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
-    """LayerNorm's, with each feature's own statistics."""
+    """LayerNorm's bound, with the statistics of each feature."""
     mean, variance = statistics(x, state)
     std = (variance + norm_args.get("eps", 1e-5)).sqrt()
     normalised = ((x - mean) / std).abs()
@@ -34,7 +34,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def pair(**norm_args) -> tuple[BatchNorm, torch.nn.BatchNorm1d]:
-    """Ours and torch's with the same random gain and bias."""
+    """Our BatchNorm and torch's, with the same random gain and bias."""
     ours, theirs = BatchNorm(8, **norm_args).double(), torch.nn.BatchNorm1d(8, **norm_args).double()
     ours.weight.data, ours.bias.data = random(8, seed=1), random(8, seed=2)
     theirs.load_state_dict(ours.state_dict(), strict=False)
@@ -90,7 +90,7 @@ def test_running_statistics_of_bf16_activations_are_kept_in_fp32():
 
 
 def test_in_training_the_past_knows_the_future():
-    """The leak: changing the last token changes the output at every earlier one, in this sequence and in the others."""
+    """Changing the last token of one sequence changes the output at every earlier token of every sequence."""
     norm, x = BatchNorm(8), random(2, 6, 8, dtype=torch.float32)
     changed = x.clone()
     changed[0, -1] += 1

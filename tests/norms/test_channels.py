@@ -1,4 +1,4 @@
-"""Norms for images, against float64 formulas written pixel by pixel and channel by channel, and against torch's."""
+"""Norms for images, compared with float64 formulas per pixel and per channel, and with torch's modules."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from norms.channels import ChannelsFirstLayerNorm, InstanceNorm
+from norms.modules.images import ChannelsFirstLayerNorm, InstanceNorm
 
 NORMS = [ChannelsFirstLayerNorm, InstanceNorm]
 

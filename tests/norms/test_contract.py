@@ -1,18 +1,17 @@
-"""The contract of every norm, held against each registered kind according to its traits.
+"""The contract of every norm: each registered kind is tested against it, according to its traits.
 
-A kind brings its float64 oracle in its own test file beside this one, tests/norms/test_<kind>.py, in torch and
-sharing no code with the norm:
+Each kind has a float64 oracle in its own test file, tests/norms/test_<kind>.py, written in torch and sharing no code
+with the norm:
 
     def oracle(x, state, **norm_args) -> Tensor
 
-`x` (..., dim) is float64 and holds the values the norm was given; `state` has the norm's parameters by name in
-float64 and, when it stands for evaluation, its buffers too. Gradients are taken from it by autograd. The file may
-also define
+`x` (..., dim) is the norm's input in float64. `state` has the norm's parameters by name in float64 and, in
+evaluation, its buffers too. Gradients come from autograd. The file may also define
 
     def error_bound(x, state, eps, **norm_args) -> Tensor
 
-the absolute error allowed when computing with machine precision `eps`; without it the bound is 4 ulp of the output,
-RMSNorm's (measured: 3.6 for d from 64 to 4096); and WIDTHS, where the kind takes only multiples of that.
+the absolute error allowed when computing with machine epsilon `eps` (default: 4 ulp of the output, the bound of
+RMSNorm; measured: 3.6 for dim 64 to 4096), and WIDTHS, if `dim` must be a multiple of it.
 """
 
 import copy
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 from config import ModelConfig
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
-from norms.calling import formula_only
 from norms.placement import PLACEMENTS
 
 HERE = Path(__file__).parent
@@ -48,7 +46,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("rmsnorm", {"elementwise_affine": False}),
     ("layernorm", {"bias": False}),
     ("layernorm", {"elementwise_affine": False}),
-]  # that have fewer parameters than their oracle
+]  # with fewer parameters than their oracle
 
 each_kind = pytest.mark.parametrize("kind", KIND_NAMES)
 each_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -63,7 +61,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @cache
 def oracle_file(kind: str) -> ModuleType:
-    """The test file of `kind`, for its oracle."""
+    """The test file of `kind`, which defines its oracle."""
     path = HERE / f"test_{kind}.py"
     if path.exists():
         spec = importlib.util.spec_from_file_location(f"oracle_of_{kind}", path)
@@ -76,18 +74,18 @@ def oracle_file(kind: str) -> ModuleType:
 
 
 def width(kind: str, at_least: int) -> int:
-    """The narrowest width from there on that the kind takes."""
+    """The smallest width of at least `at_least` that the kind supports."""
     multiple = getattr(oracle_file(kind), "WIDTHS", 1)
     return -(-at_least // multiple) * multiple
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Normal draws, the same on every device."""
+    """Standard normal values, the same on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def trained_norm(kind: str, dim: int, training: bool = True, device: str = "cpu", **norm_args) -> Any:
-    """A norm that has been trained for a while: no parameter and no running statistic is at its start value."""
+    """A norm as after some training: no parameter or running statistic has its initial value."""
     norm = build_norm(kind, dim, **norm_args).to(device)
     norm(3 * random(32, dim, device=device, seed=1) + 1)
     with torch.no_grad():
@@ -97,7 +95,7 @@ def trained_norm(kind: str, dim: int, training: bool = True, device: str = "cpu"
 
 
 def state_of(norm: nn.Module) -> dict[str, Tensor]:
-    """What the oracle is told of `norm`, in float64 on the CPU."""
+    """The `state` argument of the oracle, in float64 on the CPU."""
     tensors: dict[str, Tensor] = dict(norm.named_parameters())
     if not norm.training:
         tensors |= dict(norm.named_buffers())
@@ -105,14 +103,14 @@ def state_of(norm: nn.Module) -> dict[str, Tensor]:
 
 
 def ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance to the next number of `dtype` at each of `y`."""
+    """The spacing of `dtype` numbers at each value of `y`."""
     info = torch.finfo(dtype)
     smallest = torch.full_like(y, info.tiny)
     return info.eps * torch.exp2(torch.floor(torch.log2(torch.maximum(y.abs(), smallest))))
 
 
 def allowed_error(kind: str, x: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The kind's bound in the precision it computes in, and half an ulp for the one cast to `dtype` at the end."""
+    """The kind's bound in the precision it computes in, plus half an ulp for the final cast to `dtype`."""
     computed_in = torch.promote_types(dtype, torch.float32)
     y = oracle_file(kind).oracle(x, state)
     eps = torch.finfo(computed_in).eps
@@ -121,7 +119,7 @@ def allowed_error(kind: str, x: Tensor, state: dict[str, Tensor], dtype: torch.d
     else:
         bound = 4 * ulp(y, computed_in)
     if dtype == torch.float64:
-        return 2 * bound  # the oracle rounds as coarsely
+        return 2 * bound  # the oracle has rounding errors of the same size
     return bound if dtype == computed_in else bound + 0.5 * ulp(y, dtype)
 
 
@@ -133,15 +131,15 @@ def assert_matches_oracle(
     missing: dict[str, Tensor] | None = None,
     extra: float = 0.0,
 ) -> None:
-    """Hold y, or else norm(x), against the oracle with the parameters of `norm`, and those that are `missing` there.
+    """Compare y, by default norm(x), with the oracle, given the parameters of `norm` and those in `missing`.
 
-    `extra` is allowed besides the kind's bound.
+    `extra` is added to the kind's error bound.
     """
     y, state = norm(x) if y is None else y, (missing or {}) | state_of(norm)
     exact_x = x.detach().cpu().double()
     error = (y.detach().cpu().double() - oracle_file(kind).oracle(exact_x, state)).abs()
     worst = (error / (allowed_error(kind, exact_x, state, x.dtype) + extra)).max().item()
-    assert worst <= 1, f"{worst:.2f} times the error allowed"  # also when it is NaN
+    assert worst <= 1, f"{worst:.2f} times the error allowed"  # fails for NaN too
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -156,7 +154,7 @@ def test_output_has_the_inputs_shape_and_dtype(kind, dtype, parameter_dtype, dev
         warnings.simplefilter("error")
         for shape in [(16,), (2, 16), (2, 3, 16), (2, 3, 4, 16)]:
             x = random(*shape, dtype=dtype, device=device)
-            norm.train(len(shape) > 1)  # one token alone is too few to train BatchNorm on
+            norm.train(len(shape) > 1)  # BatchNorm cannot train on a single token
             y = norm(x)
             assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
 
@@ -174,7 +172,7 @@ def test_values_match_the_oracle(kind, dtype, dim, training, device):
 @each_mode
 @pytest.mark.parametrize("mean", [1.0, 1e3])
 def test_values_match_the_oracle_away_from_zero_mean(kind, training, mean, device):
-    """Where E[x²] − E[x]² loses everything: in fp32 it is off by 0.8 at mean 1e3."""
+    """E[x²] − E[x]² cancels here: in fp32 its error is 0.8 at mean 1e3."""
     norm = trained_norm(kind, 256, training, device)
     assert_matches_oracle(kind, norm, random(4, 12, 256, device=device) + mean)
 
@@ -192,7 +190,7 @@ def test_gains_in_bf16_lose_nothing_more_than_their_own_rounding(kind, dtype, de
 @each_mode
 def test_autocast_changes_nothing(kind, training, device):
     norm = trained_norm(kind, 256, training, device)
-    same_norm = copy.deepcopy(norm)  # as it was, where a norm remembers a backward pass
+    same_norm = copy.deepcopy(norm)  # a copy, since some norms update their state in the backward pass
     x = random(4, 12, 256, device=device, seed=7).requires_grad_()
     with torch.autocast(device, torch.bfloat16):
         inside = norm(x)
@@ -210,10 +208,10 @@ def test_autocast_changes_nothing(kind, training, device):
 @each_mode
 @pytest.mark.parametrize(("rows", "dim", "gain_bound"), [(512, 64, 5e-7), (512, 1024, 5e-7), (8192, 32, 2e-6)])
 def test_gradients_match_the_oracles(kind, training, rows, dim, gain_bound, device):
-    """Bounds relative to the largest gradient; that of a gain is a sum over rows.
+    """Errors are relative to the largest gradient. The gradient of a gain is a sum over rows.
 
-    That of a scalar is a sum over features besides, whose terms cancel by chance: relative to the root of the sum of
-    their squares (measured: 3e-7 at 512 rows, 5e-7 at 8192, where the sum itself may be 400 times smaller).
+    The gradient of a scalar is a sum over rows and features whose terms cancel, so its error is relative to the root of
+    their sum of squares (measured: 3e-7 for 512 rows, 5e-7 for 8192, where the sum may be 400 times smaller).
     """
     norm = trained_norm(kind, dim, training, device)
     x = random(4, rows // 4, dim, device=device).requires_grad_()
@@ -252,7 +250,7 @@ def test_values_and_gradients_without_gain_or_bias_are_those_with_one_and_zero(k
 
     exact_x = x.detach().cpu().double().requires_grad_()
     oracle_file(kind).oracle(exact_x, missing | state).backward(grad_y.to(dtype).cpu().double())
-    bound = max(5e-7, torch.finfo(dtype).eps)  # a gradient in bf16 is rounded to it
+    bound = max(5e-7, torch.finfo(dtype).eps)  # the gradient is rounded to the dtype of the input
     assert relative_error(x.grad, exact_x.grad) <= bound
     for name, parameter in norm.named_parameters():
         assert relative_error(parameter.grad, state[name].grad) <= 5e-7
@@ -292,7 +290,7 @@ def test_zero_rows_match_the_oracle_and_have_finite_gradients(kind, training, dt
     norm = trained_norm(kind, 64, training, device)
     x = torch.zeros(2, 3, 64, dtype=dtype, device=device, requires_grad=True)
     assert_matches_oracle(kind, norm, x.detach())
-    # ScaleNorm's true gradient here is √dim/eps, 8e5 times what comes in: for fp16, something small has to come in.
+    # ScaleNorm's exact gradient is √dim/eps = 8e5 times the incoming one, which must be small to fit in fp16.
     norm(x).backward(torch.full_like(x, 1e-2))
     for tensor in (x, *norm.parameters()):
         assert tensor.grad is not None and tensor.grad.isfinite().all()
@@ -302,7 +300,7 @@ def test_zero_rows_match_the_oracle_and_have_finite_gradients(kind, training, dt
 @pytest.mark.parametrize("dim", [16, 100, 768, 4096])
 @pytest.mark.parametrize("value", [1.0, -3e-5, 0.1, 1e3 + 0.7, 1e6 + 0.3, 1e17])
 def test_constant_rows_give_the_bias(kind, value, dim, device):
-    """Only where a shift makes no difference; a naive two-pass variance gives 0.9997 at 1e6 + 0.3."""
+    """Only for shift-invariant norms. A naive two-pass variance gives 0.9997 at 1e6 + 0.3."""
     dim = width(kind, dim)
     norm = trained_norm(kind, dim, device=device)
     y = norm(torch.full((2, 3, dim), value, device=device))
@@ -323,7 +321,7 @@ def test_large_values_match_the_oracle(kind, training, dtype, largest, device):
     x = torch.rand(2, 6, 1024, generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
     x[0, 0, 0], x[0, 0, 1] = 1, -1
     x = (x * largest).to(device, dtype)
-    norm(x)  # running statistics are of such values too
+    norm(x)  # updates the running statistics with such values
     assert_matches_oracle(kind, norm.train(training), x)
 
 
@@ -344,7 +342,7 @@ def test_a_nan_poisons_its_own_row_only(kind, training, device):
 @each_kind
 @each_mode
 def test_a_nan_poisons_the_gradient_of_its_own_row_only(kind, training, device):
-    """Of the input; that of a gain is a sum over all rows."""
+    """The gradient of the input. The gradient of a gain is a sum over all rows."""
     if training and not TRAITS[kind].per_token:
         pytest.skip("statistics are of all rows")
     norm = trained_norm(kind, 64, training, device)
@@ -354,7 +352,7 @@ def test_a_nan_poisons_the_gradient_of_its_own_row_only(kind, training, device):
     (grad,) = torch.autograd.grad(norm(x.requires_grad_()), x, grad_y)
     bad = (~grad.isfinite()).any(-1)
     assert bad[0, 2] and bad[1, 0]
-    bad[1, 3] = bad[0, 4] = True  # or not, where the input has no part in its gradient
+    bad[1, 3] = bad[0, 4] = True  # may be finite: some gradients do not depend on the input
     assert bad.sum() == 4
 
 
@@ -386,19 +384,6 @@ def test_an_eps_that_is_not_positive_is_refused(kind, eps):
         build_norm(kind, 8, eps=eps)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KIND_NAMES if hasattr(KINDS[kind], "formula")])
-def test_the_formula_keeps_the_contract_where_there_is_no_kernel(kind, device):
-    with formula_only():
-        for dtype in (torch.float32, torch.bfloat16):
-            test_values_match_the_oracle(kind, dtype, 768, True, device)
-            test_zero_rows_match_the_oracle_and_have_finite_gradients(kind, True, dtype, device)
-            test_large_values_match_the_oracle(kind, True, dtype, 1e17, device)
-            test_a_rows_output_does_not_depend_on_the_others(kind, dtype, 100, True)
-        test_gradients_match_the_oracles(kind, True, 512, 1024, 5e-7, device)
-        test_constant_rows_give_the_bias(kind, 1e6 + 0.3, 768, device)
-        test_a_nan_poisons_its_own_row_only(kind, True, device)
-
-
 # --- invariances and independence, both ways -------------------------------------------------------------------------
 
 
@@ -410,7 +395,7 @@ def with_vanishing_eps(kind: str, dim: int, device: str) -> Any:
 @each_kind
 @pytest.mark.parametrize("power", [-6, -1, 1, 10])
 def test_scaling_by_powers_of_two(kind, power, device):
-    """Exact in binary arithmetic, so what is invariant is so to the bit."""
+    """Scaling by a power of two is exact, so a scale-invariant norm gives the same bits."""
     norm, x = with_vanishing_eps(kind, 256, device), random(4, 12, 256, device=device)
     if TRAITS[kind].scale_invariant:
         assert torch.equal(norm(x * 2**power), norm(x))
@@ -472,7 +457,7 @@ def test_no_token_of_a_model_sees_a_later_one(kind, placement, training):
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
             parameter.add_(0.1 * random(*parameter.shape, seed=seed))
-        model(tokens)  # running statistics are no longer at their start
+        model(tokens)  # updates the running statistics
         for t in (1, 7, 11):
             changed = tokens.clone()
             changed[:, t] = (changed[:, t] + 1) % 50
@@ -524,7 +509,7 @@ def test_strides_do_not_matter(kind, training, rearrange, device):
     assert not x.is_contiguous()
     assert_matches_oracle(kind, norm, x)
     grad_y = random(*x.shape, device=device, seed=1)
-    same_norm = copy.deepcopy(norm)  # as it was, where a norm remembers a backward pass
+    same_norm = copy.deepcopy(norm)  # a copy, since some norms update their state in the backward pass
     (grad,) = torch.autograd.grad(norm(x), x, grad_y)
     contiguous = x.detach().contiguous().requires_grad_()
     (expected,) = torch.autograd.grad(same_norm(contiguous), contiguous, grad_y)
@@ -539,11 +524,11 @@ def test_strides_do_not_matter(kind, training, rearrange, device):
 def test_strides_of_parameters_do_not_matter(kind, training, rearrange, device):
     norm, x = trained_norm(kind, 64, training, device), random(4, 64, device=device).requires_grad_()
     grad_y = random(4, 64, device=device, seed=1)
-    tensors = {name: tensor for name, tensor in norm.state_dict().items() if tensor.ndim}  # but the number of batches
+    tensors = {name: tensor for name, tensor in norm.state_dict().items() if tensor.ndim}  # except the batch counter
     strided = {name: rearrange(tensor.unsqueeze(1).repeat(1, 3)) for name, tensor in tensors.items()}
     same_norm, found = copy.deepcopy(norm), []
     for module, changed in ((norm, strided), (same_norm, {name: each.clone() for name, each in strided.items()})):
-        if training:  # which cannot write to what is expanded
+        if training:  # running statistics are updated in place, which an expanded tensor does not allow
             changed = {name: tensor for name, tensor in changed.items() if name in dict(norm.named_parameters())}
         given = {name: tensor.detach().requires_grad_(name in norm._parameters) for name, tensor in changed.items()}
         y = torch.func.functional_call(module, given, (x,))
@@ -587,7 +572,7 @@ def test_parameters_have_stable_names_a_dimension_and_fp32(kind):
 @each_mode
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)  # without code generation: a second each instead of ten
+)  # aot_eager generates no code: one second each instead of ten
 def test_compiled_is_the_same(kind, training, backend, device):
     assert_compiled_is_the_same(kind, training, backend, device)
 
@@ -608,13 +593,13 @@ def assert_compiled_is_the_same(kind: str, training: bool, backend: str, device:
     got = torch.autograd.grad(y, (x, *norm.parameters()), grad_y)
     expected = torch.autograd.grad(eager(x), (x, *eager.parameters()), grad_y)
     for ours, theirs in zip(got, expected, strict=True):
-        most = 1e-6 if ours.numel() > 1 else 2e-5  # a scalar's gradient is a sum of 3072 terms, most of which cancels
+        most = 1e-6 if ours.numel() > 1 else 2e-5  # a scalar's gradient is a sum of 3072 terms that mostly cancel
         assert relative_error(ours, theirs.cpu().double()) <= most
     for name, tensor in eager.named_buffers():
         torch.testing.assert_close(dict(norm.named_buffers())[name], tensor)
 
 
-# --- a kind that is added later --------------------------------------------------------------------------------------
+# --- adding a kind ----------------------------------------------------------------------------------------------------
 
 NORM_FILE = """
 import torch
@@ -645,7 +630,7 @@ def oracle(x, state, eps=1e-6):
 
 
 def test_a_new_file_and_its_oracle_are_picked_up(tmp_path):
-    """Three kinds appear in a copy of the project: a right one, one with a wrong sign, and one without an oracle."""
+    """Adds three kinds to a copy of the project: a correct one, one with a wrong sign, and one without an oracle."""
     for source in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(source, tmp_path)
     shutil.copytree(ROOT / "norms", tmp_path / "norms")

@@ -1,4 +1,4 @@
-"""What is DyT's own: no statistics, a bounded output, and where α starts."""
+"""DyT: no statistics, a bounded output, and the initial value of α."""
 
 import math
 
@@ -13,12 +13,12 @@ from norms.dyt import DyT
 
 
 def oracle(x: Tensor, state: dict[str, Tensor]) -> Tensor:
-    grown = (2 * state["alpha"] * x).clamp(-80, 80).exp()  # tanh is 1 to the last bit long before
+    grown = (2 * state["alpha"] * x).clamp(-80, 80).exp()  # beyond 80 tanh is exactly 1
     return state["weight"] * (grown - 1) / (grown + 1) + state["bias"]
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
-    """Of α·x, as far as tanh passes it on, of tanh, gain and bias; what cancels in the oracle; measured: 0.6 of it."""
+    """Rounding of α·x as propagated by tanh, of tanh, gain and bias, and of the oracle. Measured: 0.6 of this bound."""
     inner = state["alpha"] * x
     curve = inner.tanh()
     passed_on = (inner * (1 - curve**2)).abs()
@@ -35,7 +35,7 @@ def test_by_hand():
 
 
 def test_no_feature_depends_on_another():
-    """Unlike every norm with statistics: the Jacobian is diagonal."""
+    """The Jacobian is diagonal, unlike that of a norm with statistics."""
     norm = DyT(6).double()
     jacobian = torch.autograd.functional.jacobian(norm, torch.randn(6, dtype=torch.float64))
     assert torch.equal(jacobian, jacobian.diag().diag()) and jacobian.diag().min() > 0
@@ -51,7 +51,7 @@ def test_the_output_is_bounded_by_the_gain():
     ids=str,
 )
 def test_alpha_starts_by_site(norm_args, attention, elsewhere):
-    """The second row is the paper's LLaMA 7B."""
+    """The second case has the values of the paper's LLaMA 7B."""
     for site in ("attention", "mlp", "final", "query", "key", "value"):
         expected = attention if site == "attention" else elsewhere
         norm = build_norm("dyt", 8, site=site, **norm_args)

@@ -1,4 +1,4 @@
-"""What is GroupNorm's own: which features are normalised together, and what it does not notice."""
+"""GroupNorm: which features are normalized together, and its invariances."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from norms.groupnorm import GroupNorm
 from norms.layernorm import LayerNorm
 
-WIDTHS = 16  # what the contract's are rounded up to multiples of: two groups of eight
+WIDTHS = 16  # the contract tests use multiples of this: two groups of eight
 
 
 def standardised(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised features, and each one's |μ| and σ, group by group."""
+    """The normalized features, and |μ| and σ of the group of each feature."""
     normalised, means, stds = [], [], []
     size = x.shape[-1] // groups
     for g in range(groups):
@@ -31,7 +31,7 @@ def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5, groups: int =
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, groups: int = 2, **norm_args) -> Tensor:
-    """LayerNorm's, with each group's own statistics; measured: 0.8 of it."""
+    """LayerNorm's bound, with the statistics of each group. Measured: 0.8 of this bound."""
     normalised, mean, std = standardised(x, norm_args.get("eps", 1e-5), groups)
     return 2 * eps * (1 + mean / std) * ((1 + normalised.abs()) * state["weight"].abs() + state["bias"].abs())
 
@@ -48,7 +48,7 @@ def randomised(norm: Any) -> Any:
 
 @pytest.mark.parametrize(("dim", "groups"), [(32, 4), (8, 1), (24, 3), (64, 2)])
 def test_is_torchs_on_one_position(dim, groups):
-    """torch's takes (N, C) as N images of one pixel, so that tokens stand in for images."""
+    """torch.nn.GroupNorm treats (N, C) as N images of one pixel, so each token is one image."""
     ours, x = randomised(GroupNorm(dim, groups=groups)), random(20, dim).requires_grad_()
     theirs = torch.nn.GroupNorm(groups, dim).double()
     theirs.load_state_dict(ours.state_dict(), strict=True)
@@ -65,7 +65,7 @@ def test_one_group_is_layernorm():
 
 
 def test_does_not_notice_a_shift_or_a_scale_of_each_group():
-    """More than LayerNorm, which does not notice those of the whole token."""
+    """LayerNorm is only invariant to a shift or scale of the whole token."""
     x, whole, per_group = random(5, 6, 32), torch.tensor(3.0), torch.tensor([3.0, -1.0, 0.5, 8.0]).repeat_interleave(8)
     layernorm, groupnorm = map(randomised, (LayerNorm(32, 1e-30), GroupNorm(32, 1e-30, groups=4)))
     for norm, change, noticed in [

@@ -1,5 +1,7 @@
-"""Two whole models that are one function: what centring the stream makes of LayerNorm. (Identities of single norms
-are in the files of those norms.)"""
+"""Two models that compute the same function: pre-LayerNorm, and pre-RMSNorm with centered weights.
+
+Identities between single norms are in the test files of those norms.
+"""
 
 import dataclasses
 
@@ -23,18 +25,18 @@ LAYERNORM = ModelConfig(
     tie_embeddings=False,
 )
 RMSNORM = dataclasses.replace(LAYERNORM, norm="rmsnorm", norm_args={"eps": 1e-5})
-WRITERS = ("embedding", "attention_out", "down")  # the roles that write into the stream
+WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
 
 
 def centred(role: str, weight: Tensor) -> Tensor:
-    """The weight with what it writes into the stream centred over the features: rows of E, columns of a matrix."""
+    """The weight with zero-mean output over the features: rows of the embedding, columns of a matrix."""
     if role not in WRITERS:
         return weight
     return weight - weight.mean(1 if role == "embedding" else 0, keepdim=True)
 
 
 def test_pre_layernorm_without_bias_is_pre_rmsnorm_with_centred_weights():
-    """Pre-RMSNorm and Pre-CRMSNorm Transformers, arXiv 2305.14858: values, and gradients by the chain rule."""
+    """Values, and gradients by the chain rule. Pre-RMSNorm and Pre-CRMSNorm Transformers, arXiv 2305.14858."""
     ln, rms = Llama(LAYERNORM).double(), Llama(RMSNORM).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in ln.parameters():
@@ -43,13 +45,13 @@ def test_pre_layernorm_without_bias_is_pre_rmsnorm_with_centred_weights():
     rms.load_state_dict(ln.state_dict(), strict=True)
     tokens, targets = torch.randint(29, (2, 3, 10), generator=generator)
 
-    assert (rms(tokens) - ln(tokens)).abs().max() > 0.1  # not yet centred
+    assert (rms(tokens) - ln(tokens)).abs().max() > 0.1  # before centering
     for role, _, weight in weights_by_role(rms):
         weight.data = centred(role, weight.data)
     logits = ln(tokens)
     torch.testing.assert_close(rms(tokens), logits, rtol=0, atol=1e-13 * logits.abs().max().item())
 
-    for model in (ln, rms):  # not by its own loss, which is in fp32
+    for model in (ln, rms):  # model.loss would compute in fp32
         F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
     roles = {weight: role for role, _, weight in weights_by_role(rms)}
     for (name, ours), theirs in zip(ln.named_parameters(), rms.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""What is LayerNorm's own: any normalised shape, its optional gain and bias, what it shares with RMSNorm."""
+"""LayerNorm: any normalized shape, optional gain and bias, and its relation to RMSNorm."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
-    """What taking off the mean loses, and a few roundings of gain and bias; measured: 0.85 of it, d from 64 to 4096."""
+    """Cancellation in x − μ, and rounding of gain and bias. Measured: 0.85 of this bound, for dim 64 to 4096."""
     plain = {"weight": torch.ones(()), "bias": torch.zeros(())}
     normalised = oracle(x, plain, **norm_args).abs()
     std, mean = x.std(-1, keepdim=True, correction=0), x.mean(-1, keepdim=True)

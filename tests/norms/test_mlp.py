@@ -1,17 +1,17 @@
-"""Linear → norm → ReLU → Linear, trained on 150 flowers; and why the norm comes before dropout."""
+"""Linear → norm → ReLU → Linear, trained on 150 flowers, and why the norm comes before dropout."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from norms.layernorm import LayerNorm
-from norms.mlp import NormMLP
+from norms.modules.mlp import NormMLP
 
 
 def flowers(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A made-up problem of the size of Iris: (150, 4) measurements of 50 flowers of each of three kinds, and the kinds.
+    """A synthetic data set like Iris: (150, 4) measurements of 50 flowers of each of three classes, and the classes.
 
-    One kind lies apart and the other two overlap a little, as Iris's do.
+    As in Iris, one class is separate and the other two overlap slightly.
     """
     generator = torch.Generator().manual_seed(seed)
     centres = torch.tensor([[5.0, 3.4, 1.5, 0.3], [5.9, 2.8, 4.2, 1.3], [6.6, 3.0, 5.6, 2.0]])
@@ -38,7 +38,7 @@ def test_flowers_are_150_of_three_kinds_and_the_same_for_a_seed():
 
 @pytest.mark.parametrize("norm", ["batchnorm", "derf", "dyt", "layernorm", "none", "rmsnorm", "scalenorm"])
 def test_learns_flowers_it_has_not_seen(norm):
-    """Adam at 0.01, 100 steps on all 150; 50 right of 150 would be chance. Two kinds overlap: the best is near 0.97."""
+    """100 full-batch steps of Adam at 0.01. Chance is 1/3; two classes overlap, so the best accuracy is near 0.97."""
     torch.manual_seed(0)
     mlp, (x, kinds) = NormMLP(norm=norm), flowers(0)
     start = {name: tensor.clone() for name, tensor in mlp.named_parameters()}
@@ -62,14 +62,15 @@ def test_the_scale_of_the_first_layer_does_not_matter():
 
 
 def test_norm_before_dropout_keeps_the_mean_that_evaluation_sees():
-    """Dropout keeps the mean of what it is given, so after the norm training and evaluation agree on average.
-    Before the norm it changes the statistics that the norm divides by, and they do not agree.
+    """Dropout preserves the mean of its input, so after the norm the output in training averages to that in evaluation.
+
+    Before the norm, dropout changes the statistics that the norm divides by, and the two differ.
     """
     norm, dropout, masks = LayerNorm(8), nn.Dropout(0.5), 20_000
     x = torch.randn(8, generator=torch.Generator().manual_seed(0)) + 2
 
     def z_score(drawn: Tensor) -> float:
-        """How many standard errors the mean over the masks is from the output in evaluation, at the worst feature."""
+        """Standard errors between the mean over the masks and the output in evaluation, for the worst feature."""
         return ((drawn.mean(0) - norm(x)).abs() / (drawn.std(0) / masks**0.5)).max().item()
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Placements in whole models against models written out by hand in float64, and what they say about the start."""
+"""Placements in whole models, compared with hand-written float64 models, and their initialization."""
 
 import dataclasses
 import itertools
@@ -23,25 +23,25 @@ def model_of(placement: str, **changes) -> Llama:
 
 
 def randomised(model: Llama) -> Llama:
-    """Its float64 version with gains far from one and weights so large that every part shows in the logits."""
+    """The model in float64, with gains far from 1 and weights large enough that every part affects the logits."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 2:
                 weight.copy_(noise / math.sqrt(weight.shape[-1]))
-            elif name.endswith("residual.a"):  # nothing else holds ReZero's stream back
+            elif name.endswith("residual.a"):  # small: nothing else limits the growth of ReZero's stream
                 weight.copy_(0.3 + 0.1 * noise)
             else:
                 weight.copy_(0.4 * noise + (0 if name.endswith("bias") else 1))
     return model.double()
 
 
-# --- models by hand --------------------------------------------------------------------------------------------------
+# --- hand-written models ---------------------------------------------------------------------------------------------
 
 
 def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none") -> Tensor:
-    """Logits by the table of placements alone, from weights by name; rmsnorm, or layernorm where there are biases."""
+    """Logits from weights by name, by the table of placements. Norms with a bias are LayerNorm, others RMSNorm."""
 
     def norm(path: str) -> Callable[[Tensor], Tensor]:
         gain = w[path + ".weight"]
@@ -54,7 +54,7 @@ def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int
 
         return standardised
 
-    def turned(h: Tensor) -> Tensor:  # T 8: feature i is the real part and i + 4 the imaginary one
+    def turned(h: Tensor) -> Tensor:  # (T, 8): feature i is the real part and i + 4 the imaginary part
         angle = torch.outer(torch.arange(len(h)).double(), 10000.0 ** (-torch.arange(4).double() / 4))
         cos, sin = angle.cos().float().double(), angle.sin().float().double()  # the model keeps its table in fp32
         z = torch.complex(h[:, :4], h[:, 4:]) * torch.complex(cos, sin)
@@ -88,7 +88,7 @@ def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int
 
         return f
 
-    sublayers = []  # block from 1, sublayer, where its residual connection's weights are
+    sublayers = []  # (block index from 1, sublayer, path of its residual connection)
     for layer in range(layers):
         at = f"layers.{layer}."
         sublayers.append((layer + 1, attention(at + "self_attn."), at + "attention_residual."))
@@ -110,7 +110,7 @@ def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int
                 x = x + norm(first)(f(x))
             case "lns":
                 x = x + f(norm(first)(x) / math.sqrt(block))
-            case "mix":  # of 8 blocks 2 are post
+            case "mix":  # the first 2 of 8 blocks are post-norm
                 x = norm(first)(x + f(x)) if block <= 2 else x + f(norm(first)(x))
             case "residual":
                 z = f(x)
@@ -148,7 +148,7 @@ def test_values_and_gradients(placement, kind, qk_norm):
     model = randomised(model_of(placement, norm=kind, qk_norm=qk_norm, tie_embeddings=False))
     leaves = dict(model.named_parameters())
     got, expected = model(TOKENS), by_hand(placement, leaves, TOKENS, CONFIG.layers, qk_norm)
-    # both are float64: 1e-16 an operation, amplified through 16 sublayers
+    # both are float64: 1e-16 per operation, amplified by 16 sublayers
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
     along = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     weights = list(leaves.values())
@@ -208,10 +208,10 @@ def test_every_placement_learns(placement):
     assert losses[-1] < 0.95 * losses[0]
 
 
-# --- what there is of each -------------------------------------------------------------------------------------------
+# --- parameters, sites and checks ------------------------------------------------------------------------------------
 
 ONE = ["norm.weight"]
-# in attention's residual connection, in the MLP's, and at the end
+# keys in attention's residual connection, in the MLP's, and in `finish`
 KEYS = {
     "pre": (ONE, ONE, ["weight"]),
     "post": (ONE, ONE, []),
@@ -259,7 +259,7 @@ def test_mix_is_post_in_its_first_quarter(layers, post):
 
     def is_post(layer: int, site: str) -> bool:
         residual = PLACEMENTS["mix"].residual(Site(site, layer, layers, lambda where: build_norm("rmsnorm", 16)))
-        return bool(residual(x, torch.zeros_like).max() < 2)  # 100 where the stream is left as it is
+        return bool(residual(x, torch.zeros_like).max() < 2)  # pre-norm leaves the stream at 100
 
     for site in ("attention", "mlp"):
         assert [is_post(layer, site) for layer in range(layers)] == [layer < post for layer in range(layers)]
@@ -286,7 +286,7 @@ def test_norms_are_told_where_they_stand():
     [
         ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
         *(
-            ({"placement": name, "norm": "none"}, f"--norm none leaves --placement {name} without what it places; ")
+            ({"placement": name, "norm": "none"}, f"--norm none makes no sense with --placement {name}; choose ")
             for name in PLACEMENTS
             if name not in ("pre", "rezero")
         ),
@@ -299,7 +299,7 @@ def test_what_makes_no_sense_is_refused(changes, reason):
     assert "\n" not in str(refusal.value)
 
 
-# --- the start -------------------------------------------------------------------------------------------------------
+# --- initialization --------------------------------------------------------------------------------------------------
 
 
 def draws(placement: str, **changes) -> dict[tuple[str, str], Tensor]:
@@ -336,7 +336,7 @@ def test_deepnorm_starts_by_xavier_unless_told_otherwise():
 
 
 def gradient_ratio(model: Llama) -> float:
-    """Norm of the gradient of the first block's matrices over the last's."""
+    """Gradient norm of the first block over that of the last."""
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(0))
     model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
     first, last = (
@@ -357,11 +357,11 @@ def test_deepnorm_keeps_gradients_alike_over_depth_and_its_inverted_gain_does_no
         for role, _, weight in weights_by_role(inverted):
             if role in GAINS:
                 weight.mul_(math.sqrt(8 * 24))  # (8L)^-¼ to (8L)^¼
-    assert gradient_ratio(inverted) > 100  # 2e3 here, 2e7 at twice the depth
+    assert gradient_ratio(inverted) > 100  # measured: 2e3, and 2e7 at twice the depth
 
 
 def variances(placement: str, louder: float = 1.0) -> list[float]:
-    """Mean square of the stream behind each block at the start, with `louder` output projections."""
+    """Mean square of the stream after each block at initialization, with output projections scaled by `louder`."""
     model = deep(placement)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     seen = []
@@ -375,7 +375,7 @@ def variances(placement: str, louder: float = 1.0) -> list[float]:
 
 
 def test_sandwich_and_lns_bound_the_residual_variance_that_pre_lets_grow():
-    """Under pre it goes with the weights; under sandwich each sublayer adds a vector of RMS 1, whatever they are."""
+    """With pre it grows with the weights; with sandwich each sublayer adds a vector of RMS 1, whatever they are."""
     pre, loud = variances("pre"), variances("pre", louder=4)
     sandwich, loud_sandwich = variances("sandwich"), variances("sandwich", louder=4)
     lns = variances("lns")
@@ -383,5 +383,5 @@ def test_sandwich_and_lns_bound_the_residual_variance_that_pre_lets_grow():
     assert loud_sandwich[-1] == pytest.approx(sandwich[-1], rel=0.05)
     assert 24 < sandwich[-1] < 96  # 48 if the sublayers' outputs were orthogonal
     assert lns[-1] < pre[-1] / 3
-    # over the second half of the depth pre keeps its pace and LNS slows down
+    # in the second half of the depth pre keeps growing at the same rate and LNS slows down
     assert lns[-1] / lns[11] < 1.6 < pre[-1] / pre[11]

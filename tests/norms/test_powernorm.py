@@ -1,4 +1,4 @@
-"""What is PowerNorm's own: running statistics, the paper's backward, its warm-up, and where it leaks the future."""
+"""PowerNorm: running statistics, the paper's backward pass, warm-up, and where future tokens leak."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from norms.powernorm import PowerNorm
 
 
 def mean_square(x: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The running one in evaluation; that of all tokens of x in training, which is what the warm-up takes."""
+    """The running mean square in evaluation; in training, that of all tokens of x, as during warm-up."""
     if "running_square" in state:
         return state["running_square"]
     tokens = x.reshape(-1, x.shape[-1])
@@ -20,7 +20,7 @@ def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
-    """A few roundings of the quotient and the gain, one of the sum; measured: 0.8 of it."""
+    """Three roundings of the quotient and the gain, one of the sum. Measured: 0.8 of this bound."""
     normalised = oracle(x, {**state, "bias": torch.zeros_like(state["bias"])})
     return eps * (3 * normalised.abs() + state["bias"].abs())
 
@@ -38,7 +38,7 @@ def randomised(**norm_args) -> PowerNorm:
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("momentum", [0.9, 0.6])
 def test_seven_steps_are_the_papers_algorithm(warmup, momentum):
-    """Its algorithm 2, one feature and one token at a time, with its Γ, Λ and ν; then an evaluation."""
+    """Algorithm 2 of the paper, with its Γ, Λ and ν, by feature and token; then a step in evaluation."""
     norm = randomised(momentum=momentum, warmup=warmup)
     gain, bias, eps = norm.weight.tolist(), norm.bias.tolist(), 1e-5
     psi_squared, nu = [1.0] * 8, [0.0] * 8
@@ -63,7 +63,7 @@ def test_seven_steps_are_the_papers_algorithm(warmup, momentum):
             gamma = sum(h * h for h in hat) / 6
             lambda_ = sum(g * h for g, h in zip(grad_hat, hat, strict=True)) / 6
             nu[f] = nu[f] * (1 - (1 - momentum) * gamma) + (1 - momentum) * lambda_
-            share = max(1 - momentum, 1 / (step + 1))  # ours: the first batches count alike
+            share = max(1 - momentum, 1 / (step + 1))  # unlike the paper: a plain average over the first batches
             psi_squared[f] += share * (batch - psi_squared[f])
         assert norm.running_square.tolist() == pytest.approx(psi_squared, rel=1e-13)
         assert norm.running_projection.tolist() == pytest.approx(nu, rel=1e-11)
@@ -76,7 +76,7 @@ def test_seven_steps_are_the_papers_algorithm(warmup, momentum):
 
 
 def test_the_approximate_gradient_approaches_the_exact_one():
-    """ν is an estimate of mean(dn · n): fed the same batch again and again, it becomes that, and the gradient exact."""
+    """ν estimates mean(dn · n). Repeating the same batch makes it converge, and with it the gradient."""
     norm = randomised(warmup=10**6)
     x, grad_y = random(4, 5, 8).requires_grad_(), random(4, 5, 8, seed=3)
     y = x * torch.rsqrt(x.square().mean((0, 1)) + 1e-5) * norm.weight + norm.bias
@@ -85,11 +85,11 @@ def test_the_approximate_gradient_approaches_the_exact_one():
     for _ in range(300):
         (grad,) = torch.autograd.grad(norm(x), x, grad_y)
         errors.append(((grad - exact).abs().max() / exact.abs().max()).item())
-    assert errors[0] > 0.1 and errors[-1] < 1e-5  # what eps leaves: mean(n²) is a little under 1
+    assert errors[0] > 0.1 and errors[-1] < 1e-5  # due to eps: mean(n²) is slightly below 1
 
 
 def test_in_its_warm_up_the_past_knows_the_future_and_later_only_earlier_batches():
-    """The leak: changing the last token changes the output at every earlier one, in this sequence and in the others."""
+    """During warm-up, changing the last token of one sequence changes every earlier token of every sequence."""
     x = random(2, 6, 8)
     changed = x.clone()
     changed[0, -1] += 1
@@ -109,12 +109,12 @@ def test_in_its_warm_up_the_past_knows_the_future_and_later_only_earlier_batches
         assert after[0, -1] > 0.1 and after.count_nonzero() == 1
 
     norm, other = randomised(warmup=0), randomised(warmup=0)
-    norm(x), other(changed)  # nobody sees the batch itself, but everybody those before it
+    norm(x), other(changed)  # the output depends on previous batches, not on this one
     assert ((norm(x) - other(x)).abs() > 1e-6).all()
 
 
 def test_nothing_is_left_of_the_start_value():
-    """Evaluation after few steps would else be that of a stream of size one."""
+    """Otherwise evaluation after a few steps would assume activations of RMS 1."""
     norm, x = PowerNorm(8).double(), 1e-3 * random(4, 5, 8)
     norm(x)
     torch.testing.assert_close(norm.running_square, x.square().mean((0, 1)), rtol=1e-12, atol=0)
@@ -130,7 +130,7 @@ def test_statistics_are_no_part_of_the_graph_and_kept_in_fp32():
 
 
 def test_a_gradient_that_overflowed_is_forgotten():
-    """float16's loss scale is too large at first; the optimizer leaves such a step out, and so must ν."""
+    """The initial float16 loss scale is too large. The optimizer skips such steps, and ν must skip them too."""
     norm, x = PowerNorm(8), random(4, 5, 8).float().requires_grad_()
     norm(x).sum().backward()
     before = norm.running_projection.clone()

@@ -1,4 +1,4 @@
-"""What is pRMSNorm's own: how many features it looks at, and how far that estimate strays."""
+"""pRMSNorm: how many features it uses, and the error of that estimate."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def random(*shape: int) -> Tensor:
 def test_only_the_first_features_count_rounded_up(dim, p, first):
     norm, x = PartialRMSNorm(dim, p=p).double(), random(3, dim)
     x.requires_grad_()
-    (grad,) = torch.autograd.grad(norm(x)[:, -1].sum(), x)  # of the last output by every feature
+    (grad,) = torch.autograd.grad(norm(x)[:, -1].sum(), x)  # derivative of the last output by every feature
     touched = grad.ne(0).all(0).nonzero().flatten().tolist()
     assert touched == sorted({*range(first), dim - 1})
 
@@ -37,7 +37,7 @@ def test_is_rmsnorm_where_all_features_count():
 
 @pytest.mark.parametrize(("dim", "spread"), [(256, 0.17), (4096, 0.044)])
 def test_the_estimate_strays_by_one_over_the_root_of_twice_the_features(dim, spread):
-    """Of independent normal features; the deviation of the RMS of k of them is 1/√(2k)."""
+    """For independent normal features, the standard deviation of the RMS of k of them is 1/√(2k)."""
     x = random(4000, dim)
     estimate = x.norm(dim=-1) / PartialRMSNorm(dim, eps=1e-30).double()(x).norm(dim=-1)
     assert estimate.std().item() == pytest.approx(spread, rel=0.1)
@@ -45,5 +45,5 @@ def test_the_estimate_strays_by_one_over_the_root_of_twice_the_features(dim, spr
 
 @pytest.mark.parametrize("p", [0.0, -0.5, 1.01, float("nan")])
 def test_a_share_out_of_range_is_refused(p):
-    with pytest.raises(ValueError, match="p of prmsnorm, the share of the features, must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match="p of prmsnorm, the share of features, must be above 0 and at most 1"):
         PartialRMSNorm(8, p=p)

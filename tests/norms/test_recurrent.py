@@ -1,10 +1,10 @@
-"""LayerNorm inside a recurrence, against the recurrence written out in numpy."""
+"""LayerNorm in a recurrent network, compared with the recurrence in NumPy."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from norms.recurrent import LayerNormRNN
+from norms.modules.rnn import LayerNormRNN
 
 
 def cell(inputs: int = 3, hidden: int = 5, eps: float = 1e-5) -> LayerNormRNN:
@@ -50,7 +50,7 @@ def test_derivatives_are_those_of_the_forward():
 
 
 def test_the_scale_of_the_weights_does_not_matter():
-    """What the norm inside is for: section 5.1 of the paper. A norm on the outputs alone could not do this."""
+    """Section 5.1 of the paper: the reason to normalize inside the recurrence. A norm on the outputs does not do it."""
     rnn, scaled = cell(eps=1e-30), cell(eps=1e-30)
     scaled.input.weight.data *= 100
     scaled.hidden.weight.data *= 100

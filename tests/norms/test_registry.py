@@ -1,4 +1,4 @@
-"""Which values are of a declared type, and that a kind has one class."""
+"""Registration of kinds, and the types of norm arguments."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from norms.registry import KINDS, build_norm, is_a, register
 
 def test_a_kind_is_registered_once():
     before = dict(KINDS)
-    with pytest.raises(AssertionError, match="two norms are called rmsnorm"):
+    with pytest.raises(AssertionError, match="norm 'rmsnorm' is registered twice"):
         register("rmsnorm")(nn.Identity)
     assert before == KINDS
 

@@ -1,4 +1,4 @@
-"""What is ScaleNorm's own: one learnt length, and its kinship with RMSNorm."""
+"""ScaleNorm: one learned length, and its relation to RMSNorm."""
 
 import pytest
 import torch
@@ -39,6 +39,6 @@ def test_the_weight_is_the_length_of_the_output_and_starts_at_root_dim():
 
 @pytest.mark.parametrize(("length", "expected"), [(1e-4, 8.0), (1e-5, 8.0), (1e-6, 0.8), (0.0, 0.0)])
 def test_shorter_than_eps_is_divided_by_eps(length, expected):
-    """eps is a floor under the length here, nothing that is added to it."""
+    """eps is a lower bound on the length; it is not added to it."""
     x = torch.full((64,), length / 8, dtype=torch.float64)
     assert ScaleNorm(64).double()(x).norm().item() == pytest.approx(expected, rel=1e-12)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified, bit for bit; and Hugging Face's names."""
+"""Checkpoints: complete or absent, verified, bit for bit."""
 
 import dataclasses
 import json
@@ -13,21 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 
-from checkpoint import (
+from config import ModelConfig
+from data.tokenizer import ByteTokenizer, train_tokenizer
+from model import Llama
+from runtime.checkpoint import (
     _sha256,
     find_checkpoint,
-    from_hugging_face,
-    hugging_face_name,
     latest_checkpoint,
     list_checkpoints,
     load_model,
     load_training_state,
     save_checkpoint,
-    to_hugging_face,
 )
-from config import ModelConfig
-from data.tokenizer import ByteTokenizer, train_tokenizer
-from model import Llama
 
 CONFIG = ModelConfig(dim=16, layers=2, heads=2, hidden_dim=24, context=8, vocab_size=257)
 BATCHES = torch.randint(0, 257, (20, 2, 9), generator=torch.Generator().manual_seed(0))
@@ -325,7 +322,7 @@ def test_a_config_of_something_else_is_named(tmp_path, config):
 def test_the_state_of_another_optimizer_is_refused(tmp_path):
     checkpoint = save(tmp_path)
     model = Llama(CONFIG)
-    with pytest.raises(ValueError, match="is of another --optimizer: AdamW, not Muon, AdamW"):
+    with pytest.raises(ValueError, match="is of another optimizer: AdamW, not Muon, AdamW"):
         load_training_state(checkpoint, model, muon(model))
 
 
@@ -349,33 +346,6 @@ def test_where_a_checkpoint_is_found(tmp_path, monkeypatch):
     assert find_checkpoint(None) == later
     (runs / "z-without-any").mkdir()
     for wrong in (runs / "z-without-any", runs / "nowhere", later / "config.json"):
-        with pytest.raises(ValueError, match=r"name a run that train\.py made, or one of its checkpoints") as raised:
+        with pytest.raises(ValueError, match=r"name a run of train\.py or one of its checkpoints") as raised:
             find_checkpoint(str(wrong))
         assert one_line(raised).startswith(str(wrong))
-
-
-# --- Hugging Face's names --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_names_go_there_and_back(tied):
-    model = Llama(dataclasses.replace(CONFIG, layers=12, tie_embeddings=tied))
-    theirs = to_hugging_face(model)
-    assert theirs["model.layers.11.post_attention_layernorm.weight"] is not None
-    assert theirs["model.norm.weight"].shape == (16,)
-    back = from_hugging_face(theirs)
-    assert back.keys() == model.state_dict().keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
-    if tied:
-        del theirs["lm_head.weight"]
-        assert torch.equal(from_hugging_face(theirs)["lm_head.weight"], model.embed_tokens.weight)
-
-
-def test_what_no_llama_has_is_refused():
-    assert hugging_face_name("layers.3.mlp_residual.norm.weight") == "model.layers.3.post_attention_layernorm.weight"
-    for name in ("layers.0.attention_residual.norm.bias", "rope.cos", "layers.x.mlp.up_proj.weight"):
-        with pytest.raises(ValueError, match="Llama has no weight"):
-            hugging_face_name(name)
-    for changes in ({"placement": "post"}, {"norm": "layernorm"}, {"qk_norm": "head"}):
-        with pytest.raises(ValueError, match="--placement pre --norm rmsnorm"):
-            to_hugging_face(Llama(ModelConfig(**dataclasses.asdict(CONFIG) | changes)))

@@ -1,4 +1,4 @@
-"""What an ablation says of its runs: outcomes, intervals, paired differences, tables, plots."""
+"""The report of an ablation: outcomes, paired differences, tables, plots."""
 
 import csv
 import io
@@ -6,25 +6,23 @@ import math
 
 import pytest
 
-from report import (
+from experiments.report import (
     Outcome,
-    as_csv,
-    best_rate,
-    mean_interval,
+    arms_table,
+    best_lr,
+    lr_table,
     paired_differences,
     plot_curves,
     plot_differences,
-    rates_table,
     read_outcome,
-    t_quantile,
-    table,
+    to_csv,
 )
 
 
 def outcome(
     norm: str = "rmsnorm", seed: int = 0, val_bpb: float | None = 2.0, *, lr: float = 0.01, diverged: bool = False
 ) -> Outcome:
-    """A run of 20 steps; with `val_bpb` None, one that was no longer finite at step 7."""
+    """A run of 20 steps. With `val_bpb` None, its loss was not finite at step 7."""
     if val_bpb is None:
         return Outcome(norm, "pre", lr, seed, True, 7, None, None, None, None, [{"step": 7, "not_finite": True}])
     log = [
@@ -43,45 +41,31 @@ NOT_FINITE = {"step": 20, "not_finite": True}
 
 
 @pytest.mark.parametrize(
-    "log, seen",
+    "log, expected",
     [
         pytest.param([TRAINING, LATER, EVALUATION], (False, 20, 4.0, 2.5, 200.0, 2.5), id="finished"),
-        pytest.param([TRAINING, LATER, EVALUATION | {"val_loss": 5.6}], (True, 20, 5.6, 2.5, 200.0, 2.5), id="guesses"),
+        pytest.param(
+            [TRAINING, LATER, EVALUATION | {"val_loss": 5.6}], (True, 20, 5.6, 2.5, 200.0, 2.5), id="above uniform"
+        ),
         pytest.param([TRAINING, NOT_FINITE], (True, 20, None, None, 300.0, 1.0), id="not finite"),
-        pytest.param([NOT_FINITE | {"step": 3}], (True, 3, None, None, None, None), id="not finite at once"),
+        pytest.param([NOT_FINITE | {"step": 3}], (True, 3, None, None, None, None), id="not finite from the start"),
         pytest.param([TRAINING, LATER, EVALUATION, NOT_FINITE], (True, 20, None, None, 200.0, 2.5), id="not saved"),
     ],
 )
-def test_a_log_with_an_end_is_an_outcome(log, seen):
-    found = read_outcome("rmsnorm", "pre", 0.01, 3, log, steps=20, guessing=math.log(257))
-    assert found == Outcome("rmsnorm", "pre", 0.01, 3, *[*seen, log])
+def test_a_complete_log_is_an_outcome(log, expected):
+    found = read_outcome("rmsnorm", "pre", 0.01, 3, log, steps=20, uniform_loss=math.log(257))
+    assert found == Outcome("rmsnorm", "pre", 0.01, 3, *[*expected, log])
 
 
 @pytest.mark.parametrize("log", [[], [TRAINING], [TRAINING, LATER], [TRAINING, EVALUATION | {"step": 10}]])
-def test_a_log_without_an_end_is_none(log):
-    assert read_outcome("rmsnorm", "pre", 0.01, 3, log, steps=20, guessing=math.log(257)) is None
+def test_an_incomplete_log_is_none(log):
+    assert read_outcome("rmsnorm", "pre", 0.01, 3, log, steps=20, uniform_loss=math.log(257)) is None
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- paired differences ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "freedom, quantile",  # printed tables of the t distribution, two-sided 5 %
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (29, 2.0452), (60, 2.0003)],
-)
-def test_quantiles_are_those_of_the_tables(freedom, quantile):
-    assert t_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
-
-
-def test_an_interval_by_hand():
-    """Of 1, 2, 6: the mean is 3, the variance (4 + 1 + 9) / 2 = 7, and 4.3027 is the quantile for two degrees."""
-    middle, half = mean_interval([1.0, 2.0, 6.0])
-    assert middle == pytest.approx(3)
-    assert half == pytest.approx(4.30265 * math.sqrt(7 / 3), rel=1e-5)
-    assert mean_interval([1.5]) == (1.5, None)
-
-
-def test_differences_are_taken_seed_by_seed_where_neither_diverged():
+def test_differences_are_paired_by_seed_where_neither_diverged():
     baseline = [outcome(seed=0, val_bpb=1.0), outcome(seed=1, val_bpb=None), outcome(seed=2, val_bpb=3.0)]
     arm = [outcome(seed=2, val_bpb=3.5), outcome(seed=1, val_bpb=1.0), outcome(seed=0, val_bpb=9.0, diverged=True)]
     assert paired_differences(arm, baseline) == [0.5]
@@ -97,10 +81,10 @@ RUNS = [
 ]
 
 
-def test_the_table_to_the_letter():
-    """By hand: 2, 3, 4 have variance 1 and 1.5, 2.6, 3.4 have 0.91; -0.5, -0.4, -0.6 have 0.01."""
-    assert table(RUNS) == (
-        "| norm | placement | rate | val_bpb | less rmsnorm pre, paired | diverged | tokens/s | seconds |\n"
+def test_the_whole_table():
+    """By hand: the variance of 2, 3, 4 is 1; of 1.5, 2.6, 3.4 it is 0.91; of -0.5, -0.4, -0.6 it is 0.01."""
+    assert arms_table(RUNS) == (
+        "| norm | placement | lr | val_bpb | paired difference from rmsnorm pre | diverged | tokens/s | seconds |\n"
         "|---|---|---|---|---|---|---|---|\n"
         "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 | – | 0 of 3 | 1,001 | 2 |\n"
         "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 | -0.5000 ± 0.2484 | 0 of 3 | 1,001 | 2 |\n"
@@ -109,8 +93,8 @@ def test_the_table_to_the_letter():
     )
 
 
-def test_a_baseline_that_diverged_leaves_nothing_to_compare_with():
-    lines = table([outcome("none", 0, None), outcome("rmsnorm", 0, 2.0)]).splitlines()
+def test_nothing_is_compared_with_a_baseline_that_diverged():
+    lines = arms_table([outcome("none", 0, None), outcome("rmsnorm", 0, 2.0)]).splitlines()
     assert lines[2:] == [
         "| none | pre | 0.01 | – | – | 1 of 1 | – | – |",
         "| rmsnorm | pre | 0.01 | 2.0000 | – | 0 of 1 | 1,000 | 2 |",
@@ -119,7 +103,7 @@ def test_a_baseline_that_diverged_leaves_nothing_to_compare_with():
 
 def test_one_row_of_csv_per_run():
     runs = [outcome("layernorm:bias=false,eps=1e-5", 0, 2.0), outcome("none", 1, None)]
-    rows = list(csv.DictReader(io.StringIO(as_csv([run.row for run in runs]))))
+    rows = list(csv.DictReader(io.StringIO(to_csv([run.row for run in runs]))))
     assert rows == [{name: "" if value is None else str(value) for name, value in run.row.items()} for run in runs]
     assert "log" not in rows[0]
 
@@ -128,7 +112,7 @@ def test_one_row_of_csv_per_run():
 
 
 def sweep(**by_rate: list[float | None]) -> list[Outcome]:
-    """Runs by rate, `r3` for 0.003 and so on."""
+    """Runs by learning rate: `r3` is 0.003."""
     rates = {int(name[1:]) / 1000: values for name, values in by_rate.items()}
     return [outcome(seed=seed, val_bpb=bpb, lr=lr) for lr in rates for seed, bpb in enumerate(rates[lr])]
 
@@ -142,12 +126,12 @@ def sweep(**by_rate: list[float | None]) -> list[Outcome]:
         pytest.param(sweep(r3=[2.0], r1=[2.0]), 0.001, id="a tie"),
     ],
 )
-def test_the_best_rate(runs, best):
-    assert best_rate(runs) == best
+def test_the_best_learning_rate(runs, best):
+    assert best_lr(runs) == best
 
 
-def test_the_rates_to_the_letter():
-    assert rates_table(sweep(r10=[None, 1.0], r1=[3.0, 3.5], r3=[2.0, 2.5])) == (
+def test_the_whole_table_of_learning_rates():
+    assert lr_table(sweep(r10=[None, 1.0], r1=[3.0, 3.5], r3=[2.0, 2.5])) == (
         "| arm | 0.001 | 0.003 | 0.01 |\n|---|---|---|---|\n| rmsnorm pre | 3.2500 | **2.2500** | 1 of 2 diverged |\n"
     )
 
@@ -157,7 +141,7 @@ def test_the_rates_to_the_letter():
 
 @pytest.mark.parametrize("runs", [RUNS, RUNS[:1], RUNS[-1:]], ids=["several arms", "one run", "diverged"])
 @pytest.mark.parametrize("plot", [plot_curves, plot_differences])
-def test_plots_of_whatever_came_out(plot, runs, tmp_path):
-    """Without a warning, which the test settings turn into an error."""
+def test_plots_of_any_outcomes(plot, runs, tmp_path):
+    """Warnings are errors here."""
     plot(runs, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""The probe against a model in float64 whose streams and gradients are taken apart by hand."""
+"""The probe against a float64 model whose streams and gradients are computed step by step."""
 
 import copy
 import math
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from config import ModelConfig
+from experiments.probe import plot_depth, probe
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from probe import plot_depth, probe
 
 LAYERS, VOCAB = 3, 20
 
 
 def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Llama:
-    """A tiny model that has been moved away from its initial gains of one."""
+    """A tiny model whose gains are not all one."""
     config = ModelConfig(
         norm=norm, placement=placement, dim=16, layers=LAYERS, heads=2, context=8, vocab_size=VOCAB, **fields
     )
@@ -36,7 +36,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 
 def streams_and_loss(model: Llama, tokens: Tensor, targets: Tensor) -> tuple[list, Tensor]:
-    """The stream before the first block and after each, block by block, and the loss from log-probabilities."""
+    """The residual stream before the first block and after each block, and the loss from log-probabilities."""
     stream = PLACEMENTS[model.config.placement].start(model.embed_tokens.weight[tokens])
     streams, rope = [stream], model.rope(0, tokens.shape[1])
     for block in model.layers:
@@ -50,12 +50,12 @@ def rms(x: Tensor) -> float:
     return math.sqrt(sum(value * value for value in x.flatten().tolist()) / x.numel())
 
 
-# fp32 rounds at 6e-8; over three blocks, whose norms divide differences of like size, some hundred times that is left.
-CLOSE = 1e-5
+# fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
+TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("norm, placement", [("rmsnorm", "pre"), ("layernorm", "siamese"), ("batchnorm", "post")])
-def test_figures_are_those_of_float64(norm, placement):
+def test_figures_match_float64(norm, placement):
     model, (tokens, targets) = make_model(norm, placement), make_batch()
     exact = copy.deepcopy(model).double().train()
     streams, loss = streams_and_loss(exact, tokens, targets)
@@ -66,12 +66,12 @@ def test_figures_are_those_of_float64(norm, placement):
     parts: list[nn.Module] = [exact.embed_tokens, *exact.layers]
     for figures, stream, part in zip(seen, streams, parts, strict=True):
         first, second = stream if isinstance(stream, tuple) else (stream, None)
-        assert figures.residual_rms == pytest.approx(rms(first), rel=CLOSE)
+        assert figures.residual_rms == pytest.approx(rms(first), rel=TOLERANCE)
         assert (figures.second_rms is None) == (second is None)
         if second is not None:
-            assert figures.second_rms == pytest.approx(rms(second), rel=CLOSE)
+            assert figures.second_rms == pytest.approx(rms(second), rel=TOLERANCE)
         squares = sum(float(weight.grad.square().sum()) for weight in part.parameters() if weight.grad is not None)
-        assert figures.grad_norm == pytest.approx(math.sqrt(squares), rel=CLOSE)
+        assert figures.grad_norm == pytest.approx(math.sqrt(squares), rel=TOLERANCE)
 
     for figures, part in zip(seen[1:], exact.layers, strict=True):
         gains = torch.cat(
@@ -79,7 +79,7 @@ def test_figures_are_those_of_float64(norm, placement):
         )
         assert len(gains) == {"pre": 2, "siamese": 6, "post": 2}[placement] * 16
         expected = gains.abs().mean().item(), gains.abs().min().item(), gains.abs().max().item()
-        assert (figures.gain_mean, figures.gain_min, figures.gain_max) == pytest.approx(expected, rel=CLOSE)
+        assert (figures.gain_mean, figures.gain_min, figures.gain_max) == pytest.approx(expected, rel=TOLERANCE)
     assert (seen[0].gain_mean, seen[0].gain_min, seen[0].gain_max) == (None, None, None)
 
 
@@ -92,12 +92,12 @@ def test_every_kind_has_figures(kind):
         assert len(gains) == (0 if kind == "none" else 3) and gains == sorted(gains)
 
 
-def test_norms_without_gains_have_no_figures_of_them():
+def test_norms_without_gains_have_no_gain_figures():
     seen = probe(make_model(norm_args={"elementwise_affine": False}), *make_batch())
     assert {figures.gain_mean for figures in seen} == {None}
 
 
-def test_earlier_gradients_do_not_count_and_the_hooks_are_gone():
+def test_earlier_gradients_do_not_count_and_hooks_are_removed():
     model, batch = make_model(), make_batch()
     first = probe(model, *batch)
     model.loss(*batch).backward()
@@ -105,8 +105,8 @@ def test_earlier_gradients_do_not_count_and_the_hooks_are_gone():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_plot_over_depth(tmp_path):
-    """Of one arm with gains and one without, which never ended; a warning is an error here."""
+def test_plot_over_depth(tmp_path):
+    """One arm with gains, and one without that has no end. Warnings are errors here."""
     rows = [
         {"norm": norm, "placement": "pre", "when": when} | vars(figures)
         for norm, when in (("rmsnorm", "start"), ("rmsnorm", "end"), ("none", "start"))

@@ -1,4 +1,4 @@
-"""The comparing command: what it trains, when it trains again, what it says. Its cells are real runs of train.py."""
+"""ablate.py: what it trains, what it does not train twice, what it reports. Its cells are real runs of train.py."""
 
 import csv
 import json
@@ -20,18 +20,19 @@ import torch
 import ablate
 from config import ModelConfig
 from data.batches import evaluation_batches, prepare
-from exits import CellFailed
+from experiments.ablation import finished_outcome, resolve_ablation, resolve_arms
+from experiments.probe import probe
 from model import Llama
-from probe import probe
-from run import locked
+from runtime.exit_codes import CellFailed
+from runtime.run_dir import locked
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZES = (
     "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
-    "--steps 12 --eval-every 12"
+    "--no-fast --steps 12 --eval-every 12"
 )
 GRID = "--norms rmsnorm layernorm:bias=false --seeds 2 --jobs 2"  # four cells
-LONG = "--seeds 2 --jobs 2 --steps 400 --eval-every 200"  # two that take a while
+LONG = "--seeds 2 --jobs 2 --steps 400 --eval-every 200"  # two cells that take several seconds
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def arguments(text: Path, out: Path, flags: str) -> list[str]:
 
 @pytest.fixture
 def command(text, tmp_path):
-    """Run `ablate.py` in this process on that text; further flags as one string."""
+    """Run `ablate.py` in this process on that text, with more flags in one string."""
 
     def run(flags: str, out: str | Path = "out") -> Path:
         ablate.main(arguments(text, tmp_path / out, flags))
@@ -60,7 +61,7 @@ def command(text, tmp_path):
 
 @pytest.fixture(scope="module")
 def grid(text, tmp_path_factory) -> Path:
-    """The folder of an ablation that is done."""
+    """The folder of a finished ablation."""
     folder = tmp_path_factory.mktemp("grid") / "out"
     ablate.main(arguments(text, folder, GRID))
     return folder
@@ -72,30 +73,30 @@ def csv_rows(folder: Path) -> list[dict[str, str]]:
 
 
 def results(folder: Path) -> list[tuple[str, ...]]:
-    """All of runs.csv that does not depend on the clock, to the last bit."""
+    """The columns of runs.csv that do not depend on time, to the last bit."""
     names = ("norm", "placement", "lr", "seed", "diverged", "step", "val_loss", "val_bpb")
     return [tuple(row[name] for name in names) for row in csv_rows(folder)]
 
 
-def written(folder: Path) -> dict[Path, int]:
-    """When each file of the cells was last written to."""
+def write_times(folder: Path) -> dict[Path, int]:
+    """When each file of the cells was last written."""
     return {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*") if path.is_file()}
 
 
-def complaint(capsys, code: int, run, *flags) -> str:
-    """The one line with which `run` ends, with exit code `code`."""
-    with pytest.raises(SystemExit) as left:
+def error_line(capsys, code: int, run, *flags) -> str:
+    """The line with which `run` ends with exit code `code`."""
+    with pytest.raises(SystemExit) as exit:
         run(*flags)
-    assert left.value.code == code
+    assert exit.value.code == code
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error: " in last
     return last
 
 
-# --- what it leaves --------------------------------------------------------------------------------------------------
+# --- the results ------------------------------------------------------------------------------------------------------
 
 
-def test_runs_csv_says_what_the_logs_of_the_cells_say(grid):
+def test_runs_csv_matches_the_logs_of_the_cells(grid):
     rows = csv_rows(grid)
     order = [(norm, seed) for seed in "01" for norm in ("rmsnorm", "layernorm:bias=false")]
     assert [(row["norm"], row["seed"]) for row in rows] == order
@@ -104,15 +105,15 @@ def test_runs_csv_says_what_the_logs_of_the_cells_say(grid):
         last = json.loads((cell / "metrics.jsonl").read_text().splitlines()[-1])
         assert (row["placement"], row["lr"], row["diverged"], row["step"]) == ("pre", "0.01", "False", "12")
         assert (float(row["val_loss"]), float(row["val_bpb"])) == (last["val_loss"], last["val_bpb"])
-        settled = json.loads((cell / "run.json").read_text())
-        assert settled["model"]["norm_args"] == ({} if row["norm"] == "rmsnorm" else {"bias": False})
+        run = json.loads((cell / "run.json").read_text())
+        assert run["model"]["norm_args"] == ({} if row["norm"] == "rmsnorm" else {"bias": False})
 
 
-def test_the_table_is_what_runs_csv_implies(grid, text):
+def test_the_table_follows_from_runs_csv(grid, text):
     bpb = {(row["norm"], row["seed"]): float(row["val_bpb"]) for row in csv_rows(grid)}
     base, arm = ([bpb[norm, seed] for seed in "01"] for norm in ("rmsnorm", "layernorm:bias=false"))
 
-    def show(values: list[float], sign: str = "") -> str:  # of two values, with one degree of freedom
+    def show(values: list[float], sign: str = "") -> str:  # for two values: one degree of freedom
         return f"{statistics.mean(values):{sign}.4f} ± {12.7062 * statistics.stdev(values) / math.sqrt(2):.4f}"
 
     table = (grid / "table.md").read_text()
@@ -125,43 +126,45 @@ def test_the_table_is_what_runs_csv_implies(grid, text):
         assert (grid / plot).read_bytes().startswith(b"\x89PNG")
 
 
-def test_arms_differ_and_so_do_seeds(grid):
+def test_arms_and_seeds_differ(grid):
     assert len({row["val_bpb"] for row in csv_rows(grid)}) == 4
 
 
 def test_divergence_is_a_row(command, text, capsys):
-    """Of the only arm, so there is no other to compare with either; the probe sees it at the start alone."""
+    """Of the only arm, so there is nothing to compare it with. The probe has figures for the start only."""
     folder = command("--seeds 1 --lr 1e4 --probe")
     (row,) = csv_rows(folder)
     assert (row["diverged"], row["val_bpb"]) == ("True", "") and 1 <= int(row["step"]) <= 12
     assert "| rmsnorm | pre | 10000 | – | – | 1 of 1 |" in (folder / "table.md").read_text()
     assert f"diverged at step {row['step']}" in capsys.readouterr().out
     with open(folder / "probe.csv", newline="") as file:
-        seen = [{name: row[name] for name in ("seed", "when", "block", "residual_rms")} for row in csv.DictReader(file)]
+        found = [
+            {name: row[name] for name in ("seed", "when", "block", "residual_rms")} for row in csv.DictReader(file)
+        ]
     data = prepare([str(text)], "bytes", 257, text.parent / "cache", 16)
     sizes = ModelConfig(dim=16, layers=2, heads=2, context=16, vocab_size=257)
     expected = probe(Llama(sizes, 0), *next(evaluation_batches(data.val.tokens, 16, 4)))
-    assert seen == [
+    assert found == [
         {"seed": "0", "when": "start", "block": str(block), "residual_rms": str(figures.residual_rms)}
         for block, figures in enumerate(expected)
     ]
-    before = written(folder)
+    before = write_times(folder)
     command("--seeds 1 --lr 1e4 --probe")
-    assert written(folder) == before
+    assert write_times(folder) == before
 
 
-# --- again -----------------------------------------------------------------------------------------------------------
+# --- the same command twice ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", ["", " --save-every 3 --keep 1", " --jobs 1"])
-def test_what_is_trained_is_not_trained_again(flags, grid, command, tmp_path):
+def test_finished_cells_are_not_trained_twice(flags, grid, command, tmp_path):
     folder = shutil.copytree(grid, tmp_path / "out")
-    before = written(folder)
+    before = write_times(folder)
     command(GRID + flags)
-    assert written(folder) == before
+    assert write_times(folder) == before
     assert results(folder) == results(grid)
     first, again = ((there / "table.md").read_text().splitlines() for there in (grid, folder))
-    assert again[3:] == first[3:]  # all but the command and --jobs
+    assert again[3:] == first[3:]  # all but the command and the number of jobs
 
 
 @pytest.mark.parametrize(
@@ -174,37 +177,51 @@ def test_what_is_trained_is_not_trained_again(flags, grid, command, tmp_path):
         ("--no-depth-scaled-init --clip 0", "depth_scaled_init True, not False; clip 1.0, not 0.0"),
     ],
 )
-def test_a_changed_flag_is_noticed(flags, named, grid, command, capsys):
-    before = written(grid)
+def test_a_changed_flag_is_refused(flags, named, grid, command, capsys):
+    before = write_times(grid)
     try:
-        line = complaint(capsys, 2, command, f"{GRID} {flags}", grid)
+        line = error_line(capsys, 2, command, f"{GRID} {flags}", grid)
     finally:
         torch.set_num_threads(1)
     assert re.search(f"cells/rmsnorm-pre-lr0.01-seed0 .*{named}", line)
-    assert written(grid) == before
+    assert write_times(grid) == before
 
 
-def test_a_changed_text_is_noticed(grid, text, command, capsys):
+def test_a_changed_text_is_refused(grid, text, command, capsys):
     whole = text.read_text()
     text.write_text(whole + "another line\n")
     try:
-        assert "was the text changed?" in complaint(capsys, 2, command, GRID, grid)
+        assert "has the text changed?" in error_line(capsys, 2, command, GRID, grid)
     finally:
         text.write_text(whole)
 
 
+def test_accelerated_and_plain_runs_are_never_mixed(grid, command, capsys, tmp_path):
+    """A cell that was trained with the other setting of --fast is refused and not touched."""
+    folder = shutil.copytree(grid, tmp_path / "out")
+    run_file = folder / "cells" / "rmsnorm-pre-lr0.01-seed1" / "run.json"
+    run = json.loads(run_file.read_text())
+    assert run["training"]["fast"] is False
+    run["training"]["fast"] = True
+    run_file.write_text(json.dumps(run))
+    before = write_times(folder)
+    line = error_line(capsys, 2, command, GRID)
+    assert line == f"error: the run in {run_file.parent} has fast True, not False"
+    assert write_times(folder) == before
+
+
 def test_two_commands_do_not_share_a_folder(grid, command, capsys):
     with locked(grid):
-        assert "in use" in complaint(capsys, 4, command, GRID, grid)
+        assert "in use" in error_line(capsys, 4, command, GRID, grid)
 
 
 def test_without_out_the_folder_follows_from_what_is_compared(text, tmp_path, monkeypatch):
-    """So that the same command goes on, also with more seeds or rates; and another one does not get in its way."""
+    """The same command continues, also with more seeds or learning rates. Another comparison gets another folder."""
     monkeypatch.chdir(tmp_path)
     common = arguments(text, Path(), "")[:-2]
 
     def folder(flags: str) -> Path:
-        return ablate.settle(*ablate.parse([*common, *flags.split()])).folder
+        return resolve_ablation(*ablate.parse([*common, *flags.split()])).folder
 
     first = folder("--norms rmsnorm layernorm --seeds 2")
     same = ("--seeds 3", "--seeds 2 --lrs 0.1 0.2", "--seeds 2 --save-every 7 --keep 1", "--jobs 2 --probe")
@@ -213,7 +230,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(text, tmp_path, mo
     assert len({folder(f"--norms {flags}") for flags in others} | {first}) == 5
 
 
-# --- what it refuses -------------------------------------------------------------------------------------------------
+# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -222,7 +239,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(text, tmp_path, mo
         ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
         ("--norms rmsnorm:epsilon=1", "no argument 'epsilon'; it takes eps"),
         ("--norms rmsnorm:eps", "takes key=value, not 'eps'"),
-        ("--norm rmsnorm", "--norm is for a single run; here, name all of them with --norms"),
+        ("--norm rmsnorm", "--norm is for a single run; use --norms here and list all of them"),
         ("--placement post", "--placement is for a single run"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
         ("--seeds 0", "--seeds must be at least 1, not 0"),
@@ -237,25 +254,25 @@ def test_without_out_the_folder_follows_from_what_is_compared(text, tmp_path, mo
     ],
 )
 def test_bad_input_ends_with_one_line(flags, named, command, capsys, tmp_path):
-    assert named in complaint(capsys, 2, command, flags)
+    assert named in error_line(capsys, 2, command, flags)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_something_else_is_left_alone(command, capsys, tmp_path):
+def test_a_folder_with_other_files_is_refused(command, capsys, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
-    assert "holds something else" in complaint(capsys, 2, command, GRID)
+    assert "is not empty" in error_line(capsys, 2, command, GRID)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
 
-def test_arms_that_make_no_sense_are_left_out_with_the_reason(capsys):
-    arms = ablate.settle_arms(["none", "rmsnorm"], ["post", "mix"], ["--layers", "1", "--device", "cpu"])
+def test_unsupported_arms_are_skipped_with_the_reason(capsys):
+    arms = resolve_arms(["none", "rmsnorm"], ["post", "mix"], ["--layers", "1", "--device", "cpu"])
     assert [(arm.norm, arm.placement) for arm in arms] == [("rmsnorm", "post")]
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(line.startswith("left out: --") for line in lines)
+    assert len(lines) == 3 and all(line.startswith("skipped: --") for line in lines)
 
 
-def test_what_is_train_py_s_is_passed_on_in_order():
+def test_flags_of_train_py_are_passed_on_in_order():
     mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --probe --lrs 0.1 1e-3 --out x --threads 1 --placements pre post"
     theirs = "--data a b c --norm-arg eps=1e-5 --no-compile --lr 0.5 --preset small"
     for line in (f"{mine} {theirs}", f"{theirs} {mine}", f"--data a b c {mine} {theirs.removeprefix('--data a b c ')}"):
@@ -263,59 +280,59 @@ def test_what_is_train_py_s_is_passed_on_in_order():
 
 
 def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text):
-    ablation = ablate.settle(*ablate.parse(arguments(text, grid, GRID)))
+    ablation = resolve_ablation(*ablate.parse(arguments(text, grid, GRID)))
     cell = ablation.reported[0]
-    assert not ablate.result(ablation, cell, code=0).diverged
+    assert not finished_outcome(ablation, cell, code=0).diverged
     with pytest.raises(CellFailed):
-        ablate.result(ablation, cell, code=1)
+        finished_outcome(ablation, cell, code=1)
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_is_named_with_its_last_words(command, capsys, tmp_path):
+def test_a_cell_that_fails_is_named_with_its_error(command, capsys, tmp_path):
     cells = tmp_path / "out" / "cells"
     cells.mkdir(parents=True)
     (cells / "rmsnorm-pre-lr0.01-seed0").touch()  # a file where its folder should be
-    line = complaint(capsys, 2, command, "--seeds 1")
+    line = error_line(capsys, 2, command, "--seeds 1")
     assert line.startswith(f"error: {cells}/rmsnorm-pre-lr0.01-seed0.log: --out") and line.endswith("is a file")
 
 
-# --- with more cells -------------------------------------------------------------------------------------------------
+# --- more cells ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_side_by_side_is_one_after_another_and_more_seeds_go_on(grid, command):
+def test_parallel_jobs_change_nothing_and_seeds_can_be_added(grid, command):
     alone = command(GRID.replace("--jobs 2", "--jobs 1"))
     assert results(alone) == results(grid)
-    before = written(alone)
+    before = write_times(alone)
     command("--norms rmsnorm layernorm:bias=false --seeds 3 --jobs 3 --probe")
-    assert before.items() <= written(alone).items()
+    assert before.items() <= write_times(alone).items()
     assert results(alone)[:4] == results(grid) and len(results(alone)) == 6
     with open(alone / "probe.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == 6 * 2 * 3  # cells, start and end, embedding and two blocks
 
 
 @pytest.mark.slow
-def test_each_arm_gets_the_rate_that_is_best_on_other_seeds(command):
+def test_each_arm_gets_the_learning_rate_that_is_best_on_other_seeds(command):
     folder = command("--norms rmsnorm --placements pre post --seeds 2 --seed 3 --lr 0.02 --lrs 1e-5 0.03 1e4 --jobs 2")
     rows = csv_rows(folder)
-    picking = [row for row in rows if int(row["seed"]) >= 1000]
+    selection = [row for row in rows if int(row["seed"]) >= 1000]
     assert [row["seed"] for row in rows[:4]] == ["3", "3", "4", "4"] and {row["lr"] for row in rows[:4]} == {"0.02"}
-    assert len(picking) == 2 * 3 * 2 and {row["seed"] for row in picking} == {"1003", "1004"}
-    assert {row["diverged"] for row in picking if row["lr"] == "10000.0"} == {"True"}
+    assert len(selection) == 2 * 3 * 2 and {row["seed"] for row in selection} == {"1003", "1004"}
+    assert {row["diverged"] for row in selection if row["lr"] == "10000.0"} == {"True"}
     assert [(row["lr"], row["seed"]) for row in rows[16:]] == [("0.03", seed) for seed in "3344"]
-    shared, best = (folder / "table.md").read_text().split("## Each arm at its best rate")
+    shared, best = (folder / "table.md").read_text().split("## Each arm at its best learning rate")
     assert "| rmsnorm | post | 0.02 |" in shared and "| rmsnorm | post | 0.03 |" in best
     for arm in ("pre", "post"):
-        there = [float(row["val_bpb"]) for row in picking if row["lr"] == "0.03" and row["placement"] == arm]
+        there = [float(row["val_bpb"]) for row in selection if row["lr"] == "0.03" and row["placement"] == arm]
         assert f"| **{statistics.mean(there):.4f}** | 2 of 2 diverged |" in best
     assert (folder / "curves-best.png").exists() and (folder / "differences-best.png").exists()
 
 
-# --- stopped ---------------------------------------------------------------------------------------------------------
+# --- interruption ----------------------------------------------------------------------------------------------------
 
 
 def start(text: Path, out: Path) -> subprocess.Popen:
-    """Two cells that take a while, in a process of its own, with both under way."""
+    """Run two long cells in a process of their own, and return when both are training."""
     command = [sys.executable, str(ROOT / "ablate.py"), *arguments(text, out, LONG)]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
     cells = [out / "cells" / f"rmsnorm-pre-lr0.01-seed{seed}" / "metrics.jsonl" for seed in range(2)]
@@ -327,7 +344,7 @@ def start(text: Path, out: Path) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def never_killed(text, tmp_path_factory) -> list[tuple[str, ...]]:
+def uninterrupted(text, tmp_path_factory) -> list[tuple[str, ...]]:
     folder = tmp_path_factory.mktemp("whole") / "out"
     ablate.main(arguments(text, folder, LONG))
     return results(folder)
@@ -335,18 +352,18 @@ def never_killed(text, tmp_path_factory) -> list[tuple[str, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_killed_halfway_and_started_again_is_as_if_never_killed(how, never_killed, command, text, tmp_path):
-    """SIGKILL leaves the cells without their parent: whoever starts again waits for them."""
+def test_an_interrupted_ablation_continues_to_the_same_results(how, uninterrupted, command, text, tmp_path):
+    """SIGKILL leaves the cells running: the next command waits for them."""
     process = start(text, tmp_path / "killed")
     process.send_signal(how)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
     if how != signal.SIGKILL:
-        assert said.endswith(f"error: stopped by {how.name}; go on with the same command\n")
+        assert errors.endswith(f"error: stopped by {how.name}; continue with the same command\n")
         for seed in range(2):
             cell = tmp_path / "killed" / "cells" / f"rmsnorm-pre-lr0.01-seed{seed}"
-            with locked(cell):  # nobody is left in it
+            with locked(cell):  # no process is left in it
                 steps = json.loads((cell / "metrics.jsonl").read_text().splitlines()[-1])["step"]
             assert steps < 400 and any((cell / "checkpoints").iterdir())
     assert not (tmp_path / "killed" / "table.md").exists()
-    assert results(command(LONG, "killed")) == never_killed
+    assert results(command(LONG, "killed")) == uninterrupted

@@ -1,0 +1,1 @@
+"""Ablations and benchmarks: what the commands `ablate.py` and `bench.py` run."""

@@ -1,0 +1,1 @@
+"""What a run needs around the model: devices, checkpoints, run directories, exit codes."""

@@ -1,0 +1,143 @@
+"""bench.py: every candidate is measured, the printed report is the written one, and bad flags end with one line."""
+
+import json
+import statistics
+
+import pytest
+import torch
+
+import bench
+from experiments import benchmarks
+from model import Llama
+from norms import KINDS
+from norms.rmsnorm import RMSNorm
+
+MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --rounds 1 --device cpu"
+
+
+def report_of(command: str, path) -> dict:
+    bench.main([*command.split(), "--out", str(path)])
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def accelerated(monkeypatch) -> list:
+    """The modules that were accelerated, by a stand-in for fast/ that gives RMSNorm another class."""
+
+    class FastRMSNorm(RMSNorm):
+        pass
+
+    modules = []
+
+    def accelerate(module):
+        modules.append(module)
+        for part in module.modules():
+            if type(part) is RMSNorm:
+                part.__class__ = FastRMSNorm
+        return module
+
+    monkeypatch.setattr(benchmarks, "resolve_fast", lambda wanted, device, compiled=False: not compiled)
+    monkeypatch.setattr(benchmarks, "accelerate", accelerate)
+    return modules
+
+
+def test_every_norm_is_measured_beside_those_of_pytorch(tmp_path, capsys):
+    report = report_of("norms --rows 64 --dim 64 --rounds 3 --device cpu", tmp_path / "new" / "norms.json")
+    printed = capsys.readouterr().out
+    for dtype in ("float32", "bfloat16"):
+        rows = {row["norm"]: row for row in report["rows"] if row["dtype"] == dtype}
+        assert rows.keys() >= KINDS.keys() - {"none"} | {"F.layer_norm", "F.rms_norm"}
+        fast = {"rmsnorm, fast", "layernorm, fast"} if report["fast"].startswith("measured") else set()
+        assert {name for name in rows if "fast" in name} == fast
+        assert rows["F.layer_norm"]["forward ratio"] == rows["F.layer_norm"]["both ratio"] == 1
+        for name, row in rows.items():
+            assert min(row["both ms"], row["forward ms"]) > 0
+            assert row["forward ratio"] == pytest.approx(row["forward ms"] / rows["F.layer_norm"]["forward ms"])
+            line = next(line for line in printed.splitlines() if line.startswith(f"{name} ") and dtype in line)
+            assert line.split()[-6:] == [f"{value:.3g}" for value in list(row.values())[2:]]
+        assert statistics.median(row["both ms"] / row["forward ms"] for row in rows.values()) > 1
+        copy_ms = 1e3 * 2 * 64 * 64 * getattr(torch, dtype).itemsize / (1e9 * report[f"copy in {dtype}, GB/s"])
+        assert rows["rmsnorm"]["forward share"] == pytest.approx(copy_ms / rows["rmsnorm"]["forward ms"])
+    assert report["command"][:2] == ["bench.py", "norms"]
+    assert f"fast: {report['fast']}" in printed
+
+
+def test_accelerated_norms_have_rows_of_their_own(accelerated, tmp_path):
+    report = report_of("norms --rows 8 --dim 16 --rounds 1 --device cpu", tmp_path / "report.json")
+    assert report["fast"].startswith("measured")
+    assert {row["norm"] for row in report["rows"] if "fast" in row["norm"]} == {"rmsnorm, fast"}
+
+
+def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):
+    """A clock that only the calls advance: 9 seconds each at first, then 1 and 2."""
+    now, made = [0.0], list[str]()
+    monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: now[0])
+
+    def call(name: str, seconds: float) -> None:
+        now[0] += 9 if len(made) < 2 * benchmarks.WARMUP_ROUNDS else seconds
+        made.append(name)
+
+    calls = {"a": lambda: call("a", 1), "b": lambda: call("b", 2)}
+    assert benchmarks.time_alternately(calls, 3, torch.device("cpu")) == {"a": 1, "b": 2}
+    assert made == ["a", "b"] * (3 + benchmarks.WARMUP_ROUNDS)
+
+
+def test_a_training_step_is_measured(tmp_path, capsys):
+    report = report_of(f"train {MODEL} --batch-size 2", tmp_path / "report.json")
+    assert {row["step"] for row in report["rows"]} == (
+        {"plain", "fast"} if report["fast"].startswith("measured") else {"plain"}
+    )
+    assert report["rows"][-1]["dtype"] == "float32"
+    for row in report["rows"]:
+        assert row["tokens/s"] > 0 and row["share"] == pytest.approx(row["tokens/s"] / row["ceiling"], rel=0.1)
+    assert report["memory of a step, MB"] >= 0
+    assert report["settings"] in capsys.readouterr().out
+
+
+def test_plain_and_fast_steps_are_separate_models(accelerated, tmp_path):
+    report = report_of(f"train {MODEL} --batch-size 2", tmp_path / "report.json")
+    dtypes = len(benchmarks.model_dtypes(torch.device("cpu")))
+    assert [row["step"] for row in report["rows"]] == ["plain", "fast"] * dtypes
+    assert len(accelerated) == dtypes and all(isinstance(model, Llama) for model in accelerated)
+
+
+def test_generation_is_measured(tmp_path, capsys):
+    report = report_of(f"generate {MODEL} --tokens 15 --samples 3", tmp_path / "report.json")
+    found = {(row["model"], row["weights"], row["samples"]) for row in report["rows"]}
+    assert found >= {("plain", "float32", 1), ("plain", "float32", 3)}
+    for row in report["rows"]:
+        assert row["tokens/s"] > 0 and row["share"] == pytest.approx(row["tokens/s"] / row["ceiling"], rel=0.1)
+    assert report["settings"] in capsys.readouterr().out
+
+
+def test_plain_and_fast_generation_are_separate_models(accelerated, tmp_path):
+    report = report_of(f"generate {MODEL} --tokens 3 --samples 1", tmp_path / "report.json")
+    dtypes = benchmarks.model_dtypes(torch.device("cpu"))
+    assert [row["model"] for row in report["rows"]] == ["plain", "fast"] * len(dtypes)
+    assert [model.lm_head.weight.dtype for model in accelerated] == dtypes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("norms --rows 0", "--rows must be at least 1, not 0"),
+        ("norms --dim -3", "--dim must be at least 1, not -3"),
+        ("norms --dim 15", "--dim 15: groups of groupnorm must divide the 15 features"),
+        ("norms --rounds 0", "--rounds must be at least 1, not 0"),
+        ("generate --tokens 256", "--tokens 256 must be below --context 256"),
+        ("generate --heads 5", "heads"),
+        ("norms --rows many", "invalid int value: 'many'"),
+        ("norms --device abacus", "invalid choice: 'abacus'"),
+        ("norms --out README.md/report.json", "README.md"),
+        ("norms --out tests", "tests is a folder"),
+        ("growth --plot tests", "tests is a folder"),
+        ("norm", "invalid choice: 'norm'"),
+        ("", "required"),
+    ],
+)
+def test_bad_flags_end_with_2_and_one_line(flags, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(flags.split())
+    assert exit.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
