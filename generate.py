@@ -234,7 +234,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest most likely tokens of each row whose probabilities reach p. Nucleus sampling, arXiv 1904.09751."""
+    """Keep the fewest most likely tokens of each row whose probabilities reach p (arXiv 1904.09751)."""
     ordered, index = logits.sort(-1, descending=True)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all more likely tokens
@@ -242,7 +242,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, share: float) -> Tensor:
-    """Keep the tokens with at least `share` of the highest probability of each row. Min-p, arXiv 2407.01082."""
+    """Keep the tokens with at least `share` of the highest probability of each row (arXiv 2407.01082)."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(share), -math.inf)
 
 

@@ -42,8 +42,9 @@ class Llama(nn.Module):
         self.rope = Rope(config.head_dim, config.context, config.rope_theta)
         self.start = placement.start  # the embedding -> the residual stream, or a pair of streams
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.finish = placement.finish(norm_maker(config))  # the final norm, where the placement has one
-        self.lm_head = Linear(config.dim, config.vocab_size)
+        make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
+        self.finish = placement.finish(make_norm)  # the final norm, where the placement has one
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         draw_weights(self, seed)
@@ -87,9 +88,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         residual = PLACEMENTS[config.placement].residual
-        self.attention_residual = residual(Site("attention", layer, config.layers, norm_maker(config)))
+        make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
+        self.attention_residual = residual(Site("attention", layer, config.layers, make_norm))
         self.self_attn = Attention(config)
-        self.mlp_residual = residual(Site("mlp", layer, config.layers, norm_maker(config)))
+        self.mlp_residual = residual(Site("mlp", layer, config.layers, make_norm))
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
@@ -103,10 +105,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim, self.grouped = config.head_dim, config.kv_heads < config.heads
-        self.q_proj = Linear(config.dim, config.heads * config.head_dim)
-        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim)
-        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim)
-        self.o_proj = Linear(config.heads * config.head_dim, config.dim)
+        self.q_proj = Linear(config.dim, config.heads * config.head_dim, bias=False)
+        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.o_proj = Linear(config.heads * config.head_dim, config.dim, bias=False)
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
@@ -132,9 +134,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.hidden_dim)
-        self.up_proj = Linear(config.dim, config.hidden_dim)
-        self.down_proj = Linear(config.hidden_dim, config.dim)
+        self.gate_proj = Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = Linear(config.hidden_dim, config.dim, bias=False)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,11 +192,6 @@ class Rope(nn.Module):
 
 
 # --- norms on queries, keys and values -------------------------------------------------------------------------------
-
-
-def norm_maker(config: ModelConfig) -> Callable[[str], nn.Module]:
-    """A function from the name of a site to a new norm of the configured kind."""
-    return lambda site: build_norm(config.norm, config.dim, site=site, **config.norm_args)
 
 
 def head_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
@@ -275,9 +272,6 @@ def recomputed(block: nn.Module, x: Tensor, rope: RopeTable) -> Tensor:
 
 class Linear(nn.Linear):
     """x Wᵀ. `draw_weights` fills its weight."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
         pass

@@ -20,9 +20,10 @@ from experiments.benchmarks import Report
 PART_SECONDS = 480
 ROOT = Path(__file__).parents[1]
 SHAPES = {
-    "124m": "--dim 768 --layers 12 --heads 12 --hidden-dim 2048 --context 1024 --batch-size 12",
-    "1b": "--dim 2048 --layers 16 --heads 32 --hidden-dim 8192 --context 2048 --batch-size 4",
+    "124m": "--dim 768 --layers 12 --heads 12 --hidden-dim 2048 --context 1024",
+    "1b": "--dim 2048 --layers 16 --heads 32 --hidden-dim 8192 --context 2048",
 }
+BATCH_SIZES = {"124m": 12, "1b": 4}
 SHAKESPEARE = "--data shakespeare --tokenizer bytes --layers 6 --heads 6 --dim 384 --context 256"
 
 # The arguments of python; {out} is the folder of the results.
@@ -31,9 +32,12 @@ PARTS = {
         f"bench.py norms --rows {rows} --dim {dim} --out {{out}}/norms-{rows}-{dim}.json"
         for rows, dim in ((8192, 1024), (65536, 1024), (8192, 4096), (65536, 4096), (16384, 8192))
     ],
-    "train": [f"bench.py train {shape} --compile --out {{out}}/train-{name}.json" for name, shape in SHAPES.items()],
+    "train": [
+        f"bench.py train {shape} --batch-size {BATCH_SIZES[name]} --compile --out {{out}}/train-{name}.json"
+        for name, shape in SHAPES.items()
+    ],
     "loss": [f"train.py {SHAKESPEARE} --steps 600 --batch-size 64 --eval-every 50 --save-every 600 --out {{out}}/loss"],
-    "generate": [f"bench.py generate {SHAPES['1b'].replace('--batch-size 4', '')} --out {{out}}/generate.json"],
+    "generate": [f"bench.py generate {SHAPES['1b']} --out {{out}}/generate.json"],
     "seeds": [
         f"ablate.py {SHAKESPEARE} --steps 200 --seeds {seeds} --jobs {seeds} --out {{out}}/seeds-{seeds}"
         for seeds in (1, 5)

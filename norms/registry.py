@@ -47,7 +47,7 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     return add
 
 
-def build_norm(kind: str, dim: int, *, site: str = "", **norm_args: Any) -> nn.Module:
+def build_norm(kind: str, dim: int, site: str = "", **norm_args: Any) -> nn.Module:
     """Make the norm `kind` for `dim` features at `site`.
 
     Raises ValueError for an unknown kind, an unknown argument, or an invalid value.

@@ -237,7 +237,8 @@ def test_every_flag_reaches_its_field():
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 8,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "muon",
         "momentum": 0.5, "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "recompute": True,
-        "compile": True, "fast": True, "eval_every": 5, "eval_tokens": 999, "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere",
+        "compile": True, "fast": True, "eval_every": 5, "eval_tokens": 999,
+        "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere",
         "cache_dir": "elsewhere",
     }  # fmt: skip
     flags = "--norm-arg bias=false --norm-arg eps=0.5"
@@ -285,7 +286,7 @@ def test_flags_go_over_file_over_preset_over_defaults(tmp_path):
         json.dumps({"model": dataclasses.asdict(earlier_model), "training": dataclasses.asdict(earlier_training)})
     )
     assert parse(f"--config {path}") == (earlier_model, earlier_training)
-    with pytest.raises(ValueError, match="--preset or --config, not both"):
+    with pytest.raises(ValueError, match="choose --preset or --config"):
         parse(f"--config {path} --preset 1b")
     model, training = parse(f"--config {path} --lr 0.125 --norm-arg eps=0.75")
     assert model == dataclasses.replace(earlier_model, norm_args={"eps": 0.75})
@@ -319,12 +320,12 @@ def test_folders_are_called_so_in_the_help(capsys):
     assert "--out DIR" in text and "--cache-dir DIR" in text
 
 
-def test_a_new_knob_is_a_new_flag(capsys):
+def test_a_new_option_is_a_new_flag(capsys):
     @dataclasses.dataclass
     class Extra:
-        speed: float = config.knob(1.5, "how fast")
+        speed: float = config.option(1.5, "how fast")
 
     parser = Parser(prog="x")
-    config.add_knobs(parser, Extra)
+    config.add_options(parser, Extra)
     assert vars(parser.parse_args([])) == {}
     assert parser.parse_args(["--speed", "2"]).speed == 2.0

@@ -123,7 +123,7 @@ def test_a_loss_does_not_depend_on_how_much_is_evaluated_at_once(command, monkey
     run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
     model, found = train.load_model(find_checkpoint(str(run.folder)), run.device)[0], []
     for at_once in (1, 96, 1 << 12):
-        monkeypatch.setattr(train, "EVALUATED_AT_ONCE", at_once)
+        monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", at_once)
         found.append(train.evaluate(model, run))
     assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
 
@@ -366,7 +366,7 @@ def test_what_was_logged_after_the_checkpoint_is_logged_anew(command):
 def test_samples_are_utf8_in_every_locale(tmp_path):
     """Python's default encoding follows the locale; text that a model writes does not fit into ASCII."""
     script = (
-        "import sys; from pathlib import Path; from run import Log; log = Log(Path(sys.argv[1]), 0, lambda row: None); "
+        "import sys; from pathlib import Path; from runtime.run_dir import Log; log = Log(Path(sys.argv[1]), 0, lambda row: None); "
         "log.add_sample(3, chr(0x1F642)); log.add_sample(7, 'x'); Log(Path(sys.argv[1]), 5, lambda row: None)"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -534,7 +534,7 @@ def test_resuming_on_other_text_is_refused(command, capsys, text):
     for flags in ("--resume", "--eval-only"):
         with pytest.raises(SystemExit) as ended:
             train.main([flags, "--out", str(run)])
-        assert ended.value.code == 2 and "no longer the same" in capsys.readouterr().err
+        assert ended.value.code == 2 and "is not the same; has the text changed?" in capsys.readouterr().err
 
 
 def test_a_run_can_be_repeated_and_evaluated_from_its_description(command, capsys, tmp_path):
@@ -604,7 +604,7 @@ def test_bfloat16_is_refused_where_the_processor_lacks_it(text, tmp_path):
 def test_a_run_of_an_earlier_version_is_not_gone_on_with_in_another_way(command, capsys):
     run = command("--steps 2")
     description = json.loads((run / "run.json").read_text())
-    del description["training"]["momentum"]  # which came with other updates
+    del description["training"]["fast"]  # which came with other defaults
     (run / "run.json").write_text(json.dumps(description))
     with pytest.raises(SystemExit) as exit:
         command("--steps 4 --resume")

@@ -93,7 +93,7 @@ def error_line(capsys, code: int, run, *flags) -> str:
     return last
 
 
-# --- the results ------------------------------------------------------------------------------------------------------
+# --- the results -----------------------------------------------------------------------------------------------------
 
 
 def test_runs_csv_matches_the_logs_of_the_cells(grid):
@@ -270,6 +270,14 @@ def test_unsupported_arms_are_skipped_with_the_reason(capsys):
     assert [(arm.norm, arm.placement) for arm in arms] == [("rmsnorm", "post")]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all(line.startswith("skipped: --") for line in lines)
+
+
+def test_help_lists_the_flags_of_ablate_and_train(capsys):
+    with pytest.raises(SystemExit) as exit:
+        ablate.parse(["--help"])
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--placements" in printed and "--steps" in printed
 
 
 def test_flags_of_train_py_are_passed_on_in_order():
