@@ -42,8 +42,10 @@ def main(arguments: list[str] | None = None) -> None:
             config = make_config(flags)
             device = pick_device(config.device)
             out = Path(config.out) if config.out else RUNS / f"bench-{flags.command}.json"
-            for file in (out, Path(getattr(config, "plot", out))):
+            files = [out, Path(getattr(config, "plot", out))]
+            for file in files:
                 require(not file.is_dir(), f"{file} is a folder; name a file for the result")
+            for file in files:
                 file.parent.mkdir(parents=True, exist_ok=True)
         report: Report = {
             "command": ["bench.py", *(sys.argv[1:] if arguments is None else arguments)],

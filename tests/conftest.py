@@ -1,4 +1,4 @@
-"""For all tests: one thread, because their tensors are small."""
+"""All tests run on one thread: their tensors are small."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,14 +10,14 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def for_each_thread_count() -> Iterator[Callable]:
-    """Calls a function with one, two and three threads, and returns the results."""
+    """Call a function with one, two and three threads and return the three results."""
 
-    def results(function: Callable) -> list:
-        found = []
+    def call(function: Callable) -> list:
+        results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(function())
-        return found
+            results.append(function())
+        return results
 
-    yield results
+    yield call
     torch.set_num_threads(1)

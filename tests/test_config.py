@@ -1,4 +1,4 @@
-"""The knobs: one flag for each field, what goes over what, and a clear line for each value that does not fit."""
+"""Configuration: one flag per field, the precedence of flags, and a one-line error for each invalid value."""
 
 import dataclasses
 import json
@@ -71,15 +71,15 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.parametrize("flags, complaint", BAD_VALUES.items())
-def test_a_value_that_does_not_fit_is_one_clear_line(flags, complaint):
-    with pytest.raises(ValueError) as raised:
+@pytest.mark.parametrize("flags, message", BAD_VALUES.items())
+def test_invalid_value_gives_a_one_line_error(flags, message):
+    with pytest.raises(ValueError) as excinfo:
         parse(flags)
-    assert complaint in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(excinfo.value) and "\n" not in str(excinfo.value)
 
 
 @pytest.mark.parametrize(
-    "flags, complaint",
+    "flags, message",
     [
         ("--norm batch", f"argument --norm: invalid choice: batch (choose from {', '.join(KINDS)})"),
         ("--placement up", f"argument --placement: invalid choice: up (choose from {', '.join(PLACEMENTS)})"),
@@ -93,30 +93,30 @@ def test_a_value_that_does_not_fit_is_one_clear_line(flags, complaint):
         ("--dimension 3", "unrecognized arguments: --dimension 3"),
     ],
 )
-def test_what_argparse_refuses_is_one_line_and_exit_code_2(flags, complaint, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_argparse_error_is_one_line_with_exit_code_2(flags, message, capsys):
+    with pytest.raises(SystemExit) as excinfo:
         parse(flags)
     line = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert line.replace("'", "") == f"train.py: error: {complaint}\n"  # Python versions differ in what they quote
+    assert excinfo.value.code == 2
+    assert line.replace("'", "") == f"train.py: error: {message}\n"  # quoting differs between Python versions
 
 
-@pytest.mark.parametrize("name, wrong", [("norm", "batch"), ("placement", "between"), ("init", "zero")])
-def test_code_that_makes_a_configuration_hears_the_choices(name, wrong):
+@pytest.mark.parametrize("name, value", [("norm", "batch"), ("placement", "between"), ("init", "zero")])
+def test_config_constructor_error_lists_the_choices(name, value):
     choices = next(field.metadata["choices"] for field in dataclasses.fields(ModelConfig) if field.name == name)
-    with pytest.raises(ValueError, match=f"unknown --{name} '{wrong}'; choose from {', '.join(choices)}"):
-        ModelConfig(**{name: wrong})
+    with pytest.raises(ValueError, match=f"unknown --{name} '{value}'; choose from {', '.join(choices)}"):
+        ModelConfig(**{name: value})
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": 3, "training": {}}', '{"model": {}}', "\u00e9\udc80"])
-def test_a_file_that_is_no_run(tmp_path, content):
+def test_unreadable_run_json_is_refused(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=r"--config .*run\.json: not a readable run\.json"):
         parse(f"--config {path}")
 
 
-FOREIGN = [
+INVALID_FIELDS = [
     ("model", {"dim": "wide"}, "dim must be of type int, not 'wide'"),
     ("model", {"dim": None}, "dim must be of type int, not None"),
     ("model", {"dim": 32.0}, "dim must be of type int, not 32.0"),
@@ -138,21 +138,21 @@ FOREIGN = [
 ]
 
 
-def write_run(path: Path, model: dict, training: dict) -> Path:
+def write_run_json(path: Path, model: dict, training: dict) -> Path:
     path.write_text(json.dumps({"model": model, "training": training}))
     return path
 
 
-@pytest.mark.parametrize("part, fields, complaint", FOREIGN, ids=str)
-def test_what_a_run_cannot_say(tmp_path, part, fields, complaint):
-    path = write_run(tmp_path / "run.json", **({"model": {}, "training": {}} | {part: fields}))
-    with pytest.raises(ValueError) as raised:
+@pytest.mark.parametrize("part, fields, message", INVALID_FIELDS, ids=str)
+def test_invalid_field_in_run_json_is_refused(tmp_path, part, fields, message):
+    path = write_run_json(tmp_path / "run.json", **({"model": {}, "training": {}} | {part: fields}))
+    with pytest.raises(ValueError) as excinfo:
         parse(f"--config {path}")
-    assert str(raised.value) == f"--config {path}: {complaint}"
+    assert str(excinfo.value) == f"--config {path}: {message}"
 
 
 @pytest.mark.parametrize(
-    "norm_args, complaint",
+    "norm_args, message",
     [
         ({"eps": "small"}, "--norm-arg eps takes a number, not 'small'"),
         ({"eps": True}, "--norm-arg eps takes a number, not True"),
@@ -162,28 +162,28 @@ def test_what_a_run_cannot_say(tmp_path, part, fields, complaint):
     ],
     ids=str,
 )
-def test_norm_arguments_in_a_run_are_checked_like_flags(tmp_path, norm_args, complaint):
-    with pytest.raises(ValueError) as raised:
-        parse(f"--config {write_run(tmp_path / 'run.json', {'norm_args': norm_args}, {})}")
-    assert complaint in str(raised.value) and "\n" not in str(raised.value)
+def test_norm_args_in_run_json_are_checked_like_flags(tmp_path, norm_args, message):
+    with pytest.raises(ValueError) as excinfo:
+        parse(f"--config {write_run_json(tmp_path / 'run.json', {'norm_args': norm_args}, {})}")
+    assert message in str(excinfo.value) and "\n" not in str(excinfo.value)
 
 
-def test_a_run_that_says_all_that_can_be_left_open(tmp_path):
+def test_run_json_accepts_null_and_int_for_float(tmp_path):
     model = {"kv_heads": None, "hidden_dim": None, "norm_args": {"eps": 1}}
     training = {"warmup": None, "compile": None, "micro_batch_size": None, "lr": 1}
-    path = write_run(tmp_path / "run.json", model, training)
+    path = write_run_json(tmp_path / "run.json", model, training)
     assert parse(f"--config {path}") == (ModelConfig(norm_args={"eps": 1.0}), TrainConfig(lr=1.0))
 
 
-def test_a_run_of_an_earlier_version_takes_the_defaults(tmp_path):
+def test_missing_fields_in_run_json_get_the_defaults(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"model": {"dim": 64, "rope_theta": 500}, "training": {}}))
     assert parse(f"--config {path}") == (ModelConfig(dim=64, rope_theta=500.0), TrainConfig())
 
 
-def test_what_follows_from_a_flag_is_worked_out_anew(tmp_path):
+def test_flags_recompute_derived_defaults(tmp_path):
     model, training = ModelConfig(dim=64, heads=4, vocab_size=257), TrainConfig(tokenizer="bytes", batch_size=8)
-    path = write_run(tmp_path / "run.json", dataclasses.asdict(model), dataclasses.asdict(training))
+    path = write_run_json(tmp_path / "run.json", dataclasses.asdict(model), dataclasses.asdict(training))
     assert parse(f"--config {path} --dim 128")[0] == dataclasses.replace(model, dim=128, hidden_dim=352)
     assert parse(f"--config {path} --heads 8")[0].kv_heads == 8
     assert parse(f"--config {path} --tokenizer sentencepiece")[0].vocab_size == ModelConfig().vocab_size
@@ -194,8 +194,8 @@ def test_what_follows_from_a_flag_is_worked_out_anew(tmp_path):
     assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
 
 
-def test_a_flag_that_changes_nothing_takes_nothing_back():
-    """Neither where the preset says the same nor where it leaves it at the default."""
+def test_flag_that_repeats_the_preset_changes_nothing():
+    """Both for values that the preset sets and for values that it leaves at the default."""
     for preset in ("124m", "1b"):
         model, training = parse(f"--preset {preset}")
         flags = f"--dim {model.dim} --heads {model.heads} --tokenizer sentencepiece --batch-size {training.batch_size}"
@@ -203,33 +203,33 @@ def test_a_flag_that_changes_nothing_takes_nothing_back():
 
 
 @pytest.mark.parametrize("batch, micro", [(480, 16), (512, 16), (60, 60), (7, 7), (8, 8)])
-def test_a_micro_batch_stays_where_it_divides_the_new_batch(tmp_path, batch, micro):
-    path = write_run(tmp_path / "run.json", {}, {"batch_size": 480, "micro_batch_size": 16})
+def test_micro_batch_size_is_kept_if_it_divides_the_new_batch_size(tmp_path, batch, micro):
+    path = write_run_json(tmp_path / "run.json", {}, {"batch_size": 480, "micro_batch_size": 16})
     assert parse(f"--config {path} --batch-size {batch}")[1].micro_batch_size == micro
 
 
 # --- fields, flags, presets ------------------------------------------------------------------------------------------
 
 
-def test_every_field_is_a_flag_with_its_help_and_default(capsys):
+def test_every_field_has_a_flag_with_help_and_default(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
-    for owner in (ModelConfig, TrainConfig):
-        for field in dataclasses.fields(owner):
+    for config_class in (ModelConfig, TrainConfig):
+        for field in dataclasses.fields(config_class):
             assert f" {flag(field)}" in text
-            words = field.metadata["help"].replace("%%", "%")
+            help_text = field.metadata["help"].replace("%%", "%")
             default = {"data": "python", "norm_args": None}.get(field.name, field.default)
             if default not in (None, ""):
-                words += f" (default: {default})"
+                help_text += f" (default: {default})"
             elif field.name != "norm_args":
-                assert "default: " in words  # which follows from other fields
-            assert words.replace(" ", "") in text.replace(" ", "")  # argparse breaks lines after hyphens too
+                assert "default: " in help_text  # a default derived from other fields
+            assert help_text.replace(" ", "") in text.replace(" ", "")  # argparse breaks lines after hyphens too
     assert len(FIELDS) == len(dataclasses.fields(ModelConfig)) + len(dataclasses.fields(TrainConfig))
 
 
-def test_every_flag_reaches_its_field():
-    """One value per flag that differs from the default, and lands in the field of that name."""
+def test_every_flag_sets_its_field():
+    """Each flag sets the field of the same name. Every value here differs from the default."""
     values = {
         "norm": "layernorm", "placement": "post", "qk_norm": "full", "dim": 48, "layers": 3, "heads": 6, "kv_heads": 3,
         "hidden_dim": 17, "context": 12, "vocab_size": 400, "rope_theta": 123.5, "tie_embeddings": False,
@@ -243,27 +243,27 @@ def test_every_flag_reaches_its_field():
     }  # fmt: skip
     flags = "--norm-arg bias=false --norm-arg eps=0.5"
     for name, value in values.items():
-        dashed = name.replace("_", "-")
+        flag_name = name.replace("_", "-")
         if isinstance(value, bool):
-            flags += f" --{dashed}" if value else f" --no-{dashed}"
+            flags += f" --{flag_name}" if value else f" --no-{flag_name}"
         else:
-            flags += f" --{dashed} {' '.join(value) if isinstance(value, list) else value}"
+            flags += f" --{flag_name} {' '.join(value) if isinstance(value, list) else value}"
     model, training = parse(flags)
     got = dataclasses.asdict(model) | dataclasses.asdict(training)
     assert got == values | {"norm_args": {"bias": False, "eps": 0.5}}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_valid_and_say_only_what_differs(preset):
+def test_presets_are_valid_and_repeat_no_defaults(preset):
     model, training = parse(f"--preset {preset}")
     got = dataclasses.asdict(model) | dataclasses.asdict(training)
-    plain = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
+    defaults = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
     for name, value in PRESETS[preset].items():
         assert got[name] == value
-        assert value != plain[name], f"{name} is the default already"
+        assert value != defaults[name], f"{name} already has this default"
 
 
-def test_defaults_that_follow_from_other_fields():
+def test_derived_defaults():
     assert ModelConfig().kv_heads == ModelConfig().heads
     for dim in (128, 256, 384, 768):
         hidden = ModelConfig(dim=dim, heads=4).hidden_dim
@@ -274,53 +274,53 @@ def test_defaults_that_follow_from_other_fields():
     assert parse("--tokenizer bytes --vocab-size 5000")[0].vocab_size == 257
 
 
-def test_each_configuration_has_its_own_lists():
+def test_mutable_defaults_are_not_shared():
     assert TrainConfig().data is not TrainConfig().data
     assert ModelConfig().norm_args is not ModelConfig().norm_args
 
 
-def test_flags_go_over_file_over_preset_over_defaults(tmp_path):
+def test_precedence_of_flags_run_json_preset_and_defaults(tmp_path):
     path = tmp_path / "run.json"
-    earlier_model, earlier_training = ModelConfig(dim=64, norm_args={"eps": 0.5}), TrainConfig(steps=77, lr=0.25)
+    saved_model, saved_training = ModelConfig(dim=64, norm_args={"eps": 0.5}), TrainConfig(steps=77, lr=0.25)
     path.write_text(
-        json.dumps({"model": dataclasses.asdict(earlier_model), "training": dataclasses.asdict(earlier_training)})
+        json.dumps({"model": dataclasses.asdict(saved_model), "training": dataclasses.asdict(saved_training)})
     )
-    assert parse(f"--config {path}") == (earlier_model, earlier_training)
+    assert parse(f"--config {path}") == (saved_model, saved_training)
     with pytest.raises(ValueError, match="choose --preset or --config"):
         parse(f"--config {path} --preset 1b")
     model, training = parse(f"--config {path} --lr 0.125 --norm-arg eps=0.75")
-    assert model == dataclasses.replace(earlier_model, norm_args={"eps": 0.75})
-    assert training == dataclasses.replace(earlier_training, lr=0.125)
+    assert model == dataclasses.replace(saved_model, norm_args={"eps": 0.75})
+    assert training == dataclasses.replace(saved_training, lr=0.125)
     assert parse("--preset small --steps 9")[1].steps == 9
     assert parse("--preset small --steps 9")[0].dim == PRESETS["small"]["dim"]
 
 
-def test_the_preset_fits_the_device():
+def test_default_preset_depends_on_the_device():
     assert parse("")[0].dim == ModelConfig().dim
     assert parse("", "cuda")[0].dim == parse("", "mps")[0].dim == PRESETS["small"]["dim"]
     assert parse("--preset tiny", "cuda")[0].dim == ModelConfig().dim
 
 
-def test_a_norms_arguments_have_its_types():
+def test_norm_args_are_converted_to_their_types():
     assert parse("--norm-arg eps=1e-3 --norm-arg cast_order=llama")[0].norm_args == {"eps": 1e-3, "cast_order": "llama"}
     assert parse("--norm layernorm --norm-arg bias=true")[0].norm_args == {"bias": True}
     assert math.isclose(parse("--norm batchnorm --norm-arg momentum=0.25")[0].norm_args["momentum"], 0.25)
 
 
-def test_the_weights_of_a_model():
-    for shape in (ModelConfig(norm="none"), ModelConfig(norm="none", heads=8, kv_heads=2, tie_embeddings=False)):
+def test_config_weights_is_the_number_of_parameters():
+    for model_config in (ModelConfig(norm="none"), ModelConfig(norm="none", heads=8, kv_heads=2, tie_embeddings=False)):
         with torch.device("meta"):
-            assert shape.weights == sum(weight.numel() for weight in Llama(shape).parameters())
+            assert model_config.weights == sum(weight.numel() for weight in Llama(model_config).parameters())
 
 
-def test_folders_are_called_so_in_the_help(capsys):
+def test_help_shows_dir_metavar(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
     assert "--out DIR" in text and "--cache-dir DIR" in text
 
 
-def test_a_new_option_is_a_new_flag(capsys):
+def test_new_option_adds_a_flag(capsys):
     @dataclasses.dataclass
     class Extra:
         speed: float = config.option(1.5, "how fast")

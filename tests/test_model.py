@@ -1,7 +1,7 @@
-"""The model against hand-written float64 formulas and against transformers' Llama; its draws, cache and names.
+"""The model against float64 reference formulas and transformers' Llama; initialization, KV cache, state_dict keys.
 
-Tolerances: fp32 carries 6e-8 per operation; sums over up to 100 products of numbers near 1, a few layers deep,
-come to some 1e-6. Where a test says 1e-5 it leaves room for that and for nothing that matters.
+Tolerances: fp32 has a relative error of 6e-8 per operation. In sums of up to 100 products of values near 1, a few
+layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and little more.
 """
 
 import ast
@@ -26,8 +26,8 @@ SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, contex
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
 
 
-def vivid(config: ModelConfig, seed: int = 0) -> Llama:
-    """A model with weights so large that attention is sharp and every part of it shows in the logits."""
+def random_weights_model(config: ModelConfig, seed: int = 0) -> Llama:
+    """A model with random weights, large enough that attention is sharp and every weight affects the logits."""
     model = Llama(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def vivid(config: ModelConfig, seed: int = 0) -> Llama:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 2:
                 weight.copy_(noise * 1.5 / math.sqrt(weight.shape[-1]))
-            elif len(weight) == 1:  # a slope or a share: with 1 and more, tanh and erf are flat on such a stream
+            elif len(weight) == 1:  # a scalar such as alpha: at 1 or more, tanh and erf saturate here
                 weight.copy_(0.4 + 0.1 * noise)
             else:
                 weight.copy_(1 + 0.3 * noise)
@@ -49,8 +49,8 @@ def rms(x: np.ndarray, gain: np.ndarray, eps: float = 1e-6) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
 
 
-def turned(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """RoPE on one head by complex numbers: feature i is the real part and i + D/2 the imaginary one."""
+def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """RoPE on one head with complex numbers: feature i is the real part, feature i + D/2 the imaginary part."""
     half = len(x) // 2
     z = x[:half] + 1j * x[half:]
     z = z * np.exp(1j * position * theta ** (-np.arange(half) / half))
@@ -64,17 +64,17 @@ def oracle_attention(x: np.ndarray, weights: dict[str, np.ndarray], config: Mode
         q, k = rms(q, weights["q_norm.norm.weight"]), rms(k, weights["k_norm.norm.weight"])
     outputs = np.zeros_like(q)
     for head in range(config.heads):
-        mine = slice(head * size, (head + 1) * size)
-        shared = head // (config.heads // config.kv_heads)
-        theirs = slice(shared * size, (shared + 1) * size)
-        queries, keys = q[:, mine], k[:, theirs]
+        q_features = slice(head * size, (head + 1) * size)
+        kv_head = head // (config.heads // config.kv_heads)
+        kv_features = slice(kv_head * size, (kv_head + 1) * size)
+        queries, keys = q[:, q_features], k[:, kv_features]
         if config.qk_norm == "head":
             queries, keys = rms(queries, weights["q_norm.weight"]), rms(keys, weights["k_norm.weight"])
         for t in range(len(x)):
-            query = turned(queries[t], t, config.rope_theta)
-            scores = [query @ turned(keys[s], s, config.rope_theta) / math.sqrt(size) for s in range(t + 1)]
-            shares = np.exp(np.array(scores) - max(scores))
-            outputs[t, mine] = shares / shares.sum() @ v[: t + 1, theirs]
+            query = rotated(queries[t], t, config.rope_theta)
+            scores = [query @ rotated(keys[s], s, config.rope_theta) / math.sqrt(size) for s in range(t + 1)]
+            probabilities = np.exp(np.array(scores) - max(scores))
+            outputs[t, q_features] = probabilities / probabilities.sum() @ v[: t + 1, kv_features]
     return outputs @ weights["o_proj.weight"].T
 
 
@@ -105,16 +105,16 @@ def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
     ],
     ids=str,
 )
-def test_whole_model_matches_the_hand_written_forward(changes):
-    model = vivid(dataclasses.replace(SMALL, **changes))
+def test_logits_match_the_float64_reference(changes):
+    model = random_weights_model(dataclasses.replace(SMALL, **changes))
     with torch.no_grad():
         logits = model(TOKENS)
     for row in range(len(TOKENS)):
         np.testing.assert_allclose(logits[row].numpy(), oracle_logits(model, TOKENS[row]), rtol=1e-5, atol=2e-5)
 
 
-def test_loss_is_the_mean_of_minus_log_probability():
-    model = vivid(SMALL)
+def test_loss_is_the_mean_cross_entropy():
+    model = random_weights_model(SMALL)
     logits = oracle_logits(model, TOKENS[0][:-1])
     targets = TOKENS[0][1:].numpy()
     expected = np.mean([np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, targets, strict=True)])
@@ -125,7 +125,7 @@ def test_loss_is_the_mean_of_minus_log_probability():
 @pytest.mark.parametrize("tied", [True, False])
 def test_parity_with_transformers(tied):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.LlamaForCausalLM(
+    hf_model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
             num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-3, tie_word_embeddings=tied,
@@ -134,7 +134,7 @@ def test_parity_with_transformers(tied):
     ).eval()  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in theirs.parameters():
+        for weight in hf_model.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise / math.sqrt(weight.shape[-1]))
     config = ModelConfig(
@@ -142,62 +142,62 @@ def test_parity_with_transformers(tied):
         norm_args={"eps": 1e-3}, tie_embeddings=tied,
     )  # fmt: skip
     ours = Llama(config).eval()
-    ours.load_state_dict(from_hugging_face(theirs.state_dict()))
+    ours.load_state_dict(from_hugging_face(hf_model.state_dict()))
     tokens = torch.randint(0, 61, (3, 32), generator=generator)
     with torch.no_grad():
-        assert (ours(tokens) - theirs(tokens).logits).abs().max() <= 1e-5
-    back = to_hugging_face(ours)
-    assert back.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
+        assert (ours(tokens) - hf_model(tokens).logits).abs().max() <= 1e-5
+    exported = to_hugging_face(ours)
+    assert exported.keys() == hf_model.state_dict().keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in hf_model.state_dict().items())
 
 
-def test_draws_go_by_the_hugging_face_names_of_the_checkpoint():
+def test_weights_by_role_uses_hugging_face_names():
     config = dataclasses.replace(SMALL, tie_embeddings=False)
     model = Llama(config)
-    drawn = {name for _, name, _ in weights_by_role(model)}
+    by_role = {name for _, name, _ in weights_by_role(model)}
     matrices = {hugging_face_name(name) for name, weight in model.named_parameters() if weight.ndim == 2}
-    assert drawn == matrices
+    assert by_role == matrices
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def attention_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads, new, size = q.shape[1:]
     seen = k.shape[2]
     rows = []
     for head in range(heads):
-        shared = head * k.shape[1] // heads
+        kv_head = head * k.shape[1] // heads
         for t in range(new):
             until = seen - new + t + 1
-            shares = torch.softmax(k[:, shared, :until] @ q[:, head, t, :, None] / size**0.5, dim=1)
-            rows.append((shares * v[:, shared, :until]).sum(1))
+            probabilities = torch.softmax(k[:, kv_head, :until] @ q[:, head, t, :, None] / size**0.5, dim=1)
+            rows.append((probabilities * v[:, kv_head, :until]).sum(1))
     return torch.stack(rows, 1).view(q.shape)
 
 
 @pytest.mark.parametrize("heads, kv_heads, new, seen", [(4, 4, 5, 5), (6, 2, 5, 5), (4, 1, 1, 7), (6, 3, 3, 8)])
 def test_attention_values_and_gradients(heads, kv_heads, new, seen):
-    """The attention layer with identity projections, at position 0 angles, beside the formula in float64."""
+    """The attention layer without projections and rotation, compared with the formula in float64."""
     generator = torch.Generator().manual_seed(heads * seen)
     shapes = [(2, heads, new, 8), (2, kv_heads, seen, 8), (2, kv_heads, seen, 8)]
-    exact = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    single = [tensor.detach().float().requires_grad_() for tensor in exact]
-    expected, got = attention_by_hand(*exact), attention_layer(*single)
-    along = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    fp64_inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    fp32_inputs = [tensor.detach().float().requires_grad_() for tensor in fp64_inputs]
+    expected, got = reference_attention(*fp64_inputs), attention_layer(*fp32_inputs)
+    grad_y = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
-    expected_gradients = torch.autograd.grad((expected * along).sum(), exact)
-    gradients = torch.autograd.grad((got * along.float()).sum(), single)
+    expected_gradients = torch.autograd.grad((expected * grad_y).sum(), fp64_inputs)
+    gradients = torch.autograd.grad((got * grad_y.float()).sum(), fp32_inputs)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=5e-6)
 
 
 def attention_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Our layer's attention of q, B H T D, to k and v, B K S D, of which all but the last T are in its cache."""
+    """The layer's output for q (B H T D), k and v (B K S D). All keys and values but the last T are in its cache."""
     batch, heads, new, size = q.shape
     kv_heads, seen = k.shape[1:3]
     layer = Attention(ModelConfig(dim=heads * size, heads=heads, kv_heads=kv_heads, vocab_size=5, context=seen))
-    for name, given in (("q_proj", q), ("k_proj", k[:, :, seen - new :]), ("v_proj", v[:, :, seen - new :])):
-        setattr(layer, name, Given(given.transpose(1, 2).flatten(2)))
+    for name, output in (("q_proj", q), ("k_proj", k[:, :, seen - new :]), ("v_proj", v[:, :, seen - new :])):
+        setattr(layer, name, FixedOutput(output.transpose(1, 2).flatten(2)))
     layer.o_proj = torch.nn.Identity()  # type: ignore[assignment]
     cache = None
     if new < seen:
@@ -208,8 +208,8 @@ def attention_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.unflatten(-1, (heads, size)).transpose(1, 2)
 
 
-class Given(torch.nn.Module):
-    """A projection whose output is already known."""
+class FixedOutput(torch.nn.Module):
+    """A projection that returns a given output."""
 
     def __init__(self, output: Tensor):
         super().__init__()
@@ -223,8 +223,8 @@ class Given(torch.nn.Module):
     "norm, placement",
     [(norm, name) for norm in KINDS for name in PLACEMENTS if PLACEMENTS[name].bare or not TRAITS[norm].identity],
 )
-def test_no_logit_depends_on_a_later_token(norm, placement):
-    model = vivid(dataclasses.replace(SMALL, norm=norm, placement=placement))
+def test_logits_are_causal(norm, placement):
+    model = random_weights_model(dataclasses.replace(SMALL, norm=norm, placement=placement))
     changed = TOKENS.clone()
     changed[:, 5] = 1
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_no_logit_depends_on_a_later_token(norm, placement):
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
-def test_the_rope_table_has_the_signature_and_values_of_the_article():
+def test_precompute_freqs_cis_signature_and_values():
     assert list(inspect.signature(precompute_freqs_cis).parameters) == ["dim", "end", "theta"]
     assert inspect.signature(precompute_freqs_cis).parameters["theta"].default == 10000.0
     cos, sin = precompute_freqs_cis(6, 200_000, 50.0)
@@ -249,27 +249,27 @@ def test_the_rope_table_has_the_signature_and_values_of_the_article():
             assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
 
 
-def test_rotation_is_multiplication_of_halves_as_complex_numbers():
+def test_rotate_is_complex_multiplication():
     x = torch.randn(2, 9, 3, 8, generator=torch.Generator().manual_seed(0))
     got = rotate(x, precompute_freqs_cis(8, 9, 30.0))
     for b, t, h in np.ndindex(2, 9, 3):
-        np.testing.assert_allclose(got[b, t, h], turned(x[b, t, h].double().numpy(), t, 30.0), atol=1e-6)
+        np.testing.assert_allclose(got[b, t, h], rotated(x[b, t, h].double().numpy(), t, 30.0), atol=1e-6)
 
 
-def test_rotation_keeps_norms_and_depends_on_distance_only():
+def test_rotate_keeps_norms_and_scores_depend_only_on_distance():
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 16, generator=generator).expand(1, 50, 1, 16) for _ in "qk")
     table = precompute_freqs_cis(16, 50)
-    turned_q, turned_k = rotate(q, table), rotate(k, table)
-    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
-    scores = turned_q[0, :, 0] @ turned_k[0, :, 0].T
+    rotated_q, rotated_k = rotate(q, table), rotate(k, table)
+    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
+    scores = rotated_q[0, :, 0] @ rotated_k[0, :, 0].T
     for distance in range(-20, 21, 5):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
-    assert scores[0].std() > 0.1  # and on distance it does depend
+    assert scores[0].std() > 0.1  # but they do depend on the distance
 
 
-def test_rotation_is_computed_in_fp32_and_returns_the_dtype_it_got():
+def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
     x = torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     table = precompute_freqs_cis(16, 40)
     got = rotate(x, table)
@@ -277,18 +277,18 @@ def test_rotation_is_computed_in_fp32_and_returns_the_dtype_it_got():
     assert torch.equal(got, rotate(x.float(), table).bfloat16())
 
 
-def test_the_table_survives_meta_and_casts_and_is_in_no_checkpoint():
+def test_rope_table_survives_meta_device_and_casts_and_is_not_in_state_dict():
     cos, sin = precompute_freqs_cis(6, 16, 10000.0)
     with torch.device("meta"):
         model = Llama(SMALL)
     model.to_empty(device="cpu")
-    for same in (model, Llama(SMALL).bfloat16(), Llama(SMALL).half().float(), Rope(6, 16, 10000.0).double()):
-        rope = same.rope if isinstance(same, Llama) else same
+    for module in (model, Llama(SMALL).bfloat16(), Llama(SMALL).half().float(), Rope(6, 16, 10000.0).double()):
+        rope = module.rope if isinstance(module, Llama) else module
         assert torch.equal(rope.cos, cos) and torch.equal(rope.sin, sin)
     assert not [name for name in model.state_dict() if "rope" in name]
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
+# --- KV cache --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunks", [[8], [1] * 8, [5, 1, 1, 1], [2, 3, 3], [1, 6, 1]], ids=str)
@@ -300,8 +300,8 @@ def test_the_table_survives_meta_and_casts_and_is_in_no_checkpoint():
     ],
     ids=str,
 )  # fmt: skip
-def test_cached_forward_equals_the_uncached_one(chunks, changes):
-    model = vivid(dataclasses.replace(SMALL, **changes))
+def test_cached_forward_matches_uncached(chunks, changes):
+    model = random_weights_model(dataclasses.replace(SMALL, **changes))
     cache = model.new_cache()
     with torch.no_grad():
         parts = [model(part, cache) for part in TOKENS.split(chunks, dim=1)]
@@ -309,18 +309,18 @@ def test_cached_forward_equals_the_uncached_one(chunks, changes):
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "residual"])
-def test_the_next_logits_are_the_last_of_all(placement):
-    model = vivid(dataclasses.replace(SMALL, placement=placement))
+def test_next_logits_matches_the_last_logits_of_forward(placement):
+    model = random_weights_model(dataclasses.replace(SMALL, placement=placement))
     cache = model.new_cache()
     with torch.no_grad():
-        whole = model(TOKENS)
+        logits = model(TOKENS)
         for part, last in zip(TOKENS.split([5, 1, 2], dim=1), (4, 5, 7), strict=True):
-            torch.testing.assert_close(model.next_logits(part, cache), whole[:, last], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(model.next_logits(part, cache), logits[:, last], rtol=1e-5, atol=1e-5)
             assert cache[0].length == last + 1
 
 
-def test_more_tokens_than_the_context_are_refused():
-    model = vivid(SMALL)
+def test_exceeding_the_context_is_refused():
+    model = random_weights_model(SMALL)
     with pytest.raises(ValueError, match="17 tokens exceed the model's context of 16"):
         model(torch.zeros(1, 17, dtype=torch.long))
     cache = model.new_cache()
@@ -335,7 +335,7 @@ def test_more_tokens_than_the_context_are_refused():
 WIDE = ModelConfig(dim=256, layers=3, heads=4, kv_heads=2, context=8, vocab_size=300, tie_embeddings=False)
 
 
-def test_a_draw_is_a_function_of_seed_name_and_shape():
+def test_initial_weight_depends_on_seed_name_and_shape():
     model, seed, ours = Llama(SMALL, seed=7), 7, "layers.1.mlp.up_proj.weight"
     name, weight = f"model.{ours}", model.get_parameter(ours)
     digest = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
@@ -345,7 +345,7 @@ def test_a_draw_is_a_function_of_seed_name_and_shape():
     assert not torch.equal(weight, Llama(SMALL, seed=8).get_parameter(ours))
 
 
-def test_arms_that_differ_in_norm_placement_or_depth_start_alike_and_touch_no_random_state():
+def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
     torch.manual_seed(123)
     state = torch.get_rng_state()
     base = Llama(dataclasses.replace(SMALL, depth_scaled_init=False))
@@ -361,13 +361,13 @@ def test_arms_that_differ_in_norm_placement_or_depth_start_alike_and_touch_no_ra
     ):
         torch.manual_seed(99)
         other = Llama(dataclasses.replace(SMALL, depth_scaled_init=False, **changes))
-        theirs = {name: weight for _, name, weight in weights_by_role(other)}
-        assert all(torch.equal(weight, theirs[name]) for _, name, weight in weights_by_role(base)), changes
+        others = {name: weight for _, name, weight in weights_by_role(other)}
+        assert all(torch.equal(weight, others[name]) for _, name, weight in weights_by_role(base)), changes
 
 
 @pytest.mark.parametrize("init", ["normal", "xavier"])
 @pytest.mark.parametrize("depth_scaled", [True, False])
-def test_standard_deviations_go_by_role(init, depth_scaled):
+def test_init_std_by_role(init, depth_scaled):
     model = Llama(dataclasses.replace(WIDE, init=init, depth_scaled_init=depth_scaled))
     seen = set()
     for role, _, weight in weights_by_role(model):
@@ -376,15 +376,15 @@ def test_standard_deviations_go_by_role(init, depth_scaled):
             expected = math.sqrt(2 / sum(weight.shape))
         elif init == "normal" and depth_scaled and role in ("attention_out", "down"):
             expected = 0.02 / math.sqrt(2 * 3)
-        # the standard deviation of 32768 draws or more has a relative error of at most 0.4 %
+        # with 32768 values or more, the estimate of the standard deviation has a relative error of 0.4% or less
         assert float(weight.detach().double().std()) == pytest.approx(expected, rel=0.02), role
         assert abs(float(weight.detach().double().mean())) < 0.02 * expected
         seen.add(role)
     assert seen == {"embedding", "head", *ROLES}
 
 
-def test_roles_name_the_matrices_they_say():
-    """Against the data flow, not the names: the roles' shapes, and that "down" and "attention_out" write the stream."""
+def test_roles_match_the_data_flow():
+    """Check the shape of each role, and that only "attention_out" and "down" write to the residual stream."""
     model = Llama(WIDE)
     shapes = {role: tuple(weight.shape) for role, _, weight in weights_by_role(model)}
     assert shapes["key"] == shapes["value"] == (128, 256) and shapes["query"] == shapes["attention_out"] == (256, 256)
@@ -398,17 +398,17 @@ def test_roles_name_the_matrices_they_say():
         assert torch.equal(model(tokens), model.lm_head(model.finish(model.embed_tokens(tokens))))
 
 
-def test_a_meta_model_takes_no_memory_and_takes_weights():
+def test_meta_device_model_loads_weights():
     with torch.device("meta"):
         model = Llama(SMALL)
     assert all(weight.is_meta for weight in model.parameters())
-    source = vivid(SMALL)
+    source = random_weights_model(SMALL)
     model.load_state_dict(source.state_dict(), assign=True)
     with torch.no_grad():
         assert torch.equal(model.eval()(TOKENS), source(TOKENS))
 
 
-# --- names, dropout, shape of the code -------------------------------------------------------------------------------
+# --- state_dict keys, dropout, code structure ------------------------------------------------------------------------
 
 BLOCK_KEYS = [
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
@@ -437,7 +437,7 @@ def test_state_dict_keys(changes, in_block, outside):
     assert keys == blocks | {"embed_tokens.weight", "lm_head.weight", *outside}
 
 
-def test_a_tied_head_is_the_embedding():
+def test_tied_lm_head_shares_the_embedding_weight():
     model = Llama(SMALL)
     assert model.lm_head.weight is model.embed_tokens.weight
     assert len(list(Llama(dataclasses.replace(SMALL, tie_embeddings=False)).parameters())) == (
@@ -445,8 +445,8 @@ def test_a_tied_head_is_the_embedding():
     )
 
 
-def test_dropout_is_off_in_evaluation_and_seeded_in_training():
-    plain, model = vivid(SMALL), vivid(dataclasses.replace(SMALL, dropout=0.4))
+def test_dropout_is_off_in_eval_and_seeded_in_training():
+    plain, model = random_weights_model(SMALL), random_weights_model(dataclasses.replace(SMALL, dropout=0.4))
 
     def logits(seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -461,8 +461,8 @@ def test_dropout_is_off_in_evaluation_and_seeded_in_training():
     assert not torch.equal(logits(0), logits(1))
 
 
-def test_dropout_reaches_embedding_attention_and_mlp():
-    model = vivid(dataclasses.replace(SMALL, dropout=0.5)).train()
+def test_dropout_applies_to_embedding_attention_and_mlp():
+    model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5)).train()
     x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
     attention, mlp, rope = (
         model.get_submodule("layers.0.self_attn"),
@@ -475,10 +475,10 @@ def test_dropout_reaches_embedding_attention_and_mlp():
         assert 0.35 < zeros < 0.65  # of 384 values; the standard deviation is 0.026
     outputs = [attention(x, rope) for _ in range(2)]
     kept = (outputs[0] != 0) & (outputs[1] != 0)
-    assert not torch.allclose(outputs[0][kept], outputs[1][kept])  # the attention's shares were dropped as well
+    assert not torch.allclose(outputs[0][kept], outputs[1][kept])  # attention probabilities were dropped too
 
 
-def test_a_block_is_two_statements():
+def test_block_forward_has_two_statements():
     source = textwrap.dedent(inspect.getsource(Block.forward))
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef) and len(function.body) == 2
@@ -486,8 +486,8 @@ def test_a_block_is_two_statements():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["pre", "siamese"])
-def test_compiled_model_equals_the_eager_one(placement):
-    model = vivid(dataclasses.replace(SMALL, placement=placement))
+def test_compiled_model_matches_eager(placement):
+    model = random_weights_model(dataclasses.replace(SMALL, placement=placement))
     compiled = torch.compile(model.loss)
     inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
     losses = []
@@ -502,17 +502,17 @@ def test_compiled_model_equals_the_eager_one(placement):
 
 
 @pytest.mark.parametrize("norm, norm_args", [("rmsnorm", {}), ("batchnorm", {}), ("powernorm", {"warmup": 0})])
-def test_computing_blocks_again_changes_no_bit(norm, norm_args):
-    """Not the loss, not a gradient, and no running statistic: of two batches, with dropout.
+def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
+    """Loss, gradients and running statistics of two batches with dropout.
 
-    Both go forward before either comes back, so that the first is computed again from statistics that have moved on,
-    and powernorm, past its warm-up, divides by those.
+    Both forward passes run before the backward pass, so the first batch is recomputed after the running statistics
+    have changed. powernorm divides by them once its warm-up is over.
     """
     tokens = torch.arange(4 * 18).view(2, 4, 9) % 11
 
     def two_batches(recompute: bool) -> list[torch.Tensor]:
-        shape = ModelConfig(dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2)
-        model = Llama(dataclasses.replace(shape, norm=norm, norm_args=norm_args))
+        config = ModelConfig(dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2)
+        model = Llama(dataclasses.replace(config, norm=norm, norm_args=norm_args))
         model.recompute = recompute
         torch.manual_seed(0)
         losses = [model.loss(batch[:, :-1], batch[:, 1:]) for batch in tokens]
@@ -523,10 +523,10 @@ def test_computing_blocks_again_changes_no_bit(norm, norm_args):
     assert all(map(torch.equal, two_batches(True), two_batches(False)))
 
 
-def test_computing_blocks_again_keeps_less():
+def test_gradient_checkpointing_saves_fewer_activations():
     tokens = torch.arange(8 * 65).view(8, 65) % 11
 
-    def kept(recompute: bool) -> int:
+    def saved_bytes(recompute: bool) -> int:
         model = Llama(ModelConfig(dim=32, layers=6, heads=2, context=64, vocab_size=11))
         model.recompute = recompute
         sizes = []
@@ -539,10 +539,10 @@ def test_computing_blocks_again_keeps_less():
             model.loss(tokens[:, :-1], tokens[:, 1:])
         return sum(sizes)
 
-    assert kept(True) < kept(False) / 5
+    assert saved_bytes(True) < saved_bytes(False) / 5
 
 
-def test_a_cache_is_for_as_many_sequences_as_it_began_with():
+def test_cache_refuses_another_batch_size():
     model = Llama(ModelConfig(dim=16, layers=2, heads=2, context=8, vocab_size=11)).eval()
     cache = model.new_cache()
     with torch.inference_mode():

@@ -1,6 +1,6 @@
-"""Models of `transformers` with random weights, loaded into ours: the logits agree.
+"""Logit parity with `transformers`: weights of their randomly initialized models are loaded into ours.
 
-The table of what was measured is printed: `pytest tests/test_parity.py -s`.
+`pytest tests/test_parity.py -s` prints the table of errors.
 """
 
 import math
@@ -28,16 +28,16 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
 
 
 def gemma_to_ours(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gemma's gain is 1 + w, and √d is folded into the embedding, which the head then no longer is."""
+    """Gemma's gain is 1 + w. √d is folded into the embedding, so the head is no longer tied to it."""
     gains = {name: 1 + weight for name, weight in state.items() if weight.ndim == 1}
     return state | gains | {"model.embed_tokens.weight": state["model.embed_tokens.weight"] * 64**0.5}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One of their models, with what makes it comparable, and what it is here."""
+    """A model of transformers, and the config values that make it and our model equivalent."""
 
-    model: str  # in `transformers`: {model}ForCausalLM, {model}Config
+    model: str  # classes in transformers: {model}ForCausalLM, {model}Config
     theirs: dict[str, Any]
     ours: dict[str, Any]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
@@ -62,7 +62,7 @@ PAIRS = [
 
 
 def their_model(pair: Pair) -> Any:
-    """One with weights so large that attention is sharp, gains far from one, and logits of about 1."""
+    """A model with random weights: sharp attention, gains far from 1, and logits of about 1."""
     config = getattr(transformers, f"{pair.model}Config")(**THEIR_SIZES | {"rope_parameters": ROPE} | pair.theirs)
     model = getattr(transformers, f"{pair.model}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(1)
@@ -72,8 +72,8 @@ def their_model(pair: Pair) -> Any:
             if weight.ndim == 2:
                 weight.copy_(noise / math.sqrt(weight.shape[-1]))
             else:
-                centre = 0 if name.endswith("bias") or pair.model.startswith("Gemma") else 1
-                weight.copy_(centre + 0.3 * noise)
+                center = 0 if name.endswith("bias") or pair.model.startswith("Gemma") else 1
+                weight.copy_(center + 0.3 * noise)
     return model
 
 
@@ -88,16 +88,16 @@ TOKENS = torch.randint(0, 89, (32, 48), generator=torch.Generator().manual_seed(
 
 
 @torch.no_grad()
-def differences(pair: Pair) -> tuple[float, float, float]:
-    """Of the logits: largest difference in fp32, and in bf16 the RMS errors of ours and of theirs.
+def logit_errors(pair: Pair) -> tuple[float, float, float]:
+    """Errors of the logits: the largest difference in fp32, and in bf16 the RMS error of our model and of theirs.
 
-    In bf16 the matrices and the streams of both have 8 bits, their gains too and ours fp32 of the same value, and both
-    are held against a model of theirs with these very weights in float64.
+    In bf16 both models have bf16 matrices and a bf16 residual stream. Their gains are bf16, ours are the same values in
+    fp32. Both are compared with their model in float64 with the same bf16-rounded weights.
     """
     theirs = their_model(pair)
     ours = our_model(pair, theirs.state_dict())
     fp32 = float((ours(TOKENS) - theirs(TOKENS).logits).abs().max())
-    for weight in theirs.parameters():  # not `theirs.bfloat16()`, which would round the rotary frequencies as well
+    for weight in theirs.parameters():  # not `theirs.bfloat16()`, which would round the RoPE frequencies too
         weight.data = weight.bfloat16()
     exact = their_model(pair).double()
     exact.load_state_dict(theirs.state_dict())
@@ -105,28 +105,28 @@ def differences(pair: Pair) -> tuple[float, float, float]:
     for weight in ours.parameters():
         if weight.ndim == 2:
             weight.data = weight.bfloat16()
-    in_bf16 = (ours(TOKENS), theirs(TOKENS).logits)
-    assert all(logits.dtype == torch.bfloat16 for logits in in_bf16)
-    ours_bf16, theirs_bf16 = (float((logits - exact(TOKENS).logits).square().mean().sqrt()) for logits in in_bf16)
+    bf16_logits = (ours(TOKENS), theirs(TOKENS).logits)
+    assert all(logits.dtype == torch.bfloat16 for logits in bf16_logits)
+    ours_bf16, theirs_bf16 = (float((logits - exact(TOKENS).logits).square().mean().sqrt()) for logits in bf16_logits)
     return fp32, ours_bf16, theirs_bf16
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, tuple[float, float, float]]:
-    table = {pair.model: differences(pair) for pair in PAIRS}
-    print("\n\n| model | fp32: largest difference of a logit | bf16: our RMS error | bf16: theirs |\n|---|---|---|---|")
+def errors() -> dict[str, tuple[float, float, float]]:
+    table = {pair.model: logit_errors(pair) for pair in PAIRS}
+    print("\n\n| model | fp32 max error | bf16 RMS error, ours | bf16 RMS error, theirs |\n|---|---|---|---|")
     for model, (fp32, ours, theirs) in table.items():
         print(f"| {model} | {fp32:.1e} | {ours:.2e} | {theirs:.2e} |")
     return table
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.model)
-def test_logits_agree(pair, measured):
-    fp32, ours, theirs = measured[pair.model]
+def test_logits_match_transformers(pair, errors):
+    fp32, ours, theirs = errors[pair.model]
     assert fp32 <= 1e-5
     assert ours <= theirs
 
 
-def test_a_placement_that_hugging_face_has_not_is_refused():
+def test_placement_without_hugging_face_names_is_refused():
     with pytest.raises(ValueError, match="no names for --placement post; pre, reordered, sandwich have"):
         from_hugging_face({}, ModelConfig(placement="post"))

@@ -1,4 +1,4 @@
-"""The training command: that it learns, goes on where it stopped, and says what is wrong."""
+"""train.py: learning, resuming, signals, and errors for invalid input."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer b
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Sentences of a tiny language: enough structure that a model which learns at all gets far below chance."""
+    """Sentences of ten words: simple enough that any model that learns gets far below chance."""
     draw = random.Random(0)
     words = ["the", "cat", "dog", "sees", "hears", "a", "bird", "and", "sings", "sleeps"]
     lines = (" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(1500))
@@ -42,7 +42,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def command(text: Path, tmp_path: Path):
-    """Run `train.py` in this process on that text; further flags as one string."""
+    """Run train.py on `text` in this process, with additional flags in one string."""
 
     def run(flags: str, out: str = "run") -> Path:
         common = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / out}"
@@ -52,17 +52,17 @@ def command(text: Path, tmp_path: Path):
     return run
 
 
-def rows(run: Path) -> list[dict]:
+def read_metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def rows_whole(run: Path) -> list[dict]:
-    """Those rows of the log that end in a line end."""
+def read_complete_metrics(run: Path) -> list[dict]:
+    """The same, without an incomplete last line."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
 
 
 def fingerprint(run: Path) -> list[str]:
-    """SHA-256 of weights and of optimizer state after the last step."""
+    """SHA-256 of the weights and the optimizer state in the last checkpoint."""
     last = find_checkpoint(str(run))
     names = ("model.safetensors", "optimizer.safetensors")
     return [hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names]
@@ -71,14 +71,14 @@ def fingerprint(run: Path) -> list[str]:
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_learns_and_leaves_what_it_promises(command, capsys):
+def test_run_learns_and_writes_all_files(command, capsys):
     run = command("--steps 60 --lr 0.01 --eval-every 30 --save-every 30")
-    evaluations = [row for row in rows(run) if "val_bpb" in row]
+    evaluations = [row for row in read_metrics(run) if "val_bpb" in row]
     assert [row["step"] for row in evaluations] == [30, 60]
-    # Ten words of equal chance cost log2(10) = 3.3 bits per word of about 4.9 bytes: the floor is near 0.7 bits a byte.
+    # Ten equally likely words: log2(10) = 3.3 bits per word of about 4.9 bytes. The minimum is about 0.7 bits per byte.
     assert 0.6 < evaluations[-1]["val_bpb"] < 2.5
     assert evaluations[-1]["val_loss"] == pytest.approx(evaluations[-1]["val_bpb"] * math.log(2), rel=1e-2)
-    training = [row for row in rows(run) if "train_loss" in row]
+    training = [row for row in read_metrics(run) if "train_loss" in row]
     assert training[0].keys() == {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
     assert training[-1]["tokens"] == 60 * 8 * 32
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000030", "step-000060"]
@@ -87,102 +87,102 @@ def test_a_run_learns_and_leaves_what_it_promises(command, capsys):
     assert "gzip -9 needs" in capsys.readouterr().out
 
 
-def test_bits_per_byte_are_those_of_the_probabilities(command):
-    """val_bpb against a sum over one window after the other, in float64, straight from the logits."""
+def test_val_bpb_matches_float64_log_probabilities(command):
+    """val_bpb against a float64 sum over the windows, computed from the logits."""
     run = command("--steps 3")
     flags = train.parse(["--eval-only", "--out", str(run)])
-    settled = train.resolve_run(flags)
-    model, _ = train.load_model(find_checkpoint(str(run)), settled.device)
-    ids = torch.from_numpy(settled.data.val.tokens.astype("int64"))
+    run_settings = train.resolve_run(flags)
+    model, _ = train.load_model(find_checkpoint(str(run)), run_settings.device)
+    ids = torch.from_numpy(run_settings.data.val.tokens.astype("int64"))
     nats = 0.0
     for start in range(0, len(ids) - 1, 32):
         window = ids[start : start + 33]
         log_probabilities = model(window[None, :-1])[0].detach().double().log_softmax(-1)
         nats -= float(log_probabilities.gather(1, window[1:, None]).sum())
-    spelled = sum(1 for token in ids[1:].tolist() if token < 256)  # end-of-document tokens have no bytes
-    assert rows(run)[-1]["val_bpb"] == pytest.approx(nats / math.log(2) / spelled, rel=1e-6)
+    byte_count = sum(1 for token in ids[1:].tolist() if token < 256)  # end-of-document tokens have no bytes
+    assert read_metrics(run)[-1]["val_bpb"] == pytest.approx(nats / math.log(2) / byte_count, rel=1e-6)
 
 
-def test_accumulated_micro_batches_are_the_whole_batch(command):
-    exactly = "--steps 5 --clip 0 --optimizer adamw"  # where Muon rounds to bfloat16 on the way
-    whole, parts = command(exactly, "whole"), command(f"{exactly} --micro-batch-size 2", "parts")
-    for there, here in zip(rows(whole), rows(parts), strict=True):
-        for name in there.keys() & {"train_loss", "grad_norm", "val_loss"}:
-            assert there[name] == pytest.approx(here[name], rel=1e-4)
+def test_gradient_accumulation_matches_the_whole_batch(command):
+    flags = "--steps 5 --clip 0 --optimizer adamw"  # Muon would round to bfloat16
+    whole, parts = command(flags, "whole"), command(f"{flags} --micro-batch-size 2", "parts")
+    for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
+        for name in expected.keys() & {"train_loss", "grad_norm", "val_loss"}:
+            assert expected[name] == pytest.approx(actual[name], rel=1e-4)
 
 
-def test_muon_takes_the_mean_over_micro_batches(command):
-    """As above, but only nearly, as it rounds to bfloat16: without the mean, gradients would be four times as large."""
+def test_muon_averages_over_micro_batches(command):
+    """As above, with a tolerance for Muon's bfloat16. Without the mean, gradients would be four times as large."""
     whole, parts = command("--steps 5 --clip 0", "whole"), command("--steps 5 --clip 0 --micro-batch-size 2", "parts")
-    for there, here in zip(rows(whole), rows(parts), strict=True):
-        for name in there.keys() & {"train_loss", "grad_norm", "val_loss"}:
-            assert there[name] == pytest.approx(here[name], rel=1e-2)
+    for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
+        for name in expected.keys() & {"train_loss", "grad_norm", "val_loss"}:
+            assert expected[name] == pytest.approx(actual[name], rel=1e-2)
 
 
-def test_a_loss_does_not_depend_on_how_much_is_evaluated_at_once(command, monkeypatch):
+def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
     run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
-    model, found = train.load_model(find_checkpoint(str(run.folder)), run.device)[0], []
-    for at_once in (1, 96, 1 << 12):
-        monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", at_once)
-        found.append(train.evaluate(model, run))
-    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
+    model, losses = train.load_model(find_checkpoint(str(run.folder)), run.device)[0], []
+    for batch_tokens in (1, 96, 1 << 12):
+        monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
+        losses.append(train.evaluate(model, run))
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
-SENSIBLE = [
+VALID_CELLS = [
     (kind, name) for kind in sorted(KINDS) for name in PLACEMENTS if PLACEMENTS[name].bare or not TRAITS[kind].identity
 ]
-ARMS = [(kind, name) for kind, name in SENSIBLE if kind == "rmsnorm" or name == "pre"]
+ARMS = [(kind, name) for kind, name in VALID_CELLS if kind == "rmsnorm" or name == "pre"]
 
 
 @pytest.mark.parametrize("kind, placement", ARMS)
-def test_every_kind_and_every_placement_trains(kind, placement, command):
+def test_every_norm_and_every_placement_trains(kind, placement, command):
     run = command(f"--norm {kind} --placement {placement} --steps 50 --lr 0.003")
-    losses = [row["train_loss"] for row in rows(run) if "train_loss" in row]
+    losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
     assert losses[-1] < losses[0] < 1.2 * math.log(257)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
-@pytest.mark.parametrize("kind, placement", SENSIBLE)
-def test_every_sensible_cell_trains(kind, placement, qk_norm, command):
+@pytest.mark.parametrize("kind, placement", VALID_CELLS)
+def test_every_valid_cell_trains(kind, placement, qk_norm, command):
     run = command(f"--norm {kind} --placement {placement} --qk-norm {qk_norm} --steps 20 --lr 0.003")
-    losses = [row["train_loss"] for row in rows(run) if "train_loss" in row]
+    losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
-def test_arms_start_alike_and_see_the_same_batches(command, monkeypatch):
-    """Whatever the norm and the placement: the same matrices but for gains by placement, the same tokens by hash."""
-    draws, batches = [], set()
+def test_arms_have_the_same_initial_weights_and_batches(command, monkeypatch):
+    """All norms and placements get the same tokens, and the same matrices up to the init gain of the placement."""
+    initial_weights, batches = [], set()
     accumulate, loss = train.Trainer.accumulate_gradients, Llama.loss
     seen: list[str] = []
 
-    def watch_draws(trainer):
+    def record_weights(trainer):
         if trainer.step == 0:
             gain = PLACEMENTS[trainer.model.config.placement].init_gain
-            draws.append(
+            initial_weights.append(
                 {name: weight.detach() / gain(role, 2) for role, name, weight in weights_by_role(trainer.model)}
             )
         return accumulate(trainer)
 
-    def watch_batches(model, tokens, targets):
+    def record_batch(model, tokens, targets):
         if model.training:
             seen.append(hashlib.sha256(tokens.numpy().tobytes() + targets.numpy().tobytes()).hexdigest())
         return loss(model, tokens, targets)
 
-    monkeypatch.setattr(train.Trainer, "accumulate_gradients", watch_draws)
-    monkeypatch.setattr(Llama, "loss", watch_batches)
+    monkeypatch.setattr(train.Trainer, "accumulate_gradients", record_weights)
+    monkeypatch.setattr(Llama, "loss", record_batch)
     for kind, placement in ARMS:
         seen = []
         flags = f"--norm {kind} --placement {placement} --init normal --no-depth-scaled-init --steps 4 --seed 5"
-        command(flags, f"{kind}-{placement}-{len(draws)}")
+        command(flags, f"{kind}-{placement}-{len(initial_weights)}")
         batches.add(tuple(seen))
     assert len(batches) == 1
-    assert len(set(batches.pop())) == 4  # each step has a batch of its own
-    for drawn in draws[1:]:  # to a rounding, where a gain went on and off
-        torch.testing.assert_close(drawn, draws[0], rtol=3e-7, atol=0)
+    assert len(set(batches.pop())) == 4  # each step has a different batch
+    for weights in initial_weights[1:]:  # up to rounding, where a gain was multiplied and divided
+        torch.testing.assert_close(weights, initial_weights[0], rtol=3e-7, atol=0)
 
 
-def test_a_norm_registered_on_the_fly_can_be_trained_with(command):
+def test_norm_registered_at_runtime_can_be_trained(command):
     @register("median_absolute")
     class MedianAbsolute(nn.Module):
         def __init__(self, dim: int, eps: float = 1e-6):
@@ -195,7 +195,7 @@ def test_a_norm_registered_on_the_fly_can_be_trained_with(command):
     try:
         run = command("--norm median_absolute --norm-arg eps=1e-3 --steps 20 --lr 0.003")
         assert json.loads((run / "run.json").read_text())["model"]["norm_args"] == {"eps": 1e-3}
-        losses = [row["train_loss"] for row in rows(run) if "train_loss" in row]
+        losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
         assert losses[-1] < losses[0]
     finally:
         del KINDS["median_absolute"], TRAITS["median_absolute"]
@@ -204,10 +204,11 @@ def test_a_norm_registered_on_the_fly_can_be_trained_with(command):
 @pytest.mark.parametrize(
     "flags", ["--optimizer muon", "--dtype float16", "--dtype bfloat16", "--no-tie-embeddings --dropout 0.1"]
 )
-def test_other_ways_to_train_learn_too(flags, command):
+def test_training_options_learn(flags, command):
     if "bfloat16" in flags and not has_bfloat16(torch.device("cpu")):
         pytest.skip("this processor does not compute in bfloat16")
-    losses = [row["train_loss"] for row in rows(command(f"--steps 40 --lr 0.005 {flags}")) if "train_loss" in row]
+    run = command(f"--steps 40 --lr 0.005 {flags}")
+    losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
     assert losses[-1] < losses[0] - 1
 
 
@@ -215,7 +216,7 @@ def test_other_ways_to_train_learn_too(flags, command):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_only_the_matrices_of_the_blocks_decay(optimizer):
+def test_only_block_matrices_have_weight_decay(optimizer):
     model = Llama(ModelConfig(dim=32, heads=2, norm="layernorm", tie_embeddings=False))
     names = {id(weight): name for name, weight in model.named_parameters()}
     decays = {
@@ -229,32 +230,32 @@ def test_only_the_matrices_of_the_blocks_decay(optimizer):
         assert decay == (0.3 if "_proj" in name else 0.0), name
 
 
-def test_each_step_takes_the_rate_of_the_schedule(command, monkeypatch):
-    """Read off the optimizer after each step, beside what the log says."""
+def test_each_step_uses_the_learning_rate_of_the_schedule(command, monkeypatch):
+    """Compare the schedule with the optimizer after each step and with the logged rates."""
     rates, update = [], train.Trainer.update
 
-    def update_and_look(trainer, rate):
+    def update_and_record(trainer, rate):
         update(trainer, rate)
         rates.append([group["lr"] for each in trainer.optimizers for group in each.param_groups])
 
-    monkeypatch.setattr(train.Trainer, "update", update_and_look)
+    monkeypatch.setattr(train.Trainer, "update", update_and_record)
     run = command("--steps 20 --warmup 5 --lr 0.01 --optimizer muon")
     config = TrainConfig(steps=20, warmup=5, lr=0.01)
     assert rates == [[learning_rate(config, step), 2 * learning_rate(config, step)] for step in range(20)]
-    assert [row["lr"] for row in rows(run) if "lr" in row] == [learning_rate(config, step) for step in (9, 19)]
+    assert [row["lr"] for row in read_metrics(run) if "lr" in row] == [learning_rate(config, step) for step in (9, 19)]
 
 
-def test_the_first_update_is_adams(command):
-    """After one step of Adam from rest every gain has moved by the learning rate: 1 ± lr, less eps."""
+def test_first_adamw_update_is_the_learning_rate(command):
+    """The first AdamW step changes every gain from 1 to 1 ± lr, up to eps."""
     run = command("--steps 1 --warmup 0 --lr 0.005 --optimizer adamw")
     model, _ = train.load_model(find_checkpoint(str(run)), "cpu")
     gains = torch.cat([weight.detach() for weight in model.parameters() if weight.ndim == 1])
-    moved = (gains - 1).abs()
-    assert moved.max() < 0.00501 and moved.median() > 0.0049
+    change = (gains - 1).abs()
+    assert change.max() < 0.00501 and change.median() > 0.0049
 
 
-def test_muon_s_update_has_the_size_of_adam_s(command):
-    """match_rms_adamw: 0.2 · lr in root mean square, whatever the shape, give or take what five iterations leave."""
+def test_muon_update_has_the_rms_of_adamw(command):
+    """As with match_rms_adamw, the RMS is 0.2 · lr for every shape, up to the error of Newton-Schulz."""
     run = command("--steps 1 --warmup 0 --lr 0.005 --weight-decay 0 --optimizer muon")
     after, _ = train.load_model(find_checkpoint(str(run)), "cpu")
     before = Llama(after.config, seed=0)
@@ -265,24 +266,24 @@ def test_muon_s_update_has_the_size_of_adam_s(command):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products_are_of_the_dtype_and_the_stream_is_not(dtype, command, monkeypatch):
+def test_matmuls_use_the_dtype_and_the_residual_stream_is_fp32(dtype, command, monkeypatch):
     if dtype == "bfloat16" and not has_bfloat16(torch.device("cpu")):
         pytest.skip("this processor does not compute in bfloat16")
     seen = set()
     accumulate = train.Trainer.accumulate_gradients
 
-    def watch(trainer):
+    def register_hooks(trainer):
         block = trainer.model.layers[0]
         block.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.add(("product", output.dtype)))
         block.register_forward_hook(lambda module, inputs, output: seen.add(("stream", output.dtype)))
         return accumulate(trainer)
 
-    monkeypatch.setattr(train.Trainer, "accumulate_gradients", watch)
+    monkeypatch.setattr(train.Trainer, "accumulate_gradients", register_hooks)
     command(f"--steps 1 --dtype {dtype}")
     assert seen == {("product", getattr(torch, dtype)), ("stream", torch.float32)}
 
 
-def test_schedules():
+def test_learning_rate_schedules():
     cosine = TrainConfig(schedule="cosine", steps=100, warmup=10, lr=1.0)
     assert [learning_rate(cosine, step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
     assert learning_rate(cosine, 55) == pytest.approx(0.5)
@@ -295,13 +296,13 @@ def test_schedules():
     assert {learning_rate(constant, step) for step in range(100)} == {1.0}
 
 
-# --- stopping and going on -------------------------------------------------------------------------------------------
+# --- stopping and resuming -------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_ends_with_the_same_bits(command, monkeypatch):
-    """Stopped by a real SIGTERM at five random steps, each time with dropout and an optimizer's momentum under way."""
+def test_resumed_run_is_bit_identical(command, monkeypatch):
+    """The run is stopped by SIGTERM at five random steps, with dropout and optimizer momentum."""
     flags = "--steps 60 --dropout 0.1 --micro-batch-size 4 --eval-every 25 --save-every 60"
-    straight = command(flags, "straight")
+    uninterrupted = command(flags, "uninterrupted")
     update, stops = train.Trainer.update, sorted(random.Random(1).sample(range(1, 60), 5))
 
     def update_and_stop(trainer, rate):
@@ -311,62 +312,63 @@ def test_a_resumed_run_ends_with_the_same_bits(command, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(train.Trainer, "update", update_and_stop)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as excinfo:
         command(flags, "stopped")
     while stops:
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(SystemExit) as excinfo:
             command("--resume", "stopped")
-        assert stopped.value.code == 128 + signal.SIGTERM
+        assert excinfo.value.code == 128 + signal.SIGTERM
     resumed = command("--resume", "stopped")
-    assert fingerprint(resumed) == fingerprint(straight)
-    evaluations = [[row for row in rows(run) if "val_bpb" in row] for run in (straight, resumed)]
+    assert fingerprint(resumed) == fingerprint(uninterrupted)
+    evaluations = [[row for row in read_metrics(run) if "val_bpb" in row] for run in (uninterrupted, resumed)]
     assert evaluations[0] == evaluations[1]
-    steps = [row["step"] for row in rows(resumed) if "train_loss" in row]
+    steps = [row["step"] for row in read_metrics(resumed) if "train_loss" in row]
     assert steps == sorted(set(steps))
 
 
 @pytest.mark.parametrize("flags", ["--optimizer muon", "--norm batchnorm --placement post --dtype float16"])
-def test_resuming_keeps_every_kind_of_state(flags, command):
-    straight = command(f"--steps 12 --schedule constant {flags}", "straight")
+def test_resuming_restores_all_state(flags, command):
+    uninterrupted = command(f"--steps 12 --schedule constant {flags}", "uninterrupted")
     command(f"--steps 5 --schedule constant {flags}", "stopped")
-    assert fingerprint(command(f"--resume --steps 12 {flags}", "stopped")) == fingerprint(straight)
+    assert fingerprint(command(f"--resume --steps 12 {flags}", "stopped")) == fingerprint(uninterrupted)
 
 
-def test_resuming_keeps_the_scale_of_float16(command, monkeypatch):
-    """A scale that overflows at first, so that what the scaler has learnt matters; it skips both optimizers alike."""
+def test_resuming_restores_the_float16_loss_scale(command, monkeypatch):
+    """The initial scale overflows, so the scaler's state matters. Skipped steps skip both optimizers."""
     init = train.GradScaler.__init__
     monkeypatch.setattr(
         train.GradScaler, "__init__", lambda scaler, device, enabled: init(scaler, device, 2.0**40, enabled=enabled)
     )
     flags = "--steps 40 --dtype float16 --optimizer muon --clip 0 --schedule constant"
-    straight = command(flags, "straight")
+    uninterrupted = command(flags, "uninterrupted")
     command(flags.replace("40", "12"), "stopped")
     resumed = command(f"--resume {flags}", "stopped")
-    assert fingerprint(resumed) == fingerprint(straight)
-    training = [row for row in rows(straight) if "train_loss" in row]
+    assert fingerprint(resumed) == fingerprint(uninterrupted)
+    training = [row for row in read_metrics(uninterrupted) if "train_loss" in row]
     assert training[0]["grad_norm"] is None and training[-1]["grad_norm"] is not None
     assert training[-1]["train_loss"] < training[0]["train_loss"]
 
 
-def test_what_was_logged_after_the_checkpoint_is_logged_anew(command):
-    """As after a power cut between two checkpoints."""
-    straight = command("--steps 30 --save-every 10 --eval-every 10 --keep 3", "straight")
-    samples = (straight / "samples.txt").read_text()
-    shutil.rmtree(straight / "checkpoints/step-000030")
-    shutil.rmtree(straight / "checkpoints/step-000020")
-    with open(straight / "metrics.jsonl", "a") as file:
+def test_resuming_rewrites_the_log_after_the_checkpoint(command):
+    """As after a power failure between two checkpoints."""
+    uninterrupted = command("--steps 30 --save-every 10 --eval-every 10 --keep 3", "uninterrupted")
+    samples = (uninterrupted / "samples.txt").read_text()
+    shutil.rmtree(uninterrupted / "checkpoints/step-000030")
+    shutil.rmtree(uninterrupted / "checkpoints/step-000020")
+    with open(uninterrupted / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "train_l')
-    losses = [row for row in rows_whole(straight) if "val_loss" in row]
-    resumed = command("--resume", "straight")
-    assert [row for row in rows(resumed) if "val_loss" in row] == losses
-    assert [row["step"] for row in rows(resumed) if "train_loss" in row] == [10, 20, 30]
+    losses = [row for row in read_complete_metrics(uninterrupted) if "val_loss" in row]
+    resumed = command("--resume", "uninterrupted")
+    assert [row for row in read_metrics(resumed) if "val_loss" in row] == losses
+    assert [row["step"] for row in read_metrics(resumed) if "train_loss" in row] == [10, 20, 30]
     assert (resumed / "samples.txt").read_text() == samples
 
 
 def test_samples_are_utf8_in_every_locale(tmp_path):
-    """Python's default encoding follows the locale; text that a model writes does not fit into ASCII."""
+    """Python's default encoding depends on the locale, and generated text is not always ASCII."""
     script = (
-        "import sys; from pathlib import Path; from runtime.run_dir import Log; log = Log(Path(sys.argv[1]), 0, lambda row: None); "
+        "import sys; from pathlib import Path; from runtime.run_dir import Log; "
+        "log = Log(Path(sys.argv[1]), 0, lambda row: None); "
         "log.add_sample(3, chr(0x1F642)); log.add_sample(7, 'x'); Log(Path(sys.argv[1]), 5, lambda row: None)"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -374,12 +376,12 @@ def test_samples_are_utf8_in_every_locale(tmp_path):
     assert (tmp_path / "samples.txt").read_text("utf-8") == f"----- step 3 -----\n{chr(0x1F642)}\n"
 
 
-def test_only_so_many_checkpoints_are_kept(command):
+def test_keep_limits_the_number_of_checkpoints(command):
     run = command("--steps 8 --save-every 2 --keep 3")
     assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["4", "6", "8"]
 
 
-def test_evaluation_drops_nothing_and_repeats_itself(command):
+def test_evaluation_is_deterministic_and_without_dropout(command):
     run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
     model, _ = train.load_model(find_checkpoint(str(run.folder)), run.device)
     state = torch.get_rng_state()
@@ -388,7 +390,7 @@ def test_evaluation_drops_nothing_and_repeats_itself(command):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_resuming_a_finished_run_says_so(command, capsys):
+def test_resuming_a_finished_run_changes_nothing(command, capsys):
     run = command("--steps 5")
     before = fingerprint(run)
     command("--resume")
@@ -396,14 +398,14 @@ def test_resuming_a_finished_run_says_so(command, capsys):
     assert fingerprint(run) == before
 
 
-def test_evaluation_of_a_checkpoint_repeats_the_run_s_own(command, capsys):
+def test_eval_only_reproduces_val_bpb(command, capsys):
     run = command("--steps 5")
     command("--eval-only")
-    assert f"val_bpb {rows(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
+    assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_first(number, code, command, monkeypatch, capsys, tmp_path):
+def test_signal_saves_a_checkpoint(number, code, command, monkeypatch, capsys, tmp_path):
     update = train.Trainer.update
 
     def update_and_stop(trainer, rate):
@@ -412,67 +414,67 @@ def test_a_signal_saves_first(number, code, command, monkeypatch, capsys, tmp_pa
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(train.Trainer, "update", update_and_stop)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 50")
-    assert stopped.value.code == code
+    assert excinfo.value.code == code
     assert find_checkpoint(str(tmp_path / "run")).name == "step-000004"
     assert capsys.readouterr().err.count("--resume") == 1
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing_bad(command, capsys, tmp_path):
-    with pytest.raises(SystemExit) as ended:
+def test_non_finite_loss_stops_the_run_and_is_not_saved(command, capsys, tmp_path):
+    with pytest.raises(SystemExit) as excinfo:
         command("--norm none --lr 1e9 --clip 0 --warmup 0 --steps 200 --save-every 1 --keep 300")
-    assert ended.value.code == 5
-    bad = [row["step"] for row in rows(tmp_path / "run") if row.get("not_finite")]
+    assert excinfo.value.code == 5
+    bad = [row["step"] for row in read_metrics(tmp_path / "run") if row.get("not_finite")]
     assert len(bad) == 1 and f"at step {bad[0]}" in capsys.readouterr().err
     kept = [train.load_model(path, "cpu")[0] for path in (tmp_path / "run/checkpoints").iterdir()]
-    assert len(kept) == bad[0] - 1  # every step before it, and none from it on
+    assert len(kept) == bad[0] - 1  # a checkpoint of every step before it and none after
     assert all(weight.isfinite().all() for model in kept for weight in model.parameters())
 
 
 @pytest.mark.parametrize("flags", ["--eval-every 1 --norm none --lr 3e4", "--lr 1e39 --save-every 1 --eval-every 50"])
-def test_divergence_that_an_evaluation_or_a_save_sees_first(flags, command, tmp_path):
-    with pytest.raises(SystemExit) as ended:
+def test_divergence_found_by_evaluation_or_saving(flags, command, tmp_path):
+    with pytest.raises(SystemExit) as excinfo:
         command(f"--steps 40 --warmup 0 --clip 0 --optimizer adamw {flags}")
-    assert ended.value.code == 5
-    assert [set(row) for row in rows(tmp_path / "run") if "not_finite" in row] == [{"step", "not_finite"}]
+    assert excinfo.value.code == 5
+    assert [set(row) for row in read_metrics(tmp_path / "run") if "not_finite" in row] == [{"step", "not_finite"}]
     for path in (tmp_path / "run").glob("checkpoints/*"):
         assert all(weight.isfinite().all() for weight in train.load_model(path, "cpu")[0].parameters())
 
 
-def test_a_gradient_that_is_not_finite_counts(command, monkeypatch, tmp_path):
-    """The loss stays finite: the root of zero has an infinite slope."""
+def test_non_finite_gradient_stops_the_run(command, monkeypatch, tmp_path):
+    """The loss is finite, but the gradient of sqrt at 0 is infinite."""
     loss = Llama.loss
     monkeypatch.setattr(
         Llama, "loss", lambda model, *batch: loss(model, *batch) + (model.embed_tokens.weight[0, 0] * 0).sqrt()
     )
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 20")
-    assert ended.value.code == 5
-    assert {"step": 1, "not_finite": True} in rows(tmp_path / "run")
+    assert excinfo.value.code == 5
+    assert {"step": 1, "not_finite": True} in read_metrics(tmp_path / "run")
 
 
-def test_running_out_of_memory_names_the_knobs(command, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_out_of_memory_error_names_the_flags(command, capsys):
+    with pytest.raises(SystemExit) as excinfo:
         command("--hidden-dim 2000000000")
-    assert ended.value.code == 3
+    assert excinfo.value.code == 3
     assert "--micro-batch-size" in capsys.readouterr().err
 
 
-def test_a_folder_in_use_is_left_alone(command, capsys, tmp_path):
+def test_locked_run_is_not_changed(command, capsys, tmp_path):
     run = command("--steps 5")
     before = fingerprint(run)
-    with train.locked(run), pytest.raises(SystemExit) as ended:
+    with train.locked(run), pytest.raises(SystemExit) as excinfo:
         command("--resume --steps 10")
-    assert ended.value.code == 4
+    assert excinfo.value.code == 4
     assert "in use" in capsys.readouterr().err
     assert fingerprint(run) == before
 
 
-BAD_INPUT = {
+INVALID_FLAGS = {
     "--norm nope": "--norm: invalid choice",
     "--placement nope": "--placement: invalid choice",
     "--dim 30 --heads 4": "--dim 30 is not divisible by --heads 4",
@@ -502,42 +504,42 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize("flags, complaint", BAD_INPUT.items())
-def test_bad_input_is_one_line_and_exit_code_2(flags, complaint, command, capsys, tmp_path):
+@pytest.mark.parametrize("flags, message", INVALID_FLAGS.items())
+def test_invalid_input_is_one_line_with_exit_code_2(flags, message, command, capsys, tmp_path):
     if "cuda" in flags and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device here")
-    with pytest.raises(SystemExit) as ended:
+        pytest.skip("needs a machine without CUDA")
+    with pytest.raises(SystemExit) as excinfo:
         command(f"--steps 5 {flags}")
-    assert ended.value.code == 2
+    assert excinfo.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert complaint in lines[-1]
+    assert message in lines[-1]
     assert [line for line in lines if "error" in line] == lines[-1:]
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_another_model_names_what_differs(command, capsys):
+def test_resuming_another_model_lists_the_differences(command, capsys):
     command("--steps 5")
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as excinfo:
         command("--resume --norm layernorm --layers 3")
-    assert ended.value.code == 2
+    assert excinfo.value.code == 2
     assert "norm rmsnorm, not layernorm; layers 2, not 3" in capsys.readouterr().err
 
 
-def test_resuming_on_other_text_is_refused(command, capsys, text):
+def test_resuming_with_other_settings_or_text_is_refused(command, capsys, text):
     run = command("--steps 5")
-    for flags, complaint in {"--seed 3": "seed 0, not 3", "--batch-size 4": "batch_size 8, not 4"}.items():
-        with pytest.raises(SystemExit) as ended:
+    for flags, message in {"--seed 3": "seed 0, not 3", "--batch-size 4": "batch_size 8, not 4"}.items():
+        with pytest.raises(SystemExit) as excinfo:
             command(f"--resume {flags}")
-        assert ended.value.code == 2 and complaint in capsys.readouterr().err
+        assert excinfo.value.code == 2 and message in capsys.readouterr().err
     text.write_text(text.read_text() + "one more line\n")
     for flags in ("--resume", "--eval-only"):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as excinfo:
             train.main([flags, "--out", str(run)])
-        assert ended.value.code == 2 and "is not the same; has the text changed?" in capsys.readouterr().err
+        assert excinfo.value.code == 2 and "is not the same; has the text changed?" in capsys.readouterr().err
 
 
-def test_a_run_can_be_repeated_and_evaluated_from_its_description(command, capsys, tmp_path):
+def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path):
     first = command("--steps 5 --norm layernorm --norm-arg bias=false")
     train.main(["--config", str(first / "run.json"), "--out", str(tmp_path / "again")])
     assert fingerprint(first) == fingerprint(tmp_path / "again")
@@ -546,7 +548,7 @@ def test_a_run_can_be_repeated_and_evaluated_from_its_description(command, capsy
     assert str(first) in capsys.readouterr().out
 
 
-def test_runs_without_a_folder_get_one_each(text, tmp_path, monkeypatch):
+def test_default_run_folders_are_numbered(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         train.main(f"{SIZES} --data {text} --steps 2".split())
@@ -554,66 +556,66 @@ def test_runs_without_a_folder_get_one_each(text, tmp_path, monkeypatch):
     train.main(["--eval-only"])
 
 
-def test_a_folder_that_holds_something_else_is_not_touched(command, capsys, tmp_path):
+def test_out_folder_that_is_not_empty_is_refused(command, capsys, tmp_path):
     command("--steps 5")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 5")
-    assert ended.value.code == 2 and "already holds a run" in capsys.readouterr().err
-    (tmp_path / "letters").mkdir()
-    (tmp_path / "letters/dear.txt").write_text("dear")
-    with pytest.raises(SystemExit) as ended:
-        command("--steps 5", "letters")
-    assert ended.value.code == 2 and "is not empty" in capsys.readouterr().err
+    assert excinfo.value.code == 2 and "already holds a run" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("notes")
+    with pytest.raises(SystemExit) as excinfo:
+        command("--steps 5", "other")
+    assert excinfo.value.code == 2 and "is not empty" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_tracker_that_is_not_installed_is_named(command, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_missing_wandb_is_refused(command, capsys):
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 5 --log wandb")
-    assert ended.value.code == 2 and "pip install wandb" in capsys.readouterr().err
+    assert excinfo.value.code == 2 and "pip install wandb" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="everything is writable for root")
-def test_an_unwritable_folder_is_refused(command, capsys, tmp_path):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_unwritable_out_folder_is_refused(command, capsys, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 5", "closed/run")
-    assert ended.value.code == 2 and "no permission" in capsys.readouterr().err
+    assert excinfo.value.code == 2 and "no permission" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["text.txt", "text.txt/run", "/proc/nothing/run"])
-def test_a_folder_that_cannot_be_made_is_refused(out, command, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_out_folder_that_cannot_be_created_is_refused(out, command, capsys):
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 5", out)
-    assert ended.value.code == 2 and out in capsys.readouterr().err.splitlines()[-1]
+    assert excinfo.value.code == 2 and out in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_bfloat16_is_refused_where_the_processor_lacks_it(text, tmp_path):
-    """oneDNN is told to leave AVX-512 alone, as on an older processor."""
+def test_bfloat16_without_cpu_support_is_refused(text, tmp_path):
+    """ONEDNN_MAX_CPU_ISA hides AVX-512, as on an older processor."""
     flags = f"{SIZES} --dtype bfloat16 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}".split()
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, ROOT / "train.py", *flags],
         env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 2
-    assert "--dtype bfloat16" in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert result.returncode == 2
+    assert "--dtype bfloat16" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_a_run_of_an_earlier_version_is_not_gone_on_with_in_another_way(command, capsys):
+def test_resuming_a_run_of_an_earlier_version_is_refused(command, capsys):
     run = command("--steps 2")
     description = json.loads((run / "run.json").read_text())
-    del description["training"]["fast"]  # which came with other defaults
+    del description["training"]["fast"]  # added by a later version
     (run / "run.json").write_text(json.dumps(description))
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 4 --resume")
-    assert exit.value.code == 2
+    assert excinfo.value.code == 2
     assert "earlier version" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_statistics_cannot_be_computed_again_while_compiled(command, capsys):
-    with pytest.raises(SystemExit) as exit:
+def test_batchnorm_with_recompute_and_compile_is_refused(command, capsys):
+    with pytest.raises(SystemExit) as excinfo:
         command("--steps 2 --norm batchnorm --recompute --compile")
-    assert exit.value.code == 2
+    assert excinfo.value.code == 2
     assert "--recompute and --compile" in capsys.readouterr().err.splitlines()[-1]

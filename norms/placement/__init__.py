@@ -6,6 +6,7 @@ placement.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,7 +48,7 @@ class Placement:
 
     residual: Callable[[Site], nn.Module]
     finish: Callable[[MakeNorm], nn.Module] = final_norm  # builds the module between the stream and the head
-    start: Callable[[Tensor], object] = same  # turns the embedding into the stream, or the pair of streams
+    start: Callable[[Tensor], Any] = same  # turns the embedding into the stream, or the pair of streams
     init: str = "normal"  # the default of --init
     init_gain: Callable[[str, int], float] = no_gain  # scales the draw of a weight by role (see model.ROLES) and depth
     depth_scaled: bool = True  # whether --depth-scaled-init applies

@@ -25,15 +25,15 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     """LayerNorm's bound, with the statistics of each feature."""
     mean, variance = statistics(x, state)
     std = (variance + norm_args.get("eps", 1e-5)).sqrt()
-    normalised = ((x - mean) / std).abs()
-    return 2 * eps * (1 + mean.abs() / std) * ((1 + normalised) * state["weight"].abs() + state["bias"].abs())
+    normalized = ((x - mean) / std).abs()
+    return 2 * eps * (1 + mean.abs() / std) * ((1 + normalized) * state["weight"].abs() + state["bias"].abs())
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3 + 1
 
 
-def pair(**norm_args) -> tuple[BatchNorm, torch.nn.BatchNorm1d]:
+def our_and_torch_norm(**norm_args) -> tuple[BatchNorm, torch.nn.BatchNorm1d]:
     """Our BatchNorm and torch's, with the same random gain and bias."""
     ours, theirs = BatchNorm(8, **norm_args).double(), torch.nn.BatchNorm1d(8, **norm_args).double()
     ours.weight.data, ours.bias.data = random(8, seed=1), random(8, seed=2)
@@ -41,18 +41,18 @@ def pair(**norm_args) -> tuple[BatchNorm, torch.nn.BatchNorm1d]:
     return ours, theirs
 
 
-def torch_order(x: Tensor) -> Tensor:
+def to_torch(x: Tensor) -> Tensor:
     """(B, T, D) ↔ (B, D, T)."""
     return x.transpose(1, 2)
 
 
 @pytest.mark.parametrize("norm_args", [{}, {"momentum": 0.3, "eps": 1e-2}, {"momentum": 1.0}], ids=str)
-def test_six_steps_and_an_evaluation_are_those_of_torch(norm_args):
-    ours, theirs = pair(**norm_args)
+def test_training_steps_and_evaluation_match_torch(norm_args):
+    ours, theirs = our_and_torch_norm(**norm_args)
     for step in range(6):
         x = random(4, 5, 8, seed=step) * (step + 1)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, expected = ours(a), torch_order(theirs(torch_order(b)))
+        y, expected = ours(a), to_torch(theirs(to_torch(b)))
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-13)
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-14, atol=1e-14)
@@ -62,12 +62,12 @@ def test_six_steps_and_an_evaluation_are_those_of_torch(norm_args):
         torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-13)
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     x = random(4, 5, 8, seed=50)
-    torch.testing.assert_close(ours.eval()(x), torch_order(theirs.eval()(torch_order(x))), rtol=0, atol=1e-13)
+    torch.testing.assert_close(ours.eval()(x), to_torch(theirs.eval()(to_torch(x))), rtol=0, atol=1e-13)
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, before[name]), f"{name} moved in evaluation"
 
 
-def test_running_statistics_move_by_momentum_towards_mean_and_unbiased_variance():
+def test_running_statistics_update_with_mean_and_unbiased_variance():
     norm, x = BatchNorm(8).double(), random(4, 5, 8)
     norm(x)
     tokens = x.view(20, 8)
@@ -76,20 +76,20 @@ def test_running_statistics_move_by_momentum_towards_mean_and_unbiased_variance(
     torch.testing.assert_close(norm.running_var, 0.9 * 1 + 0.1 * (tokens - mean).pow(2).sum(0) / 19)
 
 
-def test_running_statistics_are_no_part_of_the_graph():
+def test_running_statistics_do_not_require_grad():
     norm = BatchNorm(8)
     norm(random(4, 5, 8, dtype=torch.float32).requires_grad_())
     assert not norm.running_mean.requires_grad and not norm.running_var.requires_grad
 
 
-def test_running_statistics_of_bf16_activations_are_kept_in_fp32():
+def test_running_statistics_of_bf16_input_are_fp32():
     norm, x = BatchNorm(8), random(64, 64, 8).bfloat16()
     norm(x)
     assert norm.running_mean.dtype == torch.float32
     torch.testing.assert_close(norm.running_mean, 0.1 * x.double().mean((0, 1)).float(), rtol=1e-6, atol=1e-7)
 
 
-def test_in_training_the_past_knows_the_future():
+def test_training_leaks_future_tokens():
     """Changing the last token of one sequence changes the output at every earlier token of every sequence."""
     norm, x = BatchNorm(8), random(2, 6, 8, dtype=torch.float32)
     changed = x.clone()
@@ -102,7 +102,7 @@ def test_in_training_the_past_knows_the_future():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 8), (8,)])
-def test_one_token_is_too_few_to_train_on(shape):
+def test_training_on_one_token_is_refused(shape):
     norm = BatchNorm(8)
     with pytest.raises(ValueError, match="batch of one token"):
         norm(torch.ones(shape))
@@ -112,12 +112,12 @@ def test_one_token_is_too_few_to_train_on(shape):
 
 
 @pytest.mark.parametrize("momentum", [0.0, -0.1, 1.5, float("nan")])
-def test_a_momentum_out_of_range_is_refused(momentum):
+def test_momentum_out_of_range_is_refused(momentum):
     with pytest.raises(ValueError, match="momentum of batchnorm must be above 0 and at most 1"):
         BatchNorm(8, momentum=momentum)
 
 
-def test_start_values():
+def test_initial_values():
     norm = BatchNorm(3)
     start = {
         "weight": torch.ones(3),

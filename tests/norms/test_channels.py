@@ -15,38 +15,38 @@ def image() -> Tensor:
     return torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
 
 
-def randomised(norm: nn.Module) -> Any:
+def randomized(norm: nn.Module) -> Any:
     for seed, parameter in enumerate(norm.parameters()):
         parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     return norm.double()
 
 
-def standardised(values: Tensor, eps: float = 1e-5) -> Tensor:
+def standardized(values: Tensor, eps: float = 1e-5) -> Tensor:
     mean = values.sum() / values.numel()
     return (values - mean) / ((values - mean).pow(2).sum() / values.numel() + eps).sqrt()
 
 
-def test_layernorm_standardises_the_channels_of_each_pixel():
-    norm, x = randomised(ChannelsFirstLayerNorm(3)), image()
+def test_layernorm_normalizes_the_channels_of_each_pixel():
+    norm, x = randomized(ChannelsFirstLayerNorm(3)), image()
     y = norm(x)
     for b in range(2):
         for i in range(4):
             for j in range(5):
-                expected = standardised(x[b, :, i, j]) * norm.weight + norm.bias
+                expected = standardized(x[b, :, i, j]) * norm.weight + norm.bias
                 torch.testing.assert_close(y[b, :, i, j], expected, rtol=0, atol=1e-13)
 
 
-def test_instance_norm_standardises_the_pixels_of_each_channel():
-    norm, x = randomised(InstanceNorm(3)), image()
+def test_instance_norm_normalizes_the_pixels_of_each_channel():
+    norm, x = randomized(InstanceNorm(3)), image()
     y = norm(x)
     for b in range(2):
         for c in range(3):
-            expected = standardised(x[b, c]) * norm.weight[c] + norm.bias[c]
+            expected = standardized(x[b, c]) * norm.weight[c] + norm.bias[c]
             torch.testing.assert_close(y[b, c], expected, rtol=0, atol=1e-13)
 
 
-def test_instance_norm_is_torchs():
-    norm, x = randomised(InstanceNorm(3)), image().requires_grad_()
+def test_instance_norm_matches_torch():
+    norm, x = randomized(InstanceNorm(3)), image().requires_grad_()
     theirs = nn.InstanceNorm2d(3, affine=True).double()
     theirs.load_state_dict(norm.state_dict(), strict=True)
     torch.testing.assert_close(norm(x), theirs(x), rtol=0, atol=1e-13)
@@ -55,8 +55,8 @@ def test_instance_norm_is_torchs():
 
 
 @pytest.mark.parametrize("norm_class", NORMS)
-def test_derivatives_are_those_of_the_forward(norm_class):
-    norm, x = randomised(norm_class(3)), image().requires_grad_()
+def test_gradcheck(norm_class):
+    norm, x = randomized(norm_class(3)), image().requires_grad_()
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.func.functional_call(norm, {"weight": weight, "bias": bias}, (x,))
@@ -73,6 +73,6 @@ def test_computes_in_fp32_and_keeps_shape_and_dtype(norm_class, dtype):
 
 
 @pytest.mark.parametrize("norm_class", NORMS)
-def test_no_channels_are_refused(norm_class):
+def test_zero_channels_are_refused(norm_class):
     with pytest.raises(ValueError, match="at least 1 feature, not 0"):
         norm_class(0)

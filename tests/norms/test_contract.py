@@ -148,7 +148,7 @@ def assert_matches_oracle(
 @each_kind
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_output_has_the_inputs_shape_and_dtype(kind, dtype, parameter_dtype, device):
+def test_output_has_the_shape_and_dtype_of_the_input(kind, dtype, parameter_dtype, device):
     norm = trained_norm(kind, 16, device=device).to(parameter_dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -171,7 +171,7 @@ def test_values_match_the_oracle(kind, dtype, dim, training, device):
 @each_kind
 @each_mode
 @pytest.mark.parametrize("mean", [1.0, 1e3])
-def test_values_match_the_oracle_away_from_zero_mean(kind, training, mean, device):
+def test_values_match_the_oracle_with_nonzero_mean(kind, training, mean, device):
     """E[x²] − E[x]² cancels here: in fp32 its error is 0.8 at mean 1e3."""
     norm = trained_norm(kind, 256, training, device)
     assert_matches_oracle(kind, norm, random(4, 12, 256, device=device) + mean)
@@ -179,7 +179,7 @@ def test_values_match_the_oracle_away_from_zero_mean(kind, training, mean, devic
 
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gains_in_bf16_lose_nothing_more_than_their_own_rounding(kind, dtype, device):
+def test_bf16_parameters_add_only_their_own_rounding(kind, dtype, device):
     norm = trained_norm(kind, 256, device=device)
     for parameter in norm.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -188,7 +188,7 @@ def test_gains_in_bf16_lose_nothing_more_than_their_own_rounding(kind, dtype, de
 
 @each_kind
 @each_mode
-def test_autocast_changes_nothing(kind, training, device):
+def test_autocast_does_not_change_the_result(kind, training, device):
     norm = trained_norm(kind, 256, training, device)
     same_norm = copy.deepcopy(norm)  # a copy, since some norms update their state in the backward pass
     x = random(4, 12, 256, device=device, seed=7).requires_grad_()
@@ -207,7 +207,7 @@ def test_autocast_changes_nothing(kind, training, device):
 @each_kind
 @each_mode
 @pytest.mark.parametrize(("rows", "dim", "gain_bound"), [(512, 64, 5e-7), (512, 1024, 5e-7), (8192, 32, 2e-6)])
-def test_gradients_match_the_oracles(kind, training, rows, dim, gain_bound, device):
+def test_gradients_match_the_oracle(kind, training, rows, dim, gain_bound, device):
     """Errors are relative to the largest gradient. The gradient of a gain is a sum over rows.
 
     The gradient of a scalar is a sum over rows and features whose terms cancel, so its error is relative to the root of
@@ -239,7 +239,7 @@ def test_gradients_match_the_oracles(kind, training, rows, dim, gain_bound, devi
 
 @pytest.mark.parametrize(("kind", "norm_args"), VARIANTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_and_gradients_without_gain_or_bias_are_those_with_one_and_zero(kind, norm_args, dtype, device):
+def test_no_affine_parameters_equals_gain_one_and_bias_zero(kind, norm_args, dtype, device):
     norm = trained_norm(kind, 256, device=device, **norm_args)
     x = random(4, 128, 256, dtype=dtype, device=device).requires_grad_()
     missing = {"weight": torch.ones(256, dtype=torch.float64), "bias": torch.zeros(256, dtype=torch.float64)}
@@ -263,7 +263,7 @@ def relative_error(a: Tensor | None, exact: Tensor | None) -> float:
 
 @each_kind
 @each_mode
-def test_first_and_second_derivatives_are_those_of_the_forward(kind, training, device):
+def test_gradcheck_and_gradgradcheck(kind, training, device):
     dim = width(kind, 5)
     norm = trained_norm(kind, dim, training, device).double()
     names = list(dict(norm.named_parameters()))
@@ -327,21 +327,21 @@ def test_large_values_match_the_oracle(kind, training, dtype, largest, device):
 
 @each_kind
 @each_mode
-def test_a_nan_poisons_its_own_row_only(kind, training, device):
+def test_nan_affects_only_its_row(kind, training, device):
     norm = trained_norm(kind, 64, training, device)
     x = random(2, 6, 64, device=device)
     x[1, 3, 5] = torch.nan
-    poisoned = norm(x).isnan().any(-1)
-    assert poisoned[1, 3]
+    has_nan = norm(x).isnan().any(-1)
+    assert has_nan[1, 3]
     if TRAITS[kind].per_token or not training:
-        assert poisoned.sum() == 1
+        assert has_nan.sum() == 1
     else:
-        assert poisoned.all()
+        assert has_nan.all()
 
 
 @each_kind
 @each_mode
-def test_a_nan_poisons_the_gradient_of_its_own_row_only(kind, training, device):
+def test_nan_affects_only_the_gradient_of_its_row(kind, training, device):
     """The gradient of the input. The gradient of a gain is a sum over all rows."""
     if training and not TRAITS[kind].per_token:
         pytest.skip("statistics are of all rows")
@@ -359,7 +359,7 @@ def test_a_nan_poisons_the_gradient_of_its_own_row_only(kind, training, device):
 @each_kind
 @each_mode
 @pytest.mark.parametrize("shape", [(4, 16), (4, 64), (1, 64), (2, 3, 48)], ids=str)
-def test_another_width_is_refused_and_leaves_no_trace(kind, training, shape, device):
+def test_wrong_width_is_refused_and_does_not_change_state(kind, training, shape, device):
     norm = trained_norm(kind, 32, training, device)
     before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
     if TRAITS[kind].identity:
@@ -372,14 +372,14 @@ def test_another_width_is_refused_and_leaves_no_trace(kind, training, shape, dev
 
 @each_kind
 @pytest.mark.parametrize("dim", [0, -1])
-def test_a_width_below_one_is_refused(kind, dim):
+def test_dim_below_one_is_refused(kind, dim):
     with pytest.raises(ValueError, match=f"at least 1 feature, not {dim}"):
         build_norm(kind, dim)
 
 
 @pytest.mark.parametrize("kind", WITH_EPS)
 @pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), float("inf")])
-def test_an_eps_that_is_not_positive_is_refused(kind, eps):
+def test_invalid_eps_is_refused(kind, eps):
     with pytest.raises(ValueError, match="eps of a norm must be a positive number"):
         build_norm(kind, 8, eps=eps)
 
@@ -387,16 +387,16 @@ def test_an_eps_that_is_not_positive_is_refused(kind, eps):
 # --- invariances and independence, both ways -------------------------------------------------------------------------
 
 
-def with_vanishing_eps(kind: str, dim: int, device: str) -> Any:
+def norm_with_tiny_eps(kind: str, dim: int, device: str) -> Any:
     norm_args: dict[str, Any] = {"eps": 1e-15} if kind in WITH_EPS else {}
     return trained_norm(kind, dim, device=device, **norm_args)
 
 
 @each_kind
 @pytest.mark.parametrize("power", [-6, -1, 1, 10])
-def test_scaling_by_powers_of_two(kind, power, device):
+def test_scale_invariance(kind, power, device):
     """Scaling by a power of two is exact, so a scale-invariant norm gives the same bits."""
-    norm, x = with_vanishing_eps(kind, 256, device), random(4, 12, 256, device=device)
+    norm, x = norm_with_tiny_eps(kind, 256, device), random(4, 12, 256, device=device)
     if TRAITS[kind].scale_invariant:
         assert torch.equal(norm(x * 2**power), norm(x))
     else:
@@ -405,7 +405,7 @@ def test_scaling_by_powers_of_two(kind, power, device):
 
 @each_kind
 @pytest.mark.parametrize("shift", [-8.0, 0.5])
-def test_shifting_every_feature(kind, shift, device):
+def test_shift_invariance(kind, shift, device):
     norm, x = trained_norm(kind, 256, device=device), random(4, 12, 256, device=device, dtype=torch.float64)
     difference = (norm(x + shift) - norm(x)).abs().max()
     assert difference < 1e-12 if TRAITS[kind].shift_invariant else difference > 0.1
@@ -421,7 +421,7 @@ def test_identity(kind, device):
 @each_mode
 @pytest.mark.parametrize("dim", [64, 100, 768])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_rows_output_does_not_depend_on_the_others(kind, dtype, dim, training):
+def test_rows_are_independent(kind, dtype, dim, training):
     dim = width(kind, dim)
     norm = trained_norm(kind, dim, training)
     x = random(6, 40, dim, dtype=dtype)
@@ -436,7 +436,7 @@ def test_a_rows_output_does_not_depend_on_the_others(kind, dtype, dim, training)
         assert not any(same)
 
 
-def test_traits_agree_with_each_other():
+def test_traits_are_consistent():
     for kind, traits in TRAITS.items():
         assert traits.causal_in_training or not traits.per_token, kind
         assert not traits.per_head or (traits.per_token and not traits.identity), kind
@@ -445,7 +445,7 @@ def test_traits_agree_with_each_other():
 @each_kind
 @each_mode
 @pytest.mark.parametrize("placement", sorted(PLACEMENTS))
-def test_no_token_of_a_model_sees_a_later_one(kind, placement, training):
+def test_model_is_causal(kind, placement, training):
     sizes: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "context": 12, "vocab_size": 50}
     try:
         config = ModelConfig(norm=kind, placement=placement, qk_norm="head", **sizes)
@@ -475,7 +475,7 @@ def test_no_token_of_a_model_sees_a_later_one(kind, placement, training):
 @each_kind
 @each_mode
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0,)])
-def test_an_empty_batch_passes_and_leaves_no_trace(kind, training, shape, device):
+def test_empty_batch_does_not_change_state(kind, training, shape, device):
     dim = width(kind, 8)
     norm = trained_norm(kind, dim, training, device)
     before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
@@ -503,7 +503,7 @@ def test_an_empty_batch_passes_and_leaves_no_trace(kind, training, shape, device
     ],
     ids=["transposed", "features first", "strided", "expanded", "one feature expanded"],
 )
-def test_strides_do_not_matter(kind, training, rearrange, device):
+def test_noncontiguous_input(kind, training, rearrange, device):
     x = rearrange(random(7, 64, 64, device=device)).detach().requires_grad_()
     norm = trained_norm(kind, x.shape[-1], training, device)
     assert not x.is_contiguous()
@@ -521,21 +521,21 @@ def test_strides_do_not_matter(kind, training, rearrange, device):
 @pytest.mark.parametrize(
     "rearrange", [lambda p: p[:, 1], lambda p: p[:1, 1].expand(len(p))], ids=["column", "expanded"]
 )
-def test_strides_of_parameters_do_not_matter(kind, training, rearrange, device):
+def test_noncontiguous_parameters(kind, training, rearrange, device):
     norm, x = trained_norm(kind, 64, training, device), random(4, 64, device=device).requires_grad_()
     grad_y = random(4, 64, device=device, seed=1)
     tensors = {name: tensor for name, tensor in norm.state_dict().items() if tensor.ndim}  # except the batch counter
     strided = {name: rearrange(tensor.unsqueeze(1).repeat(1, 3)) for name, tensor in tensors.items()}
-    same_norm, found = copy.deepcopy(norm), []
-    for module, changed in ((norm, strided), (same_norm, {name: each.clone() for name, each in strided.items()})):
+    same_norm, results = copy.deepcopy(norm), []
+    for module, changed in ((norm, strided), (same_norm, {name: tensor.clone() for name, tensor in strided.items()})):
         if training:  # running statistics are updated in place, which an expanded tensor does not allow
             changed = {name: tensor for name, tensor in changed.items() if name in dict(norm.named_parameters())}
-        given = {name: tensor.detach().requires_grad_(name in norm._parameters) for name, tensor in changed.items()}
-        y = torch.func.functional_call(module, given, (x,))
-        parameters = [tensor for tensor in given.values() if tensor.requires_grad]
-        found.append((y, *torch.autograd.grad(y, (x, *parameters), grad_y)))
+        inputs = {name: tensor.detach().requires_grad_(name in norm._parameters) for name, tensor in changed.items()}
+        y = torch.func.functional_call(module, inputs, (x,))
+        parameters = [tensor for tensor in inputs.values() if tensor.requires_grad]
+        results.append((y, *torch.autograd.grad(y, (x, *parameters), grad_y)))
     assert len(tensors) == 0 or not any(tensor.is_contiguous() for tensor in strided.values() if len(tensor) > 1)
-    for ours, expected in zip(*found, strict=True):
+    for ours, expected in zip(*results, strict=True):
         assert relative_error(ours.detach(), expected.detach().double()) <= 1e-6
 
 
@@ -556,7 +556,7 @@ def test_meta_device(kind):
 
 
 @each_kind
-def test_parameters_have_stable_names_a_dimension_and_fp32(kind):
+def test_parameter_names_shapes_and_dtype(kind):
     dim = width(kind, 8)
     norm = build_norm(kind, dim)
     assert set(dict(norm.named_parameters())) <= {"weight", "bias", "alpha", "shift"}
@@ -573,16 +573,16 @@ def test_parameters_have_stable_names_a_dimension_and_fp32(kind):
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )  # aot_eager generates no code: one second each instead of ten
-def test_compiled_is_the_same(kind, training, backend, device):
-    assert_compiled_is_the_same(kind, training, backend, device)
+def test_compiled_matches_eager(kind, training, backend, device):
+    assert_compiled_matches_eager(kind, training, backend, device)
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler for Inductor")
-def test_one_norm_compiles_to_the_end(device):
-    assert_compiled_is_the_same("rmsnorm", True, "inductor", device)
+def test_rmsnorm_compiles_with_inductor(device):
+    assert_compiled_matches_eager("rmsnorm", True, "inductor", device)
 
 
-def assert_compiled_is_the_same(kind: str, training: bool, backend: str, device: str) -> None:
+def assert_compiled_matches_eager(kind: str, training: bool, backend: str, device: str) -> None:
     eager = trained_norm(kind, 64, training, device)
     norm = trained_norm(kind, 64, training, device)
     compiled = torch.compile(norm, backend=backend, fullgraph=True)
@@ -593,8 +593,8 @@ def assert_compiled_is_the_same(kind: str, training: bool, backend: str, device:
     got = torch.autograd.grad(y, (x, *norm.parameters()), grad_y)
     expected = torch.autograd.grad(eager(x), (x, *eager.parameters()), grad_y)
     for ours, theirs in zip(got, expected, strict=True):
-        most = 1e-6 if ours.numel() > 1 else 2e-5  # a scalar's gradient is a sum of 3072 terms that mostly cancel
-        assert relative_error(ours, theirs.cpu().double()) <= most
+        bound = 1e-6 if ours.numel() > 1 else 2e-5  # a scalar's gradient is a sum of 3072 terms that mostly cancel
+        assert relative_error(ours, theirs.cpu().double()) <= bound
     for name, tensor in eager.named_buffers():
         torch.testing.assert_close(dict(norm.named_buffers())[name], tensor)
 
@@ -629,7 +629,7 @@ def oracle(x, state, eps=1e-6):
 """
 
 
-def test_a_new_file_and_its_oracle_are_picked_up(tmp_path):
+def test_new_norm_file_and_oracle_are_discovered(tmp_path):
     """Adds three kinds to a copy of the project: a correct one, one with a wrong sign, and one without an oracle."""
     for source in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(source, tmp_path)

@@ -33,11 +33,11 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     """Rounding of α·x + s as propagated by erf, of erf, and of gain and bias. Measured: 0.6 of this bound."""
     product = state["alpha"] * x
     inner = product + state["shift"]
-    passed_on = (product.abs() + inner.abs()) * 2 / math.sqrt(math.pi) * torch.exp(-(inner**2))
-    return eps * ((passed_on + 2 * torch.erf(inner).abs()) * state["weight"].abs() + state["bias"].abs())
+    propagated = (product.abs() + inner.abs()) * 2 / math.sqrt(math.pi) * torch.exp(-(inner**2))
+    return eps * ((propagated + 2 * torch.erf(inner).abs()) * state["weight"].abs() + state["bias"].abs())
 
 
-def test_by_hand():
+def test_values_by_hand():
     norm = Derf(2).double()
     norm.alpha.data.fill_(0.5)
     norm.shift.data.fill_(0.3)
@@ -46,24 +46,24 @@ def test_by_hand():
     assert norm(torch.tensor([1.5, -4.0]).double()).tolist() == pytest.approx(expected, rel=1e-14)
 
 
-def test_no_feature_depends_on_another():
+def test_features_are_independent():
     norm = Derf(6).double()
     jacobian = torch.autograd.functional.jacobian(norm, torch.randn(6, dtype=torch.float64))
     assert torch.equal(jacobian, jacobian.diag().diag()) and jacobian.diag().min() > 0
 
 
-def test_the_output_is_bounded_by_the_gain():
+def test_output_is_bounded_by_the_gain():
     assert Derf(3)(torch.tensor([1e30, -1e30, 0.0])).tolist() == [1, -1, 0]
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.inf, math.nan])
-def test_a_start_that_is_not_positive_is_refused(alpha):
+def test_invalid_initial_alpha_is_refused(alpha):
     with pytest.raises(ValueError, match="alpha of derf must be a positive number"):
         Derf(8, alpha=alpha)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 2])
-def test_start_values(alpha):
+def test_initial_values(alpha):
     start = {"alpha": torch.tensor([alpha]), "shift": torch.zeros(1), "weight": torch.ones(3), "bias": torch.zeros(3)}
     state = Derf(3, alpha=alpha).state_dict()
     assert state.keys() == start.keys()

@@ -13,20 +13,20 @@ from norms.dyt import DyT
 
 
 def oracle(x: Tensor, state: dict[str, Tensor]) -> Tensor:
-    grown = (2 * state["alpha"] * x).clamp(-80, 80).exp()  # beyond 80 tanh is exactly 1
-    return state["weight"] * (grown - 1) / (grown + 1) + state["bias"]
+    exp = (2 * state["alpha"] * x).clamp(-80, 80).exp()  # beyond 80 tanh is exactly 1
+    return state["weight"] * (exp - 1) / (exp + 1) + state["bias"]
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
     """Rounding of α·x as propagated by tanh, of tanh, gain and bias, and of the oracle. Measured: 0.6 of this bound."""
     inner = state["alpha"] * x
-    curve = inner.tanh()
-    passed_on = (inner * (1 - curve**2)).abs()
-    own = 2**-50 * state["weight"].abs()
-    return eps * ((passed_on + 2 * curve.abs()) * state["weight"].abs() + state["bias"].abs()) + own
+    tanh = inner.tanh()
+    propagated = (inner * (1 - tanh**2)).abs()
+    oracle_error = 2**-50 * state["weight"].abs()
+    return eps * ((propagated + 2 * tanh.abs()) * state["weight"].abs() + state["bias"].abs()) + oracle_error
 
 
-def test_by_hand():
+def test_values_by_hand():
     norm = DyT(2).double()
     norm.alpha.data.fill_(0.5)
     norm.weight.data, norm.bias.data = torch.tensor([2.0, -3.0]).double(), torch.tensor([0.25, 1.0]).double()
@@ -34,14 +34,14 @@ def test_by_hand():
     assert norm(torch.tensor([1.5, -4.0]).double()).tolist() == pytest.approx(expected, rel=1e-14)
 
 
-def test_no_feature_depends_on_another():
+def test_features_are_independent():
     """The Jacobian is diagonal, unlike that of a norm with statistics."""
     norm = DyT(6).double()
     jacobian = torch.autograd.functional.jacobian(norm, torch.randn(6, dtype=torch.float64))
     assert torch.equal(jacobian, jacobian.diag().diag()) and jacobian.diag().min() > 0
 
 
-def test_the_output_is_bounded_by_the_gain():
+def test_output_is_bounded_by_the_gain():
     assert DyT(3)(torch.tensor([1e30, -1e30, 0.0])).tolist() == [1, -1, 0]
 
 
@@ -50,7 +50,7 @@ def test_the_output_is_bounded_by_the_gain():
     [({}, 0.5, 0.5), ({"alpha": 0.2, "attention_ratio": 4.0}, 0.8, 0.2), ({"alpha": 2}, 2, 2)],
     ids=str,
 )
-def test_alpha_starts_by_site(norm_args, attention, elsewhere):
+def test_initial_alpha_depends_on_the_site(norm_args, attention, elsewhere):
     """The second case has the values of the paper's LLaMA 7B."""
     for site in ("attention", "mlp", "final", "query", "key", "value"):
         expected = attention if site == "attention" else elsewhere
@@ -59,7 +59,7 @@ def test_alpha_starts_by_site(norm_args, attention, elsewhere):
         assert norm.alpha.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_model_tells_its_norms_their_site():
+def test_model_passes_the_site_to_its_norms():
     model = Llama(ModelConfig(norm="dyt", norm_args={"alpha": 0.2, "attention_ratio": 4.0}, dim=32, layers=2, heads=2))
     alphas = {name: alpha.item() for name, alpha in model.named_parameters() if name.endswith("alpha")}
     assert len(alphas) == 5
@@ -70,12 +70,12 @@ def test_a_model_tells_its_norms_their_site():
 @pytest.mark.parametrize(
     "norm_args", [{"alpha": 0.0}, {"alpha": -1.0, "attention_ratio": -1.0}, {"attention_ratio": 0.0}]
 )
-def test_a_start_that_is_not_positive_is_refused(norm_args):
+def test_invalid_initial_alpha_is_refused(norm_args):
     with pytest.raises(ValueError, match="alpha and attention_ratio of dyt must be positive"):
         DyT(8, **norm_args)
 
 
-def test_start_values():
+def test_initial_values():
     start = {"alpha": torch.tensor([0.5]), "weight": torch.ones(3), "bias": torch.zeros(3)}
     assert DyT(3).state_dict().keys() == start.keys()
     assert all(torch.equal(DyT(3).state_dict()[name], tensor) for name, tensor in start.items())

@@ -12,44 +12,44 @@ from norms.layernorm import LayerNorm
 WIDTHS = 16  # the contract tests use multiples of this: two groups of eight
 
 
-def standardised(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def standardized(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """The normalized features, and |μ| and σ of the group of each feature."""
-    normalised, means, stds = [], [], []
+    normalized, means, stds = [], [], []
     size = x.shape[-1] // groups
     for g in range(groups):
         group = x[..., g * size : (g + 1) * size]
-        centred = group - group.sum(-1, keepdim=True) / size
-        std = (centred.pow(2).sum(-1, keepdim=True) / size + eps).sqrt()
-        normalised.append(centred / std)
+        centered = group - group.sum(-1, keepdim=True) / size
+        std = (centered.pow(2).sum(-1, keepdim=True) / size + eps).sqrt()
+        normalized.append(centered / std)
         means.append(group.mean(-1, keepdim=True).abs().expand_as(group))
         stds.append(std.expand_as(group))
-    return torch.cat(normalised, -1), torch.cat(means, -1), torch.cat(stds, -1)
+    return torch.cat(normalized, -1), torch.cat(means, -1), torch.cat(stds, -1)
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5, groups: int = 2) -> Tensor:
-    return standardised(x, eps, groups)[0] * state["weight"] + state["bias"]
+    return standardized(x, eps, groups)[0] * state["weight"] + state["bias"]
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, groups: int = 2, **norm_args) -> Tensor:
     """LayerNorm's bound, with the statistics of each group. Measured: 0.8 of this bound."""
-    normalised, mean, std = standardised(x, norm_args.get("eps", 1e-5), groups)
-    return 2 * eps * (1 + mean / std) * ((1 + normalised.abs()) * state["weight"].abs() + state["bias"].abs())
+    normalized, mean, std = standardized(x, norm_args.get("eps", 1e-5), groups)
+    return 2 * eps * (1 + mean / std) * ((1 + normalized.abs()) * state["weight"].abs() + state["bias"].abs())
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3 + 1
 
 
-def randomised(norm: Any) -> Any:
+def randomized(norm: Any) -> Any:
     for seed, parameter in enumerate(norm.parameters()):
         parameter.data = random(*parameter.shape, seed=seed + 1)
     return norm
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(32, 4), (8, 1), (24, 3), (64, 2)])
-def test_is_torchs_on_one_position(dim, groups):
+def test_matches_torch_with_one_image_per_token(dim, groups):
     """torch.nn.GroupNorm treats (N, C) as N images of one pixel, so each token is one image."""
-    ours, x = randomised(GroupNorm(dim, groups=groups)), random(20, dim).requires_grad_()
+    ours, x = randomized(GroupNorm(dim, groups=groups)), random(20, dim).requires_grad_()
     theirs = torch.nn.GroupNorm(groups, dim).double()
     theirs.load_state_dict(ours.state_dict(), strict=True)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-12)
@@ -58,29 +58,29 @@ def test_is_torchs_on_one_position(dim, groups):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13 * b.abs().max().item())
 
 
-def test_one_group_is_layernorm():
-    ours, layernorm, x = randomised(GroupNorm(32, groups=1)), randomised(LayerNorm(32)), random(5, 6, 32)
+def test_one_group_equals_layernorm():
+    ours, layernorm, x = randomized(GroupNorm(32, groups=1)), randomized(LayerNorm(32)), random(5, 6, 32)
     torch.testing.assert_close(ours(x), layernorm(x), rtol=0, atol=1e-13)
-    assert (randomised(GroupNorm(32, groups=4))(x) - layernorm(x)).abs().max() > 0.1
+    assert (randomized(GroupNorm(32, groups=4))(x) - layernorm(x)).abs().max() > 0.1
 
 
-def test_does_not_notice_a_shift_or_a_scale_of_each_group():
+def test_invariant_to_shift_and_scale_of_each_group():
     """LayerNorm is only invariant to a shift or scale of the whole token."""
     x, whole, per_group = random(5, 6, 32), torch.tensor(3.0), torch.tensor([3.0, -1.0, 0.5, 8.0]).repeat_interleave(8)
-    layernorm, groupnorm = map(randomised, (LayerNorm(32, 1e-30), GroupNorm(32, 1e-30, groups=4)))
-    for norm, change, noticed in [
+    layernorm, groupnorm = map(randomized, (LayerNorm(32, 1e-30), GroupNorm(32, 1e-30, groups=4)))
+    for norm, change, changes_output in [
         (groupnorm, whole, False),
         (groupnorm, per_group, False),
         (layernorm, whole, False),
         (layernorm, per_group, True),
     ]:
         for changed in (x + change, x * change.abs()):
-            assert ((norm(changed) - norm(x)).abs().max() > 0.1) == noticed
-            assert noticed or (norm(changed) - norm(x)).abs().max() < 1e-12
+            assert ((norm(changed) - norm(x)).abs().max() > 0.1) == changes_output
+            assert changes_output or (norm(changed) - norm(x)).abs().max() < 1e-12
 
 
-def test_a_group_does_not_depend_on_the_others():
-    norm, x = randomised(GroupNorm(32, groups=4)), random(5, 32)
+def test_groups_are_independent():
+    norm, x = randomized(GroupNorm(32, groups=4)), random(5, 32)
     changed = x.clone()
     changed[:, 10] += 1
     same = (norm(x) == norm(changed)).view(5, 4, 8)
@@ -90,11 +90,11 @@ def test_a_group_does_not_depend_on_the_others():
 @pytest.mark.parametrize(
     ("dim", "groups"), [(100, 3), (64, 0), (64, -2), (64, 16), (28, 4), (4, 1)], ids=lambda value: str(value)
 )
-def test_groups_that_do_not_divide_or_are_too_small_are_refused(dim, groups):
+def test_invalid_number_of_groups_is_refused(dim, groups):
     with pytest.raises(ValueError, match=f"must divide the {dim} features into groups of at least 8, not {groups}"):
         GroupNorm(dim, groups=groups)
 
 
-def test_start_values():
+def test_initial_values():
     weight, bias = GroupNorm(32).parameters()
     assert torch.equal(weight, torch.ones(32)) and torch.equal(bias, torch.zeros(32))

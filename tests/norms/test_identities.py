@@ -28,14 +28,14 @@ RMSNORM = dataclasses.replace(LAYERNORM, norm="rmsnorm", norm_args={"eps": 1e-5}
 WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
 
 
-def centred(role: str, weight: Tensor) -> Tensor:
+def centered(role: str, weight: Tensor) -> Tensor:
     """The weight with zero-mean output over the features: rows of the embedding, columns of a matrix."""
     if role not in WRITERS:
         return weight
     return weight - weight.mean(1 if role == "embedding" else 0, keepdim=True)
 
 
-def test_pre_layernorm_without_bias_is_pre_rmsnorm_with_centred_weights():
+def test_pre_layernorm_without_bias_equals_pre_rmsnorm_with_centered_weights():
     """Values, and gradients by the chain rule. Pre-RMSNorm and Pre-CRMSNorm Transformers, arXiv 2305.14858."""
     ln, rms = Llama(LAYERNORM).double(), Llama(RMSNORM).double()
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +47,7 @@ def test_pre_layernorm_without_bias_is_pre_rmsnorm_with_centred_weights():
 
     assert (rms(tokens) - ln(tokens)).abs().max() > 0.1  # before centering
     for role, _, weight in weights_by_role(rms):
-        weight.data = centred(role, weight.data)
+        weight.data = centered(role, weight.data)
     logits = ln(tokens)
     torch.testing.assert_close(rms(tokens), logits, rtol=0, atol=1e-13 * logits.abs().max().item())
 
@@ -56,7 +56,7 @@ def test_pre_layernorm_without_bias_is_pre_rmsnorm_with_centred_weights():
     roles = {weight: role for role, _, weight in weights_by_role(rms)}
     for (name, ours), theirs in zip(ln.named_parameters(), rms.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
-        expected = centred(roles.get(theirs, "norm"), theirs.grad)
+        expected = centered(roles.get(theirs, "norm"), theirs.grad)
         size = expected.abs().max().item()
         assert size > 1e-6, name
         torch.testing.assert_close(ours.grad, expected, rtol=0, atol=1e-12 * size, msg=name)

@@ -11,21 +11,21 @@ from norms.rmsnorm import RMSNorm
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
-    centred = x - x.sum(-1, keepdim=True) / x.shape[-1]
-    variance = centred.pow(2).sum(-1, keepdim=True) / x.shape[-1]
-    return centred / (variance + eps).sqrt() * state["weight"] + state["bias"]
+    centered = x - x.sum(-1, keepdim=True) / x.shape[-1]
+    variance = centered.pow(2).sum(-1, keepdim=True) / x.shape[-1]
+    return centered / (variance + eps).sqrt() * state["weight"] + state["bias"]
 
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
     """Cancellation in x − μ, and rounding of gain and bias. Measured: 0.85 of this bound, for dim 64 to 4096."""
     plain = {"weight": torch.ones(()), "bias": torch.zeros(())}
-    normalised = oracle(x, plain, **norm_args).abs()
+    normalized = oracle(x, plain, **norm_args).abs()
     std, mean = x.std(-1, keepdim=True, correction=0), x.mean(-1, keepdim=True)
-    lost = 1 + mean.abs() / std.clamp_min(torch.finfo(x.dtype).tiny)
-    return 2 * eps * lost * ((1 + normalised) * state["weight"].abs() + state["bias"].abs())
+    cancellation = 1 + mean.abs() / std.clamp_min(torch.finfo(x.dtype).tiny)
+    return 2 * eps * cancellation * ((1 + normalized) * state["weight"].abs() + state["bias"].abs())
 
 
-def randomised(norm: LayerNorm, seed: int = 0) -> Any:
+def randomized(norm: LayerNorm, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for parameter in norm.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
@@ -50,8 +50,8 @@ def random(*shape: int) -> Tensor:
     ],
     ids=str,
 )
-def test_any_normalised_shape(shape, normalized_shape):
-    norm, x = randomised(LayerNorm(normalized_shape)), random(*shape)
+def test_normalized_shapes(shape, normalized_shape):
+    norm, x = randomized(LayerNorm(normalized_shape)), random(*shape)
     axes = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     assert norm.weight.shape == norm.bias.shape == x.shape[-axes:]
     flat = {"weight": norm.weight.flatten(), "bias": norm.bias.flatten()}
@@ -67,13 +67,13 @@ def reference(norm: LayerNorm) -> torch.nn.LayerNorm:
 
 
 @pytest.mark.parametrize("normalized_shape", [[], [3, 0], (-1,)], ids=str)
-def test_a_shape_without_features_is_refused(normalized_shape):
+def test_shape_without_features_is_refused(normalized_shape):
     with pytest.raises(ValueError, match="at least 1 feature"):
         LayerNorm(normalized_shape)
 
 
 @pytest.mark.parametrize("axes", [0, 1], ids=["another width", "too few axes"])
-def test_an_input_of_another_shape_is_refused(axes):
+def test_input_of_another_shape_is_refused(axes):
     with pytest.raises(RuntimeError, match="normalized_shape"):
         LayerNorm([3, 8])(torch.zeros([(2, 3, 7), (8,)][axes]))
 
@@ -81,7 +81,7 @@ def test_an_input_of_another_shape_is_refused(axes):
 def test_bias_and_gain_are_optional():
     x, one = random(5, 6, 8), torch.ones(())
     assert list(LayerNorm(8).state_dict()) == ["weight", "bias"]
-    without_bias, bare = randomised(LayerNorm(8, bias=False)), LayerNorm(8, elementwise_affine=False)
+    without_bias, bare = randomized(LayerNorm(8, bias=False)), LayerNorm(8, elementwise_affine=False)
     assert list(without_bias.state_dict()) == ["weight"] and not bare.state_dict()
     expected = oracle(x, {"weight": without_bias.weight, "bias": 0 * one})
     torch.testing.assert_close(without_bias(x), expected, rtol=0, atol=1e-13)
@@ -90,23 +90,23 @@ def test_bias_and_gain_are_optional():
         norm.reset_parameters()
 
 
-def test_is_rmsnorm_of_the_centred_input():
+def test_equals_rmsnorm_of_the_centered_input():
     x = random(5, 6, 64)
-    centred = x - x.mean(-1, keepdim=True)
+    centered = x - x.mean(-1, keepdim=True)
     layernorm = LayerNorm(64, 1e-5, elementwise_affine=False)
     rmsnorm = RMSNorm(64, 1e-5, elementwise_affine=False)
-    torch.testing.assert_close(layernorm(x), rmsnorm(centred), rtol=0, atol=2e-15)
+    torch.testing.assert_close(layernorm(x), rmsnorm(centered), rtol=0, atol=2e-15)
     assert (layernorm(x) - rmsnorm(x)).abs().max() > 0.1
 
 
 def test_gradient_sums_to_zero_over_the_features():
     x = random(5, 6, 64).requires_grad_()
-    norm = randomised(LayerNorm(64))
+    norm = randomized(LayerNorm(64))
     grad_y = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (grad,) = torch.autograd.grad(norm(x), x, grad_y)
     assert grad.sum(-1).abs().max() < 1e-14 * 64 * grad.abs().max()
 
 
-def test_start_values():
+def test_initial_values():
     weight, bias = LayerNorm([2, 3]).parameters()
     assert torch.equal(weight, torch.ones(2, 3)) and torch.equal(bias, torch.zeros(2, 3))

@@ -14,9 +14,9 @@ def flowers(seed: int = 0) -> tuple[Tensor, Tensor]:
     As in Iris, one class is separate and the other two overlap slightly.
     """
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.tensor([[5.0, 3.4, 1.5, 0.3], [5.9, 2.8, 4.2, 1.3], [6.6, 3.0, 5.6, 2.0]])
-    kinds = torch.arange(3).repeat_interleave(50)
-    return centres[kinds] + 0.35 * torch.randn(150, 4, generator=generator), kinds
+    centers = torch.tensor([[5.0, 3.4, 1.5, 0.3], [5.9, 2.8, 4.2, 1.3], [6.6, 3.0, 5.6, 2.0]])
+    classes = torch.arange(3).repeat_interleave(50)
+    return centers[classes] + 0.35 * torch.randn(150, 4, generator=generator), classes
 
 
 def test_is_linear_norm_relu_linear():
@@ -30,29 +30,29 @@ def test_is_linear_norm_relu_linear():
     torch.testing.assert_close(mlp(x), h @ weights["3.weight"].T + weights["3.bias"], rtol=0, atol=1e-13)
 
 
-def test_flowers_are_150_of_three_kinds_and_the_same_for_a_seed():
-    x, kinds = flowers()
-    assert x.shape == (150, 4) and kinds.bincount().tolist() == [50, 50, 50]
+def test_flowers_have_three_classes_and_are_seeded():
+    x, classes = flowers()
+    assert x.shape == (150, 4) and classes.bincount().tolist() == [50, 50, 50]
     assert torch.equal(x, flowers(0)[0]) and not torch.equal(x, flowers(1)[0])
 
 
 @pytest.mark.parametrize("norm", ["batchnorm", "derf", "dyt", "layernorm", "none", "rmsnorm", "scalenorm"])
-def test_learns_flowers_it_has_not_seen(norm):
+def test_learns_to_classify_unseen_flowers(norm):
     """100 full-batch steps of Adam at 0.01. Chance is 1/3; two classes overlap, so the best accuracy is near 0.97."""
     torch.manual_seed(0)
-    mlp, (x, kinds) = NormMLP(norm=norm), flowers(0)
+    mlp, (x, classes) = NormMLP(norm=norm), flowers(0)
     start = {name: tensor.clone() for name, tensor in mlp.named_parameters()}
     optimizer = torch.optim.Adam(mlp.parameters(), lr=0.01)
     for _ in range(100):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(mlp(x), kinds).backward()
+        nn.functional.cross_entropy(mlp(x), classes).backward()
         optimizer.step()
     assert all(not torch.equal(parameter, start[name]) for name, parameter in mlp.named_parameters())
-    unseen, their_kinds = flowers(1)
-    assert (mlp.eval()(unseen).argmax(1) == their_kinds).float().mean() > 0.9
+    unseen, unseen_classes = flowers(1)
+    assert (mlp.eval()(unseen).argmax(1) == unseen_classes).float().mean() > 0.9
 
 
-def test_the_scale_of_the_first_layer_does_not_matter():
+def test_invariant_to_the_scale_of_the_first_layer():
     torch.manual_seed(0)
     mlp, x = NormMLP().double(), flowers()[0].double()
     before = mlp(x)
@@ -61,7 +61,7 @@ def test_the_scale_of_the_first_layer_does_not_matter():
     torch.testing.assert_close(mlp(x), before, rtol=0, atol=1e-3)
 
 
-def test_norm_before_dropout_keeps_the_mean_that_evaluation_sees():
+def test_norm_before_dropout_keeps_the_mean_of_evaluation():
     """Dropout preserves the mean of its input, so after the norm the output in training averages to that in evaluation.
 
     Before the norm, dropout changes the statistics that the norm divides by, and the two differ.
@@ -69,9 +69,9 @@ def test_norm_before_dropout_keeps_the_mean_that_evaluation_sees():
     norm, dropout, masks = LayerNorm(8), nn.Dropout(0.5), 20_000
     x = torch.randn(8, generator=torch.Generator().manual_seed(0)) + 2
 
-    def z_score(drawn: Tensor) -> float:
+    def z_score(outputs: Tensor) -> float:
         """Standard errors between the mean over the masks and the output in evaluation, for the worst feature."""
-        return ((drawn.mean(0) - norm(x)).abs() / (drawn.std(0) / masks**0.5)).max().item()
+        return ((outputs.mean(0) - norm(x)).abs() / (outputs.std(0) / masks**0.5)).max().item()
 
     torch.manual_seed(0)
     assert z_score(dropout(norm(x).expand(masks, -1)).detach()) < 4

@@ -22,7 +22,7 @@ def model_of(placement: str, **changes) -> Llama:
     return Llama(dataclasses.replace(CONFIG, placement=placement, **changes)).eval()
 
 
-def randomised(model: Llama) -> Llama:
+def randomized(model: Llama) -> Llama:
     """The model in float64, with gains far from 1 and weights large enough that every part affects the logits."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -40,7 +40,9 @@ def randomised(model: Llama) -> Llama:
 # --- hand-written models ---------------------------------------------------------------------------------------------
 
 
-def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none") -> Tensor:
+def reference_logits(
+    placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none"
+) -> Tensor:
     """Logits from weights by name, by the table of placements. Norms with a bias are LayerNorm, others RMSNorm."""
 
     def norm(path: str) -> Callable[[Tensor], Tensor]:
@@ -48,13 +50,13 @@ def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int
         if path + ".bias" not in w:
             return lambda h: h * gain / ((h * h).mean(-1, keepdim=True) + 1e-6) ** 0.5
 
-        def standardised(h: Tensor) -> Tensor:
-            centred = h - h.mean(-1, keepdim=True)
-            return centred * gain / ((centred * centred).mean(-1, keepdim=True) + 1e-5) ** 0.5 + w[path + ".bias"]
+        def standardized(h: Tensor) -> Tensor:
+            centered = h - h.mean(-1, keepdim=True)
+            return centered * gain / ((centered * centered).mean(-1, keepdim=True) + 1e-5) ** 0.5 + w[path + ".bias"]
 
-        return standardised
+        return standardized
 
-    def turned(h: Tensor) -> Tensor:  # (T, 8): feature i is the real part and i + 4 the imaginary part
+    def rotated(h: Tensor) -> Tensor:  # (T, 8): feature i is the real part and i + 4 the imaginary part
         angle = torch.outer(torch.arange(len(h)).double(), 10000.0 ** (-torch.arange(4).double() / 4))
         cos, sin = angle.cos().float().double(), angle.sin().float().double()  # the model keeps its table in fp32
         z = torch.complex(h[:, :4], h[:, 4:]) * torch.complex(cos, sin)
@@ -74,7 +76,7 @@ def by_hand(placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int
             future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
             rows = []
             for b, head in itertools.product(range(len(h)), range(2)):
-                scores = turned(q[b, :, 8 * head : 8 * head + 8]) @ turned(k[b]).T / 8**0.5
+                scores = rotated(q[b, :, 8 * head : 8 * head + 8]) @ rotated(k[b]).T / 8**0.5
                 rows.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[b])
             y = torch.stack([torch.cat(rows[2 * b : 2 * b + 2], -1) for b in range(len(h))])
             return y @ w[path + "o_proj.weight"].T
@@ -145,26 +147,28 @@ CELLS = [(name, "rmsnorm", "none") for name in PLACEMENTS] + [
 
 @pytest.mark.parametrize("placement, kind, qk_norm", CELLS)
 def test_values_and_gradients(placement, kind, qk_norm):
-    model = randomised(model_of(placement, norm=kind, qk_norm=qk_norm, tie_embeddings=False))
+    model = randomized(model_of(placement, norm=kind, qk_norm=qk_norm, tie_embeddings=False))
     leaves = dict(model.named_parameters())
-    got, expected = model(TOKENS), by_hand(placement, leaves, TOKENS, CONFIG.layers, qk_norm)
+    got, expected = model(TOKENS), reference_logits(placement, leaves, TOKENS, CONFIG.layers, qk_norm)
     # both are float64: 1e-16 per operation, amplified by 16 sublayers
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
-    along = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    grad_y = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     weights = list(leaves.values())
-    gradients, by_hand_too = (torch.autograd.grad((logits * along).sum(), weights) for logits in (got, expected))
-    for name, gradient, other in zip(leaves, gradients, by_hand_too, strict=True):
+    gradients, expected_gradients = (
+        torch.autograd.grad((logits * grad_y).sum(), weights) for logits in (got, expected)
+    )
+    for name, gradient, expected_gradient in zip(leaves, gradients, expected_gradients, strict=True):
         assert gradient.abs().max() > 0, name
-        assert (gradient - other).abs().max() <= 1e-9 * other.abs().max(), name
+        assert (gradient - expected_gradient).abs().max() <= 1e-9 * expected_gradient.abs().max(), name
 
 
-def test_hybrid_with_qk_norm_per_head_is_hybrid():
-    plain, asked = (randomised(model_of("hybrid", qk_norm=qk_norm)) for qk_norm in ("none", "head"))
-    assert plain.state_dict().keys() == asked.state_dict().keys()
-    assert torch.equal(plain(TOKENS), asked(TOKENS))
+def test_hybrid_with_qk_norm_head_equals_hybrid():
+    default, explicit = (randomized(model_of("hybrid", qk_norm=qk_norm)) for qk_norm in ("none", "head"))
+    assert default.state_dict().keys() == explicit.state_dict().keys()
+    assert torch.equal(default(TOKENS), explicit(TOKENS))
 
 
-def vivid_logits(placement: str, **changes) -> Tensor:
+def xavier_logits(placement: str, **changes) -> Tensor:
     model = model_of(placement, init="xavier", **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -173,29 +177,29 @@ def vivid_logits(placement: str, **changes) -> Tensor:
         return model(TOKENS)
 
 
-def test_placements_differ_pairwise_and_none_is_the_identity():
-    logits = {name: vivid_logits(name) for name in PLACEMENTS}
-    logits["no norm at all"] = vivid_logits("pre", norm="none")
-    logits["rezero without norm"] = vivid_logits("rezero", norm="none")
-    for one, other in itertools.combinations(logits, 2):
-        assert (logits[one] - logits[other]).abs().max() > 1e-3, (one, other)
+def test_placements_differ_pairwise_and_from_no_norm():
+    logits = {name: xavier_logits(name) for name in PLACEMENTS}
+    logits["pre without norm"] = xavier_logits("pre", norm="none")
+    logits["rezero without norm"] = xavier_logits("rezero", norm="none")
+    for first, second in itertools.combinations(logits, 2):
+        assert (logits[first] - logits[second]).abs().max() > 1e-3, (first, second)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_sublayer_of_every_block_counts(placement):
-    model = randomised(model_of(placement))
+def test_every_sublayer_affects_the_logits(placement):
+    model = randomized(model_of(placement))
     with torch.no_grad():
         logits = model(TOKENS)
         for layer, path in itertools.product(range(CONFIG.layers), ("self_attn.o_proj", "mlp.down_proj")):
             weight = model.get_parameter(f"layers.{layer}.{path}.weight")
-            kept = weight.clone()
+            original = weight.clone()
             weight.mul_(-1)
             assert (model(TOKENS) - logits).abs().max() > 1e-3, (layer, path)
-            weight.copy_(kept)
+            weight.copy_(original)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_learns(placement):
+def test_every_placement_reduces_the_loss(placement):
     model = model_of(placement).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -245,7 +249,7 @@ def test_state_dict_keys(placement):
     assert all(tensor.ndim >= 1 for tensor in state.values())  # FSDP2 refuses parameters without dimensions
 
 
-def test_rezero_starts_as_the_identity_with_one_number_a_sublayer():
+def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
     model = model_of("rezero", norm="none")
     with torch.no_grad():
         assert torch.equal(model(TOKENS), model.lm_head(model.embed_tokens(TOKENS)))
@@ -254,7 +258,7 @@ def test_rezero_starts_as_the_identity_with_one_number_a_sublayer():
 
 
 @pytest.mark.parametrize("layers, post", [(2, 1), (3, 1), (4, 1), (7, 1), (8, 2), (12, 3)])
-def test_mix_is_post_in_its_first_quarter(layers, post):
+def test_mix_is_post_norm_in_the_first_quarter(layers, post):
     x = torch.full((1, 1, 16), 100.0)
 
     def is_post(layer: int, site: str) -> bool:
@@ -265,24 +269,24 @@ def test_mix_is_post_in_its_first_quarter(layers, post):
         assert [is_post(layer, site) for layer in range(layers)] == [layer < post for layer in range(layers)]
 
 
-def test_norms_are_told_where_they_stand():
+def test_norms_are_built_with_their_site():
     for placement, (name, count) in itertools.product(PLACEMENTS, (("attention", 0), ("mlp", 1))):
-        told: list[str] = []
+        sites: list[str] = []
 
-        def make_norm(where: str, told: list[str] = told) -> nn.Module:
-            told.append(where)
+        def make_norm(where: str, sites: list[str] = sites) -> nn.Module:
+            sites.append(where)
             return nn.Identity()
 
         PLACEMENTS[placement].residual(Site(name, 0, 4, make_norm))
         norms = [key for key in KEYS[placement][count] if key != "a"]
-        assert told == [name] * len(norms)
-        told.clear()
+        assert sites == [name] * len(norms)
+        sites.clear()
         PLACEMENTS[placement].finish(make_norm)
-        assert told == ["final"] * len(KEYS[placement][2])
+        assert sites == ["final"] * len(KEYS[placement][2])
 
 
 @pytest.mark.parametrize(
-    "changes, reason",
+    "changes, message",
     [
         ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
         *(
@@ -293,43 +297,43 @@ def test_norms_are_told_where_they_stand():
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(changes, reason):
-    with pytest.raises(ValueError, match=reason) as refusal:
+def test_invalid_combinations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message) as excinfo:
         dataclasses.replace(CONFIG, **changes)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(excinfo.value)
 
 
 # --- initialization --------------------------------------------------------------------------------------------------
 
 
-def draws(placement: str, **changes) -> dict[tuple[str, str], Tensor]:
+def initial_weights(placement: str, **changes) -> dict[tuple[str, str], Tensor]:
     model = model_of(placement, layers=4, tie_embeddings=False, **changes)
     return {(role, name): weight.detach() for role, name, weight in weights_by_role(model)}
 
 
-SMALLER = 0.42044820762685725  # (8 · 4)^-¼
-GAINS = {"value": SMALLER, "attention_out": SMALLER, "gate": SMALLER, "up": SMALLER, "down": SMALLER}
+BETA = 0.42044820762685725  # (8 · 4)^-¼
+GAINS = {"value": BETA, "attention_out": BETA, "gate": BETA, "up": BETA, "down": BETA}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("init", ["normal", "xavier"])
-def test_initial_gains_go_by_role(placement, init):
-    plain = draws("pre", init=init, depth_scaled_init=False)
-    for (role, name), weight in draws(placement, init=init, depth_scaled_init=False).items():
+def test_init_gain_by_role(placement, init):
+    pre = initial_weights("pre", init=init, depth_scaled_init=False)
+    for (role, name), weight in initial_weights(placement, init=init, depth_scaled_init=False).items():
         gain = GAINS.get(role, 1.0) if placement == "deepnorm" else 1.0
-        torch.testing.assert_close(weight, plain[role, name] * gain, rtol=1e-6, atol=0)
+        torch.testing.assert_close(weight, pre[role, name] * gain, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_depth_scaling_is_dropped_where_the_placement_scales_or_undoes_it(placement):
-    unscaled = draws(placement, init="normal", depth_scaled_init=False)
-    kept = placement not in ("deepnorm", "sandwich", "reordered", "lns")
-    for (role, name), weight in draws(placement, init="normal").items():
-        factor = 1 / math.sqrt(8) if kept and role in ("attention_out", "down") else 1.0
+def test_placements_that_ignore_depth_scaled_init(placement):
+    unscaled = initial_weights(placement, init="normal", depth_scaled_init=False)
+    is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns")
+    for (role, name), weight in initial_weights(placement, init="normal").items():
+        factor = 1 / math.sqrt(8) if is_scaled and role in ("attention_out", "down") else 1.0
         torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
 
 
-def test_deepnorm_starts_by_xavier_unless_told_otherwise():
+def test_deepnorm_uses_xavier_init_by_default():
     assert {name for name in PLACEMENTS if ModelConfig(placement=name).init == "xavier"} == {"deepnorm"}
     assert ModelConfig(placement="deepnorm", init="normal").init == "normal"
     assert ModelConfig(placement="pre", init="xavier").init == "xavier"
@@ -346,13 +350,13 @@ def gradient_ratio(model: Llama) -> float:
     return first / last
 
 
-def deep(placement: str) -> Llama:
+def deep_model(placement: str) -> Llama:
     return Llama(ModelConfig(placement=placement, init="xavier", dim=64, layers=24, heads=4, context=16, vocab_size=64))
 
 
-def test_deepnorm_keeps_gradients_alike_over_depth_and_its_inverted_gain_does_not():
-    assert 0.1 < gradient_ratio(deep("deepnorm")) < 10
-    inverted = deep("deepnorm")
+def test_deepnorm_gain_balances_gradients_over_depth():
+    assert 0.1 < gradient_ratio(deep_model("deepnorm")) < 10
+    inverted = deep_model("deepnorm")
     with torch.no_grad():
         for role, _, weight in weights_by_role(inverted):
             if role in GAINS:
@@ -360,27 +364,27 @@ def test_deepnorm_keeps_gradients_alike_over_depth_and_its_inverted_gain_does_no
     assert gradient_ratio(inverted) > 100  # measured: 2e3, and 2e7 at twice the depth
 
 
-def variances(placement: str, louder: float = 1.0) -> list[float]:
-    """Mean square of the stream after each block at initialization, with output projections scaled by `louder`."""
-    model = deep(placement)
+def residual_variances(placement: str, scale: float = 1.0) -> list[float]:
+    """Mean square of the stream after each block at initialization, with output projections scaled by `scale`."""
+    model = deep_model(placement)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     seen = []
     with torch.no_grad():
         for block in model.layers:
-            block.get_parameter("self_attn.o_proj.weight").mul_(louder)
-            block.get_parameter("mlp.down_proj.weight").mul_(louder)
+            block.get_parameter("self_attn.o_proj.weight").mul_(scale)
+            block.get_parameter("mlp.down_proj.weight").mul_(scale)
             block.register_forward_hook(lambda _, __, x: seen.append(float(x.square().mean())))
         model(tokens)
     return seen
 
 
-def test_sandwich_and_lns_bound_the_residual_variance_that_pre_lets_grow():
+def test_sandwich_and_lns_limit_the_residual_variance():
     """With pre it grows with the weights; with sandwich each sublayer adds a vector of RMS 1, whatever they are."""
-    pre, loud = variances("pre"), variances("pre", louder=4)
-    sandwich, loud_sandwich = variances("sandwich"), variances("sandwich", louder=4)
-    lns = variances("lns")
-    assert loud[-1] > 8 * pre[-1]
-    assert loud_sandwich[-1] == pytest.approx(sandwich[-1], rel=0.05)
+    pre, pre_scaled = residual_variances("pre"), residual_variances("pre", scale=4)
+    sandwich, sandwich_scaled = residual_variances("sandwich"), residual_variances("sandwich", scale=4)
+    lns = residual_variances("lns")
+    assert pre_scaled[-1] > 8 * pre[-1]
+    assert sandwich_scaled[-1] == pytest.approx(sandwich[-1], rel=0.05)
     assert 24 < sandwich[-1] < 96  # 48 if the sublayers' outputs were orthogonal
     assert lns[-1] < pre[-1] / 3
     # in the second half of the depth pre keeps growing at the same rate and LNS slows down

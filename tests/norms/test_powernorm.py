@@ -21,15 +21,15 @@ def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
 
 def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) -> Tensor:
     """Three roundings of the quotient and the gain, one of the sum. Measured: 0.8 of this bound."""
-    normalised = oracle(x, {**state, "bias": torch.zeros_like(state["bias"])})
-    return eps * (3 * normalised.abs() + state["bias"].abs())
+    normalized = oracle(x, {**state, "bias": torch.zeros_like(state["bias"])})
+    return eps * (3 * normalized.abs() + state["bias"].abs())
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3 + 1
 
 
-def randomised(**norm_args) -> PowerNorm:
+def randomized(**norm_args) -> PowerNorm:
     norm = PowerNorm(8, **norm_args).double()
     norm.weight.data, norm.bias.data = random(8, seed=1), random(8, seed=2)
     return norm
@@ -37,9 +37,9 @@ def randomised(**norm_args) -> PowerNorm:
 
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("momentum", [0.9, 0.6])
-def test_seven_steps_are_the_papers_algorithm(warmup, momentum):
+def test_training_steps_match_the_papers_algorithm(warmup, momentum):
     """Algorithm 2 of the paper, with its Γ, Λ and ν, by feature and token; then a step in evaluation."""
-    norm = randomised(momentum=momentum, warmup=warmup)
+    norm = randomized(momentum=momentum, warmup=warmup)
     gain, bias, eps = norm.weight.tolist(), norm.bias.tolist(), 1e-5
     psi_squared, nu = [1.0] * 8, [0.0] * 8
     for step in range(7):
@@ -75,9 +75,9 @@ def test_seven_steps_are_the_papers_algorithm(warmup, momentum):
     assert all(torch.equal(tensor, before[name]) for name, tensor in norm.state_dict().items())
 
 
-def test_the_approximate_gradient_approaches_the_exact_one():
+def test_approximate_gradient_converges_to_the_exact_gradient():
     """ν estimates mean(dn · n). Repeating the same batch makes it converge, and with it the gradient."""
-    norm = randomised(warmup=10**6)
+    norm = randomized(warmup=10**6)
     x, grad_y = random(4, 5, 8).requires_grad_(), random(4, 5, 8, seed=3)
     y = x * torch.rsqrt(x.square().mean((0, 1)) + 1e-5) * norm.weight + norm.bias
     (exact,) = torch.autograd.grad(y, x, grad_y)
@@ -88,7 +88,7 @@ def test_the_approximate_gradient_approaches_the_exact_one():
     assert errors[0] > 0.1 and errors[-1] < 1e-5  # due to eps: mean(n²) is slightly below 1
 
 
-def test_in_its_warm_up_the_past_knows_the_future_and_later_only_earlier_batches():
+def test_warmup_leaks_future_tokens_and_later_steps_do_not():
     """During warm-up, changing the last token of one sequence changes every earlier token of every sequence."""
     x = random(2, 6, 8)
     changed = x.clone()
@@ -97,7 +97,7 @@ def test_in_its_warm_up_the_past_knows_the_future_and_later_only_earlier_batches
     def difference(steps_before: int, training: bool) -> Tensor:
         outputs = []
         for batch in (x, changed):
-            norm = randomised(warmup=2)
+            norm = randomized(warmup=2)
             for seed in range(steps_before):
                 norm(random(2, 6, 8, seed=seed))
             outputs.append(norm.train(training)(batch))
@@ -108,19 +108,19 @@ def test_in_its_warm_up_the_past_knows_the_future_and_later_only_earlier_batches
     for after in (difference(2, training=True), difference(2, training=False)):
         assert after[0, -1] > 0.1 and after.count_nonzero() == 1
 
-    norm, other = randomised(warmup=0), randomised(warmup=0)
+    norm, other = randomized(warmup=0), randomized(warmup=0)
     norm(x), other(changed)  # the output depends on previous batches, not on this one
     assert ((norm(x) - other(x)).abs() > 1e-6).all()
 
 
-def test_nothing_is_left_of_the_start_value():
+def test_running_square_forgets_its_initial_value():
     """Otherwise evaluation after a few steps would assume activations of RMS 1."""
     norm, x = PowerNorm(8).double(), 1e-3 * random(4, 5, 8)
     norm(x)
     torch.testing.assert_close(norm.running_square, x.square().mean((0, 1)), rtol=1e-12, atol=0)
 
 
-def test_statistics_are_no_part_of_the_graph_and_kept_in_fp32():
+def test_running_statistics_are_fp32_and_do_not_require_grad():
     norm, x = PowerNorm(8), random(64, 64, 8).bfloat16().requires_grad_()
     norm(x).sum().backward()
     for statistic in (norm.running_square, norm.running_projection):
@@ -129,7 +129,7 @@ def test_statistics_are_no_part_of_the_graph_and_kept_in_fp32():
     torch.testing.assert_close(norm.running_square, expected, rtol=1e-6, atol=0)
 
 
-def test_a_gradient_that_overflowed_is_forgotten():
+def test_overflowed_gradient_is_ignored():
     """The initial float16 loss scale is too large. The optimizer skips such steps, and ν must skip them too."""
     norm, x = PowerNorm(8), random(4, 5, 8).float().requires_grad_()
     norm(x).sum().backward()
@@ -141,12 +141,12 @@ def test_a_gradient_that_overflowed_is_forgotten():
 
 
 @pytest.mark.parametrize("momentum", [1.0, -0.1, float("nan")])
-def test_a_momentum_out_of_range_is_refused(momentum):
+def test_momentum_out_of_range_is_refused(momentum):
     with pytest.raises(ValueError, match="momentum of powernorm must be at least 0 and below 1"):
         PowerNorm(8, momentum=momentum)
 
 
-def test_start_values():
+def test_initial_values():
     start = {
         "weight": torch.ones(3),
         "bias": torch.zeros(3),

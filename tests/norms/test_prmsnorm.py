@@ -9,8 +9,8 @@ from norms.rmsnorm import RMSNorm
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-6, p: float = 0.0625) -> Tensor:
-    looked_at = [i for i in range(x.shape[-1]) if i < p * x.shape[-1]]
-    square = x[..., looked_at].pow(2).sum(-1, keepdim=True) / len(looked_at)
+    used = [i for i in range(x.shape[-1]) if i < p * x.shape[-1]]
+    square = x[..., used].pow(2).sum(-1, keepdim=True) / len(used)
     return state["weight"] * x / (square + eps).sqrt()
 
 
@@ -21,22 +21,22 @@ def random(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("dim", "p", "first"), [(64, 0.0625, 4), (65, 0.0625, 5), (8, 0.0625, 1), (8, 0.5, 4), (1, 1, 1)]
 )
-def test_only_the_first_features_count_rounded_up(dim, p, first):
+def test_uses_only_the_first_features_rounded_up(dim, p, first):
     norm, x = PartialRMSNorm(dim, p=p).double(), random(3, dim)
     x.requires_grad_()
     (grad,) = torch.autograd.grad(norm(x)[:, -1].sum(), x)  # derivative of the last output by every feature
-    touched = grad.ne(0).all(0).nonzero().flatten().tolist()
-    assert touched == sorted({*range(first), dim - 1})
+    used_features = grad.ne(0).all(0).nonzero().flatten().tolist()
+    assert used_features == sorted({*range(first), dim - 1})
 
 
-def test_is_rmsnorm_where_all_features_count():
+def test_equals_rmsnorm_with_all_features():
     ours, rmsnorm, x = PartialRMSNorm(64, p=1.0).double(), RMSNorm(64).double(), random(5, 64)
     torch.testing.assert_close(ours(x), rmsnorm(x), rtol=1e-14, atol=0)
     assert (PartialRMSNorm(64).double()(x) - rmsnorm(x)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("dim", "spread"), [(256, 0.17), (4096, 0.044)])
-def test_the_estimate_strays_by_one_over_the_root_of_twice_the_features(dim, spread):
+def test_standard_deviation_of_the_estimate(dim, spread):
     """For independent normal features, the standard deviation of the RMS of k of them is 1/√(2k)."""
     x = random(4000, dim)
     estimate = x.norm(dim=-1) / PartialRMSNorm(dim, eps=1e-30).double()(x).norm(dim=-1)
@@ -44,6 +44,6 @@ def test_the_estimate_strays_by_one_over_the_root_of_twice_the_features(dim, spr
 
 
 @pytest.mark.parametrize("p", [0.0, -0.5, 1.01, float("nan")])
-def test_a_share_out_of_range_is_refused(p):
+def test_p_out_of_range_is_refused(p):
     with pytest.raises(ValueError, match="p of prmsnorm, the share of features, must be above 0 and at most 1"):
         PartialRMSNorm(8, p=p)

@@ -18,7 +18,7 @@ def sequence() -> Tensor:
     return torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
-def test_each_step_is_the_papers_formula():
+def test_each_step_matches_the_papers_formula():
     rnn, x = cell(), sequence()
     weights = {name: tensor.numpy() for name, tensor in rnn.state_dict().items()}
     for b in range(2):
@@ -30,13 +30,13 @@ def test_each_step_is_the_papers_formula():
             np.testing.assert_allclose(rnn(x)[b, t].detach().numpy(), h, rtol=0, atol=1e-13)
 
 
-def test_goes_on_from_a_state():
+def test_continues_from_a_given_state():
     rnn, x = cell(), sequence()
     first = rnn(x[:, :3])
     torch.testing.assert_close(torch.cat([first, rnn(x[:, 3:], first[:, -1])], 1), rnn(x))
 
 
-def test_no_step_sees_a_later_one():
+def test_is_causal():
     rnn, x = cell(), sequence()
     changed = x.clone()
     changed[:, 4] += 1
@@ -44,12 +44,12 @@ def test_no_step_sees_a_later_one():
     assert not torch.equal(rnn(x)[:, 4:], rnn(changed)[:, 4:])
 
 
-def test_derivatives_are_those_of_the_forward():
+def test_gradcheck():
     x = sequence()[:, :3].clone().requires_grad_()
     assert torch.autograd.gradcheck(cell(), x)
 
 
-def test_the_scale_of_the_weights_does_not_matter():
+def test_invariant_to_the_scale_of_the_weights():
     """Section 5.1 of the paper: the reason to normalize inside the recurrence. A norm on the outputs does not do it."""
     rnn, scaled = cell(eps=1e-30), cell(eps=1e-30)
     scaled.input.weight.data *= 100

@@ -8,7 +8,7 @@ from torch import nn
 from norms.registry import KINDS, build_norm, is_a, register
 
 
-def test_a_kind_is_registered_once():
+def test_registering_a_kind_twice_is_refused():
     before = dict(KINDS)
     with pytest.raises(AssertionError, match="norm 'rmsnorm' is registered twice"):
         register("rmsnorm")(nn.Identity)
@@ -16,7 +16,7 @@ def test_a_kind_is_registered_once():
 
 
 @pytest.mark.parametrize(
-    "kind, fitting, others",
+    "annotation, valid, invalid",
     [
         (int, [3, -1], [True, 3.0, "3", None, [3]]),
         (float, [0.5, 2, float("nan")], [False, "0.5", None]),
@@ -28,13 +28,13 @@ def test_a_kind_is_registered_once():
     ],
     ids=str,
 )
-def test_values_and_types(kind, fitting, others):
-    assert all(is_a(value, kind) for value in fitting)
-    assert not any(is_a(value, kind) for value in others)
+def test_is_a(annotation, valid, invalid):
+    assert all(is_a(value, annotation) for value in valid)
+    assert not any(is_a(value, annotation) for value in invalid)
 
 
 @pytest.mark.parametrize(
-    "norm_args, complaint",
+    "norm_args, message",
     [
         ({"eps": "1e-5"}, "--norm-arg eps takes a number, not '1e-5'"),
         ({"bias": 0}, "--norm-arg bias takes true or false, not 0"),
@@ -42,8 +42,8 @@ def test_values_and_types(kind, fitting, others):
     ],
     ids=str,
 )
-def test_arguments_of_the_wrong_type_are_refused(norm_args, complaint):
-    with pytest.raises(ValueError) as raised:
+def test_invalid_norm_args_are_refused(norm_args, message):
+    with pytest.raises(ValueError) as excinfo:
         build_norm("layernorm", 8, **norm_args)
-    assert str(raised.value) == complaint
+    assert str(excinfo.value) == message
     build_norm("layernorm", 8, eps=1, bias=False)

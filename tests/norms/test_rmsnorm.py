@@ -26,7 +26,7 @@ def worst_ulps(y: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_cast_orders_round_once_or_twice(dtype):
+def test_fp32_cast_order_rounds_once_and_llama_twice(dtype):
     norm, x = norm_and_input(dtype)
     llama, _ = norm_and_input(dtype, cast_order="llama")
     exact = oracle(x.double(), {"weight": norm.weight.detach().double()})
@@ -35,12 +35,12 @@ def test_cast_orders_round_once_or_twice(dtype):
     assert llama(x).dtype == dtype
 
 
-def test_gains_of_one_cannot_tell_the_cast_orders_apart():
+def test_cast_orders_agree_for_gains_of_one():
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(RMSNorm(512)(x), RMSNorm(512, cast_order="llama")(x))
 
 
-def test_cast_orders_agree_to_the_bit_in_fp32():
+def test_cast_orders_are_bit_identical_in_fp32():
     norm, x = norm_and_input(torch.float32)
     llama, _ = norm_and_input(torch.float32, cast_order="llama")
     assert torch.equal(norm(x), llama(x))
@@ -48,7 +48,7 @@ def test_cast_orders_agree_to_the_bit_in_fp32():
 
 @pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_llama_order_is_that_of_transformers_to_the_bit(dtype, gain_dtype):
+def test_llama_cast_order_is_bit_identical_to_transformers(dtype, gain_dtype):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     norm, x = norm_and_input(dtype, cast_order="llama")
@@ -59,7 +59,7 @@ def test_llama_order_is_that_of_transformers_to_the_bit(dtype, gain_dtype):
 
 
 @pytest.mark.parametrize("cast_order", ["fp32", "llama"])
-def test_without_a_gain(cast_order):
+def test_without_gain(cast_order):
     norm = RMSNorm(512, elementwise_affine=False, cast_order=cast_order)
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert not norm.state_dict()
@@ -67,23 +67,23 @@ def test_without_a_gain(cast_order):
     norm.reset_parameters()
 
 
-def test_eps_stands_inside_the_root():
+def test_eps_is_inside_the_sqrt():
     """For x² equal to eps, eps inside the root gives 1/√2; outside it would give about 1."""
     assert RMSNorm(4, eps=1e-6)(torch.full((4,), 1e-3)).tolist() == pytest.approx([0.5**0.5] * 4, rel=1e-6)
 
 
-def test_gradient_is_at_right_angles_to_the_input_as_eps_vanishes():
-    def along_x(eps: float) -> float:
+def test_gradient_is_orthogonal_to_the_input_without_eps():
+    def worst_cosine(eps: float) -> float:
         x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
         grad_y = torch.randn(64, 512, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         (grad,) = torch.autograd.grad(RMSNorm(512, eps)(x), x, grad_y)
         return ((x * grad).sum(-1) / (x.norm(dim=-1) * grad.norm(dim=-1))).abs().max().item()
 
-    assert along_x(1e-30) < 1e-14
-    assert along_x(1.0) > 1e-3
+    assert worst_cosine(1e-30) < 1e-14
+    assert worst_cosine(1.0) > 1e-3
 
 
-def test_why_gains_are_kept_in_fp32():
+def test_bf16_gains_lose_small_updates():
     """A hundred updates of 1e-3 move an fp32 gain from 1 to 1.1, but a bf16 gain stays at 1."""
     for dtype, end in [(torch.float32, 1.1), (torch.bfloat16, 1.0)]:
         (gain,) = RMSNorm(1).to(dtype).parameters()
@@ -92,6 +92,6 @@ def test_why_gains_are_kept_in_fp32():
         assert gain.item() == pytest.approx(end, rel=1e-5)
 
 
-def test_an_unknown_cast_order_is_refused():
+def test_unknown_cast_order_is_refused():
     with pytest.raises(ValueError, match="cast_order of rmsnorm is fp32 or llama, not 'bf16'"):
         RMSNorm(8, cast_order="bf16")  # type: ignore[arg-type]

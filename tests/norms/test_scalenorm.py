@@ -16,7 +16,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_is_rmsnorm_with_one_gain_for_all_features():
+def test_equals_rmsnorm_with_one_gain_for_all_features():
     scalenorm, rmsnorm = ScaleNorm(64).double(), RMSNorm(64, eps=1e-30).double()
     assert rmsnorm.weight is not None
     scalenorm.weight.data.fill_(3.7)
@@ -29,7 +29,7 @@ def test_is_rmsnorm_with_one_gain_for_all_features():
     torch.testing.assert_close(grad_w, grad_gain.sum(0, keepdim=True) / 64**0.5)
 
 
-def test_the_weight_is_the_length_of_the_output_and_starts_at_root_dim():
+def test_weight_is_the_output_length_and_starts_at_sqrt_dim():
     norm, x = ScaleNorm(64).double(), random(5, 6, 64)
     assert norm.weight.shape == (1,)
     torch.testing.assert_close(norm(x).norm(dim=-1), torch.full((5, 6), 8.0, dtype=torch.float64))
@@ -38,7 +38,7 @@ def test_the_weight_is_the_length_of_the_output_and_starts_at_root_dim():
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1e-4, 8.0), (1e-5, 8.0), (1e-6, 0.8), (0.0, 0.0)])
-def test_shorter_than_eps_is_divided_by_eps(length, expected):
+def test_eps_is_the_lower_bound_of_the_divisor(length, expected):
     """eps is a lower bound on the length; it is not added to it."""
     x = torch.full((64,), length / 8, dtype=torch.float64)
     assert ScaleNorm(64).double()(x).norm().item() == pytest.approx(expected, rel=1e-12)

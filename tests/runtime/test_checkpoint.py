@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified, bit for bit."""
+"""Checkpoints: saving is atomic, hashes are verified, and resuming is bit-identical."""
 
 import dataclasses
 import json
@@ -31,8 +31,8 @@ BATCHES = torch.randint(0, 257, (20, 2, 9), generator=torch.Generator().manual_s
 FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
 
 
-def adamw(model: Llama, **how) -> list:
-    return [AdamW([{"params": [weight]} for weight in model.parameters()], lr=1e-2, **how)]
+def adamw(model: Llama, **options) -> list:
+    return [AdamW([{"params": [weight]} for weight in model.parameters()], lr=1e-2, **options)]
 
 
 def muon(model: Llama) -> list:
@@ -58,23 +58,23 @@ def save(run: Path, step: int = 3, keep: int = 2, model: Llama | None = None, tr
     return save_checkpoint(run, step, model, ByteTokenizer(), optimizers, trainer, keep)
 
 
-def newest(run: Path) -> Path:
+def newest_checkpoint(run: Path) -> Path:
     found = latest_checkpoint(run)
     assert found
     return found
 
 
-def reseal(checkpoint: Path) -> None:
-    """Bring the manifest up to date with files that a test has changed."""
+def update_manifest(checkpoint: Path) -> None:
+    """Recompute the hashes in the manifest after a test has changed files."""
     names = [name for name in json.loads((checkpoint / "manifest.json").read_text())]
     (checkpoint / "manifest.json").write_text(json.dumps({name: _sha256(checkpoint / name) for name in names}))
 
 
-def everything(model: Llama, optimizers: list) -> dict[str, torch.Tensor]:
+def full_state(model: Llama, optimizers: list) -> dict[str, torch.Tensor]:
     state = dict(model.state_dict())
     for number, optimizer in enumerate(optimizers):
-        for index, own in optimizer.state_dict()["state"].items():
-            state |= {f"{number} {index} {key}": tensor for key, tensor in own.items()}
+        for index, values in optimizer.state_dict()["state"].items():
+            state |= {f"{number} {index} {key}": tensor for key, tensor in values.items()}
     return state
 
 
@@ -94,23 +94,25 @@ def everything(model: Llama, optimizers: list) -> dict[str, torch.Tensor]:
     ids=["fused", "foreach untied", "plain batchnorm", "muon batchnorm"],
 )
 @pytest.mark.parametrize("stop", [0, 1, 4])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, optimizers, changes, stop):
+def test_resumed_training_is_bit_identical(tmp_path, optimizers, changes, stop):
     config = dataclasses.replace(CONFIG, **changes)
-    straight = Llama(config, seed=1)
-    straight_optimizers = optimizers(straight)
-    train(straight, straight_optimizers, range(stop))
-    save_checkpoint(tmp_path, stop, straight, ByteTokenizer(), straight_optimizers, {"seconds": 0.1 + 0.2}, 1)
-    at_the_stop = {name: tensor.clone() for name, tensor in everything(straight, straight_optimizers).items()}
-    train(straight, straight_optimizers, range(stop, 7))
+    uninterrupted = Llama(config, seed=1)
+    uninterrupted_optimizers = optimizers(uninterrupted)
+    train(uninterrupted, uninterrupted_optimizers, range(stop))
+    save_checkpoint(tmp_path, stop, uninterrupted, ByteTokenizer(), uninterrupted_optimizers, {"seconds": 0.1 + 0.2}, 1)
+    state_at_stop = {
+        name: tensor.clone() for name, tensor in full_state(uninterrupted, uninterrupted_optimizers).items()
+    }
+    train(uninterrupted, uninterrupted_optimizers, range(stop, 7))
 
     resumed = Llama(config, seed=2)
     resumed_optimizers = optimizers(resumed)
-    train(resumed, resumed_optimizers, range(10, 11))  # what is loaded replaces what is there
-    trainer = load_training_state(newest(tmp_path), resumed, resumed_optimizers)
+    train(resumed, resumed_optimizers, range(10, 11))  # loading replaces this state
+    trainer = load_training_state(newest_checkpoint(tmp_path), resumed, resumed_optimizers)
     assert trainer["step"] == stop and trainer["seconds"] == 0.1 + 0.2
-    for expected in (at_the_stop, None):
-        expected = expected or everything(straight, straight_optimizers)
-        got = everything(resumed, resumed_optimizers)
+    for expected in (state_at_stop, None):
+        expected = expected or full_state(uninterrupted, uninterrupted_optimizers)
+        got = full_state(resumed, resumed_optimizers)
         assert got.keys() == expected.keys()
         assert all(
             torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype for name, tensor in expected.items()
@@ -118,7 +120,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, optimizers
         train(resumed, resumed_optimizers, range(stop, 7))
 
 
-def test_the_learning_rate_of_the_run_at_hand_stays(tmp_path):
+def test_loading_state_keeps_the_learning_rate(tmp_path):
     checkpoint = save(tmp_path)
     model = Llama(CONFIG)
     (optimizer,) = optimizers = adamw(model)
@@ -127,7 +129,7 @@ def test_the_learning_rate_of_the_run_at_hand_stays(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_what_a_checkpoint_holds(tmp_path):
+def test_checkpoint_contents(tmp_path):
     model = Llama(dataclasses.replace(CONFIG, norm="batchnorm"))
     checkpoint = save(tmp_path, 600, model=model, seconds=2.5)
     assert checkpoint == tmp_path / "checkpoints" / "step-000600"
@@ -141,7 +143,7 @@ def test_what_a_checkpoint_holds(tmp_path):
         "seconds": 2.5,
     }
     weights = load_file(checkpoint / "model.safetensors")
-    assert weights.keys() == model.state_dict().keys() - {"lm_head.weight"}  # tied: stored once
+    assert weights.keys() == model.state_dict().keys() - {"lm_head.weight"}  # tied weights are stored once
     assert "layers.0.attention_residual.norm.running_var" in weights
     state = load_file(checkpoint / "optimizer.safetensors")
     names = [name for name, _ in model.named_parameters()]
@@ -149,7 +151,7 @@ def test_what_a_checkpoint_holds(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_loaded_model_is_the_saved_one_ready_to_evaluate(tmp_path, tied):
+def test_loaded_model_equals_the_saved_model_in_eval_mode(tmp_path, tied):
     tokenizer = train_tokenizer(["def first(x):\n\treturn x\n" * 20], 300)
     model = Llama(dataclasses.replace(CONFIG, vocab_size=300, tie_embeddings=tied, norm="batchnorm", dropout=0.5))
     optimizers = adamw(model)
@@ -162,41 +164,41 @@ def test_a_loaded_model_is_the_saved_one_ready_to_evaluate(tmp_path, tied):
     tokens = BATCHES[0, :, :8]
     with torch.no_grad():
         assert torch.equal(loaded(tokens), model.eval()(tokens))
-    train(loaded, adamw(loaded), range(1))  # and it can be trained further
+    train(loaded, adamw(loaded), range(1))  # training can continue
 
 
-def test_older_checkpoints_go_and_the_same_step_is_replaced(tmp_path):
+def test_old_checkpoints_are_deleted_and_the_same_step_is_replaced(tmp_path):
     for step in (1, 2, 3, 10):
         save(tmp_path, step, keep=3, trained=False)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-000003", "step-000010"]
     save(tmp_path, 10, keep=3, trained=False, note="again")
-    assert json.loads((newest(tmp_path) / "trainer.json").read_text())["note"] == "again"
+    assert json.loads((newest_checkpoint(tmp_path) / "trainer.json").read_text())["note"] == "again"
     save(tmp_path, 11, keep=1, trained=False)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000011"]
     save(tmp_path, 1_000_000, keep=1, trained=False)  # one more digit
-    assert newest(tmp_path).name == "step-1000000"
+    assert newest_checkpoint(tmp_path).name == "step-1000000"
 
 
-class FullDisk(ByteTokenizer):
+class FullDiskTokenizer(ByteTokenizer):
     def save(self, directory: Path) -> None:
         raise OSError(28, "No space left on device")
 
 
-def test_a_failed_save_leaves_what_was_there(tmp_path):
+def test_failed_save_keeps_existing_checkpoints(tmp_path):
     earlier = save(tmp_path, 1, keep=1, trained=False)
     model = Llama(CONFIG)
     for step in (1, 2):
         with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(tmp_path, step, model, FullDisk(), [], {}, 1)
+            save_checkpoint(tmp_path, step, model, FullDiskTokenizer(), [], {}, 1)
         assert list(earlier.parent.iterdir()) == [earlier]
     load_model(earlier, "cpu")
 
 
-def test_a_disk_that_takes_no_more_is_an_os_error(tmp_path):
+def test_full_disk_raises_os_error(tmp_path):
     resource = pytest.importorskip("resource")
     earlier = save(tmp_path, 1, trained=False)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # bytes; the weights need more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # bytes; the weights need more space
     try:
         with pytest.raises(OSError, match=r"model\.safetensors cannot be written"):
             save(tmp_path, 2, trained=False)
@@ -207,7 +209,7 @@ def test_a_disk_that_takes_no_more_is_an_os_error(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
+def test_killed_process_leaves_only_complete_checkpoints(tmp_path):
     delays = random.Random(0)
     step = 1
     save(tmp_path, step, trained=False)
@@ -230,7 +232,7 @@ def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
     assert all(path.name.startswith("step-") for path in (tmp_path / "checkpoints").iterdir())
 
 
-def test_a_leftover_of_a_killed_process_is_no_checkpoint_and_goes(tmp_path):
+def test_unfinished_checkpoint_is_ignored_and_deleted(tmp_path):
     whole = save(tmp_path, 1, trained=False)
     leftover = whole.with_name(".step-000002-unfinished")
     leftover.mkdir()
@@ -240,18 +242,18 @@ def test_a_leftover_of_a_killed_process_is_no_checkpoint_and_goes(tmp_path):
     assert sorted(path.name for path in whole.parent.iterdir()) == ["step-000001", "step-000002"]
 
 
-# --- what is wrong with a checkpoint ---------------------------------------------------------------------------------
+# --- damaged or mismatched checkpoints -------------------------------------------------------------------------------
 
 
-def one_line(raised: pytest.ExceptionInfo) -> str:
-    line = str(raised.value)
-    assert "\n" not in line
-    return line
+def one_line_message(excinfo: pytest.ExceptionInfo) -> str:
+    message = str(excinfo.value)
+    assert "\n" not in message
+    return message
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"])
 @pytest.mark.parametrize("damage", ["cut off", "altered", "gone"])
-def test_a_damaged_file_is_named(tmp_path, name, damage):
+def test_damaged_file_is_named_in_the_error(tmp_path, name, damage):
     checkpoint = save(tmp_path)
     path, content = checkpoint / name, (checkpoint / name).read_bytes()
     if damage == "gone":
@@ -262,19 +264,19 @@ def test_a_damaged_file_is_named(tmp_path, name, damage):
         path.write_bytes(content[:-1] if damage == "cut off" else altered)
     model = Llama(CONFIG)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError) as excinfo:
         load_training_state(checkpoint, model, adamw(model))
-    assert str(path) in one_line(raised)
+    assert str(path) in one_line_message(excinfo)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     if name in ("config.json", "model.safetensors"):
         with pytest.raises(ValueError, match=name):
             load_model(checkpoint, "cpu")
     else:
-        load_model(checkpoint, "cpu")  # which needs neither
+        load_model(checkpoint, "cpu")  # load_model does not read this file
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", "{"])
-def test_a_damaged_manifest_is_named(tmp_path, content):
+def test_damaged_manifest_is_named_in_the_error(tmp_path, content):
     checkpoint = save(tmp_path)
     (checkpoint / "manifest.json").unlink()
     if content is not None:
@@ -284,24 +286,24 @@ def test_a_damaged_manifest_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    "change, complaint",
+    "change, message",
     [
         (lambda weights: weights.pop("finish.weight"), "lacks finish.weight"),
         (lambda weights: weights.update(extra=torch.ones(1)), "has an unknown extra"),
         (lambda weights: weights.update({"finish.weight": torch.ones(17)}), "has another shape of finish.weight"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(tmp_path, change, complaint):
+def test_mismatched_weights_are_named_in_the_error(tmp_path, change, message):
     checkpoint = save(tmp_path)
     weights = load_file(checkpoint / "model.safetensors")
     change(weights)
     save_file(weights, checkpoint / "model.safetensors")
-    reseal(checkpoint)
+    update_manifest(checkpoint)
     model = Llama(CONFIG)
     for load in (lambda: load_model(checkpoint, "cpu"), lambda: load_training_state(checkpoint, model, adamw(model))):
-        with pytest.raises(ValueError, match=rf"model\.safetensors is of another model: it {complaint}") as raised:
+        with pytest.raises(ValueError, match=rf"model\.safetensors is of another model: it {message}") as excinfo:
             load()
-        one_line(raised)
+        one_line_message(excinfo)
 
 
 @pytest.mark.parametrize(
@@ -309,27 +311,27 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, complaint):
     [{}, {"model": {"dim": 15}, "tokenizer": "bytes"}, {"model": {"dims": 16}, "tokenizer": "bytes"}, {"model": 3}],
     ids=str,
 )
-def test_a_config_of_something_else_is_named(tmp_path, config):
+def test_invalid_config_json_is_named_in_the_error(tmp_path, config):
     checkpoint = save(tmp_path)
     (checkpoint / "config.json").write_text(json.dumps(config))
-    reseal(checkpoint)
-    with pytest.raises(ValueError, match=r"config\.json does not describe a model") as raised:
+    update_manifest(checkpoint)
+    with pytest.raises(ValueError, match=r"config\.json does not describe a model") as excinfo:
         load_model(checkpoint, "cpu")
-    one_line(raised)
+    one_line_message(excinfo)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon")
-def test_the_state_of_another_optimizer_is_refused(tmp_path):
+def test_state_of_another_optimizer_is_refused(tmp_path):
     checkpoint = save(tmp_path)
     model = Llama(CONFIG)
     with pytest.raises(ValueError, match="is of another optimizer: AdamW, not Muon, AdamW"):
         load_training_state(checkpoint, model, muon(model))
 
 
-# --- finding ---------------------------------------------------------------------------------------------------------
+# --- find_checkpoint -------------------------------------------------------------------------------------------------
 
 
-def test_where_a_checkpoint_is_found(tmp_path, monkeypatch):
+def test_find_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = Path("runs")
     with pytest.raises(ValueError, match=r"no run in runs/ yet; start one"):
@@ -344,8 +346,8 @@ def test_where_a_checkpoint_is_found(tmp_path, monkeypatch):
     assert find_checkpoint(str(runs / "b-old")) == later
     os.utime(runs / "b-old" / "run.json")
     assert find_checkpoint(None) == later
-    (runs / "z-without-any").mkdir()
-    for wrong in (runs / "z-without-any", runs / "nowhere", later / "config.json"):
-        with pytest.raises(ValueError, match=r"name a run of train\.py or one of its checkpoints") as raised:
-            find_checkpoint(str(wrong))
-        assert one_line(raised).startswith(str(wrong))
+    (runs / "z-empty").mkdir()
+    for path in (runs / "z-empty", runs / "nowhere", later / "config.json"):
+        with pytest.raises(ValueError, match=r"name a run of train\.py or one of its checkpoints") as excinfo:
+            find_checkpoint(str(path))
+        assert one_line_message(excinfo).startswith(str(path))
