@@ -34,12 +34,27 @@ from config import ModelConfig
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
+from runtime.acceleration import accelerate
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KIND_NAMES = sorted(KINDS)
+
+
+class Fast(str):
+    """The name of a kind whose modules are to be accelerated."""
+
+
+def make_norm(kind: str, dim: int, **norm_args) -> Any:
+    norm = build_norm(kind, dim, **norm_args)
+    return accelerate(norm) if isinstance(kind, Fast) else norm
+
+
+# Kinds with a kernel run through the contract a second time, with it.
+ACCELERATED = [Fast(kind) for kind in KIND_NAMES if type(make_norm(Fast(kind), 16)) is not KINDS[kind]]
+ALL = [*KIND_NAMES, *(pytest.param(kind, id=f"{kind}-fast") for kind in ACCELERATED)]
 WITH_EPS = [kind for kind in KIND_NAMES if "eps" in inspect.signature(KINDS[kind]).parameters]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -47,8 +62,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("layernorm", {"bias": False}),
     ("layernorm", {"elementwise_affine": False}),
 ]  # with fewer parameters than their oracle
+VARIANTS += [(Fast(kind), norm_args) for kind, norm_args in VARIANTS if kind in ACCELERATED]
 
-each_kind = pytest.mark.parametrize("kind", KIND_NAMES)
+each_kind = pytest.mark.parametrize("kind", ALL)
 each_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
 
@@ -86,7 +102,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 def trained_norm(kind: str, dim: int, training: bool = True, device: str = "cpu", **norm_args) -> Any:
     """A norm as after some training: no parameter or running statistic has its initial value."""
-    norm = build_norm(kind, dim, **norm_args).to(device)
+    norm = make_norm(kind, dim, **norm_args).to(device)
     norm(3 * random(32, dim, device=device, seed=1) + 1)
     with torch.no_grad():
         for seed, parameter in enumerate(norm.parameters()):
@@ -413,7 +429,7 @@ def test_shift_invariance(kind, shift, device):
 
 @each_kind
 def test_identity(kind, device):
-    norm, x = build_norm(kind, 256).to(device), 3 * random(4, 12, 256, device=device)
+    norm, x = make_norm(kind, 256).to(device), 3 * random(4, 12, 256, device=device)
     assert torch.equal(norm(x), x) == TRAITS[kind].identity
 
 
@@ -453,6 +469,8 @@ def test_model_is_causal(kind, placement, training):
         assert TRAITS[kind].identity
         pytest.skip("this placement is refused without a norm")
     model = Llama(config).train(training)
+    if isinstance(kind, Fast):
+        accelerate(model)
     tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
@@ -543,13 +561,13 @@ def test_noncontiguous_parameters(kind, training, rearrange, device):
 def test_meta_device(kind):
     dim = width(kind, 8)
     with torch.device("meta"):
-        norm: Any = build_norm(kind, dim)
+        norm = make_norm(kind, dim)
         assert norm(torch.empty(2, 3, dim)).shape == (2, 3, dim)
     norm.to_empty(device="cpu")
     for tensor in norm.state_dict().values():
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
     norm.reset_parameters()
-    fresh = build_norm(kind, dim)
+    fresh = make_norm(kind, dim)
     assert norm.state_dict().keys() == fresh.state_dict().keys()
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(norm.state_dict()[name], tensor), name
@@ -558,7 +576,7 @@ def test_meta_device(kind):
 @each_kind
 def test_parameter_names_shapes_and_dtype(kind):
     dim = width(kind, 8)
-    norm = build_norm(kind, dim)
+    norm = make_norm(kind, dim)
     assert set(dict(norm.named_parameters())) <= {"weight", "bias", "alpha", "shift"}
     for parameter in norm.parameters():
         assert parameter.shape in ((dim,), (1,)) and parameter.dtype == torch.float32
