@@ -1,5 +1,6 @@
 """train.py: learning, resuming, signals, and errors for invalid input."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -379,6 +380,19 @@ def test_samples_are_utf8_in_every_locale(tmp_path):
 def test_keep_limits_the_number_of_checkpoints(command):
     run = command("--steps 8 --save-every 2 --keep 3")
     assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["4", "6", "8"]
+
+
+def test_dropout_differs_between_steps_and_repeats_with_them(text, tmp_path):
+    """On a training text of a single window, so that every step has the same batch."""
+    flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --dropout 0.5"
+    run = train.resolve_run(train.parse(flags.split()))
+    one_window = dataclasses.replace(run.data.train, tokens=run.data.train.tokens[:33])
+    run.data = dataclasses.replace(run.data, train=one_window)
+    trainer, losses = train.Trainer(run), []
+    for step in (0, 1, 0):
+        trainer.step = step
+        losses.append(float(trainer.accumulate_gradients()))
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_evaluation_is_deterministic_and_without_dropout(command):
