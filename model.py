@@ -44,7 +44,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
         self.finish = placement.finish(make_norm)  # the final norm, where the placement has one
-        self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         draw_weights(self, seed)
@@ -105,10 +105,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim, self.grouped = config.head_dim, config.kv_heads < config.heads
-        self.q_proj = Linear(config.dim, config.heads * config.head_dim, bias=False)
-        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.o_proj = Linear(config.heads * config.head_dim, config.dim, bias=False)
+        self.q_proj = Linear(config.dim, config.heads * config.head_dim)
+        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim)
+        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim)
+        self.o_proj = Linear(config.heads * config.head_dim, config.dim)
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
@@ -134,9 +134,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.hidden_dim, bias=False)
-        self.up_proj = Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = Linear(config.hidden_dim, config.dim, bias=False)
+        self.gate_proj = Linear(config.dim, config.hidden_dim)
+        self.up_proj = Linear(config.dim, config.hidden_dim)
+        self.down_proj = Linear(config.hidden_dim, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -272,6 +272,9 @@ def recomputed(block: nn.Module, x: Tensor, rope: RopeTable) -> Tensor:
 
 class Linear(nn.Linear):
     """x Wᵀ. `draw_weights` fills its weight."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
         pass

@@ -1,328 +1,129 @@
-"""One more token of each sequence in a single call of C: it costs what reading every weight once does, and little else.
+"""One new token of each of a few sequences, without gradients.
 
-Between two calls lies as much time as a few matrices take, since the caches of the processor are full of weights by
-then. What a token takes is not written down a second time: the model's own blocks, placements and norms are run once on
-`Value`s, which note every step on a `Tape`, and decode.c goes through the steps. A norm that is more, or less, than one
-function of C is called in between.
+A token costs what reading every weight once does. Weights are fp32 or bf16, everything else fp32. A function returns
+None where the kernels do not support a module or its tensors.
 
-Shapes: B sequences, C features of the stream, H query heads, K heads of keys and values, D features of a head.
+Shapes: B sequences, C features, H query heads, K heads of keys and values, D features of a head.
 """
 
-import ctypes
-import math
-import threading
-import weakref
-from collections.abc import Callable
-from functools import cached_property, partial
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
-from native import function, library
-from norms.calling import LANES, noted
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
-SOURCE = Path(__file__).with_suffix(".c")
-PRODUCT, ATTENTION, GATE, NORM, SUM, SCALE = range(6)  # the kinds of steps in decode.c
-NORM_ARGUMENTS = (3, 5, 11)  # how many of them it can pass on
+from fast.native import LANES, kernels, scratch, supported
+from model import LayerCache, Linear, RopeTable
 
+MAX_ROWS = {torch.float32: 32, torch.bfloat16: 16}  # tokens, by weight; torch's products are faster for more
 
-def in_use() -> str:
-    """What computes one more token on a CPU here, in a few words."""
-    loaded, how = library(SOURCE)
-    return how if loaded else f"PyTorch, as {how}"
+# No public function says whether there are hooks for all modules. Without the private one, the kernels are not used.
+any_global_hook = getattr(nn_module, "_has_any_global_hook", lambda: True)
 
 
-def available() -> bool:
-    return library(SOURCE)[0] is not None
+def has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks)
 
 
-class OneMoreToken:
-    """`model.next_logits`, by a tape where one token each of up to `most` sequences follows those in a cache.
-
-    For all other tokens, and for a model that cannot be recorded, `model.next_logits` itself. It keeps no model alive.
-    """
-
-    def __init__(self, model: Any, most: int):
-        self.model, self.most = weakref.proxy(model), most
-        self.itself = partial(type(model).next_logits, self.model)
-        self.rows = 0  # in the latest tape
-        self.tape: Tape | None = None
-        self.lock = threading.Lock()  # of what the tape works in
-
-    @torch.no_grad()
-    def __call__(self, tokens: Tensor, cache: Any = None) -> Tensor:
-        rows, length = tokens.shape
-        following = cache is not None and cache.length > 0 and cache.blocks[0].context == self.model.config.context
-        if not following or length != 1 or not 0 < rows <= self.most:
-            return self.itself(tokens, cache)
-        with self.lock:
-            if rows != self.rows:
-                self.rows, self.tape = rows, recorded(self.model, rows)
-            if self.tape is None:
-                return self.itself(tokens, cache)
-            self.tape.start.copy_(self.model.embed_tokens(tokens))
-            self.tape.play(self.model.rope(cache.length, 1), cache.blocks)
-            return self.tape.end[:, 0].clone()
-
-
-# --- recording ---
-
-
-class Unrecordable(Exception):
-    """The model takes a step that decode.c does not know."""
-
-
-def recorded(model: Any, rows: int) -> "Tape | None":
-    """The tape of one more token of `model` for so many sequences, or None where it cannot be recorded."""
-    tape = Tape(model.config.context)
-    tape.start = tape.room(rows, 1, model.config.dim)
-    try:
-        x = model.placement.start(Value(tape, tape.start))
-        for block in model.layers:
-            x = block(x, None)
-        tape.end = model.lm_head(model.finish(x)).data
-    except Exception:  # of any kind, from a placement that takes values for tensors
+def plain_weight(linear: nn.Module) -> Tensor | None:
+    """The weight, where a call of `linear` is x Wᵀ and nothing else: no LoRA, parametrization, hooks or bias."""
+    if type(linear) is not Linear or has_hooks(linear) or "forward" in linear.__dict__:
         return None
-    return tape
+    parameters = linear._parameters
+    return parameters.get("weight") if parameters.get("bias") is None else None
 
 
-class Value:
-    """A tensor of a token to come: what is done with it is noted on the tape, and `data` is where it will be."""
-
-    def __init__(self, tape: "Tape", data: Tensor):
-        self.tape, self.data = tape, data
-
-    def __add__(self, other: "Value") -> "Value":
-        if not isinstance(other, Value) or other.data.shape != self.data.shape:
-            raise Unrecordable
-        return self.tape.add(SUM, self, other)
-
-    def __mul__(self, factor: float | Tensor) -> "Value":
-        return self.tape.add(SCALE, self, factor=float(factor))  # which only one number can be turned into
-
-    __rmul__ = __mul__
-
-    def numel(self) -> int:
-        return self.data.numel()
-
-    def split(self, sizes: list[int], axis: int) -> "list[Value]":
-        return [Value(self.tape, part) for part in self.data.split(sizes, axis)]
-
-    def unflatten(self, axis: int, sizes: tuple[int, ...]) -> "Value":
-        return Value(self.tape, self.data.unflatten(axis, sizes))
-
-    def flatten(self, axis: int) -> "Value":
-        return Value(self.tape, self.data.view(*self.data.shape[:axis], -1))
-
-    def view_as(self, other: "Value") -> "Value":
-        return Value(self.tape, self.data.view_as(other.data))
+def weights_of(x: Tensor, module: nn.Module, names: tuple[str, ...], *others: Tensor) -> list[Any] | None:
+    """The weights, of one dtype, of the named linear modules inside `module`; None where the kernels do not support
+    them, `others`, or the product with the rows of x, or where gradients or dropout may be wanted.
+    """
+    if torch.is_grad_enabled() or module.training or any_global_hook():
+        return None
+    if x.dtype is not torch.float32 or x.numel() == 0:
+        return None
+    weights: list[Any] = [plain_weight(module._modules[name]) for name in names]  # type: ignore[arg-type]
+    if any(weight is None for weight in weights) or not supported(x, *weights, *others):
+        return None
+    dtype = weights[0].dtype
+    if x.numel() > MAX_ROWS[dtype] * x.shape[-1]:
+        return None
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not dtype:
+        return None
+    return weights if all(weight.dtype is dtype and weight.is_contiguous() for weight in weights) else None
 
 
-class Norm:
-    """`module`, a norm, which a tape takes a step of."""
-
-    def __init__(self, module: Any):
-        self.itself = module.forward  # found before the module, whose call takes longer than a sum
-
-    def __call__(self, x: Any) -> Any:
-        return x.tape.norm(self.itself, x) if isinstance(x, Value) else self.itself(x)
-
-
-class Attention:
-    """`module`, a model's attention, by C for one more token of each sequence."""
-
-    def __init__(self, module: Any):
-        self.module = module
-
-    def __call__(self, x: Any, rope: tuple[Tensor, Tensor], cache: Any = None) -> Any:
-        module = self.module
-        if isinstance(x, Value):
-            return module.o_proj(x.tape.attention(*module.heads(x)))
-        if cache is None or cache.length == 0 or x.shape[1] != 1:
-            return module(x, rope, cache)
-        tape = Tape(cache.context)
-        y = tape.attention(*(Value(tape, part) for part in module.heads(x)))
-        tape.play(rope, [cache])
-        return module.o_proj(y.data)
+def linear(x: Tensor, module: nn.Module, name: str) -> Tensor | None:
+    """The linear module of that name, of x."""
+    weights = weights_of(x, module, (name,))
+    if weights is None or weights[0].shape[1] != x.shape[-1]:
+        return None
+    x, (outputs, inputs) = x.contiguous(), weights[0].shape
+    y = x.new_empty(*x.shape[:-1], outputs)
+    pointers = x.data_ptr(), weights[0].data_ptr(), y.data_ptr()
+    kernels().linear(x.numel() // inputs, inputs, outputs, weights[0].dtype is torch.bfloat16, *pointers)
+    return y
 
 
-class MLP:
-    """`module`, a model's MLP, which a tape takes three steps of."""
-
-    def __init__(self, module: Any):
-        self.module, self.itself = module, module.forward
-
-    def __call__(self, x: Any) -> Any:
-        if not isinstance(x, Value):
-            return self.itself(x)
-        both = self.module.gate_up(x)
-        return self.module.down_proj(x.tape.add(GATE, both, width=both.data.shape[-1] // 2))
-
-
-class Tape:
-    """The steps of one more token of some sequences."""
-
-    start: Tensor  # the token's embedding, B 1 C
-    end: Tensor  # the logits
-
-    def __init__(self, context: int):
-        self.context = context
-        self.steps: list[Step | Callable[[], Any]] = []
-        self.kept: list[Any] = []  # what the steps point at
-        self.caches: list[tuple[int, ...]] = []  # the shape of each layer's keys and values
-        self.scores = self.room(0)  # where attention, of one layer after the other, works
-        self.multiplications = 0
-
-    def room(self, *shape: int) -> Tensor:
-        """Memory for so many floats, and a vector more, which decode.c may read as well."""
-        with torch.inference_mode(False):  # to be written to in any mode
-            self.kept.append(torch.empty(math.prod(shape) + LANES, dtype=torch.float32, device="cpu"))
-        return self.kept[-1][:-LANES].view(shape)
-
-    def add(self, kind: int, x: Value, z: Value | None = None, width: int | None = None, **fields: Any) -> Value:
-        """A step that makes a value of x, or of x and z; each of its rows is as wide as one of x, or `width`."""
-        given = [value.data for value in (x, z) if value is not None]
-        if not all(data.is_contiguous() for data in given):
-            raise Unrecordable
-        y = self.room(*x.data.shape[:-1], width or x.data.shape[-1])
-        fields |= dict(zip("xzy", map(Tensor.data_ptr, (given[0], given[-1], y)), strict=True))
-        self.steps.append(Step(kind, len(y), y.numel() // len(y), **fields))
-        return Value(self, y)
-
-    def product(self, by: "Product", x: Value) -> Value:
-        self.kept.append(by)
-        self.multiplications += len(x.data) * by.weight.numel()
-        return self.add(PRODUCT, x, width=by.outputs, what=by.address)
-
-    def norm(self, norm: Callable[[Tensor], Tensor], x: Value) -> Value:
-        """`norm` of x: the one function of C that it calls, or else `norm` itself, between two calls of C."""
-        some = torch.linspace(-1, 2, x.numel(), dtype=torch.float32, device="cpu").view_as(x.data)
-        x.data.copy_(some)
-        with noted() as calls:
-            y = norm(x.data)
-        if y is x.data:
-            return x
-        x.data.copy_(-300 * some.flip(-1))
-        if len(calls) == 1 and len(calls[0].given) in NORM_ARGUMENTS:
-            (call,) = calls
-            call.function(*call.given)
-            if torch.equal(y, norm(x.data)):  # so that call is all there is to it
-                self.kept += [call, y]
-                address = ctypes.cast(call.function, ctypes.c_void_p)
-                self.steps.append(Step(NORM, what=address, count=len(call.given), given=tuple(call.given)))
-                return Value(self, y)
-        here, there = x.data, self.room(*y.shape)
-        self.steps.append(lambda: there.copy_(norm(here)))
-        return Value(self, there)
-
-    def attention(self, q: Value, k: Value, v: Value) -> Value:
-        """Of queries, B 1 H D, to keys and values, B 1 K D, and to those in the next layer's cache; B 1 H·D."""
-        parts = [value.data for value in (q, k, v)]
-        assert all(part[0].is_contiguous() and part.dtype == torch.float32 for part in parts)
-        batch, _, heads, head_dim = q.data.shape
-        kv_heads, each = k.data.shape[2], head_dim + self.context + LANES
-        if self.scores.numel() < batch * heads * each:
-            self.scores = self.room(batch * heads * each)
-        y = self.room(batch, 1, heads * head_dim)
-        addresses, strides = [part.data_ptr() for part in parts], [part.stride(0) for part in parts]
-        sizes = batch, heads, kv_heads, head_dim, len(self.caches)
-        job = AttentionJob(*addresses, *strides, *sizes, head_dim**-0.5, self.scores.data_ptr())
-        self.steps.append(Step(ATTENTION, what=ctypes.addressof(job), y=y.data_ptr()))
-        self.kept += [*parts, job]
-        self.caches.append((batch, kv_heads, self.context, head_dim))
-        self.multiplications += 2 * self.context * y.numel()
-        return Value(self, y)
-
-    def play(self, rope: tuple[Tensor, Tensor], caches: list[Any]) -> None:
-        """Go through the steps, with cosines and sines of the new position, which every layer's cache then holds."""
-        keys, values = [cache.keys for cache in caches], [cache.values for cache in caches]
-        seen = caches[0].length if caches else 0
-        assert seen < self.context and [x.shape for x in keys] == [x.shape for x in values] == self.caches
-        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in (*rope, *keys, *values))
-        addresses = [(ctypes.c_void_p * len(caches))(*map(Tensor.data_ptr, tensors)) for tensors in (keys, values)]
-        tables = [table.data_ptr() for table in rope]
-        place = Place(self.context, seen, *tables, *map(ctypes.addressof, addresses))
-        run = function(SOURCE, "play", "pipi")
-        for part in self.parts:
-            if callable(part):
-                part()
-            else:
-                run(part, len(part), ctypes.addressof(place), self.multiplications)
-        for cache in caches:
-            cache.length += 1
-
-    @cached_property
-    def parts(self) -> list[Any]:
-        """The steps, those for C that follow each other in one array."""
-        parts: list[Any] = []
-        for for_c, steps in groupby(self.steps, lambda step: isinstance(step, Step)):
-            several: list[Any] = list(steps)
-            parts += [(Step * len(several))(*several)] if for_c else several
-        return parts
+def mlp(module: nn.Module, x: Tensor) -> Tensor | None:
+    """down(silu(gate(x)) · up(x))."""
+    weights = weights_of(x, module, ("gate_proj", "up_proj", "down_proj"))
+    if weights is None:
+        return None
+    gate_weight, up_weight, down_weight = weights
+    (hidden, inputs), outputs = gate_weight.shape, down_weight.shape[0]
+    if up_weight.shape != (hidden, inputs) or down_weight.shape[1] != hidden or x.shape[-1] != inputs:
+        return None
+    x, rows = x.contiguous(), x.numel() // inputs
+    y = x.new_empty(*x.shape[:-1], outputs)
+    room = scratch(2 * rows * (hidden + LANES))
+    pointers = (tensor.data_ptr() for tensor in (x, *weights, room, y))
+    kernels().mlp(rows, inputs, hidden, outputs, gate_weight.dtype is torch.bfloat16, *pointers)
+    return y
 
 
-# --- what decode.c is told ---
-
-
-class Step(ctypes.Structure):
-    """The `Step` of decode.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("kind", "rows", "width")),
-        *((name, ctypes.c_void_p) for name in ("what", "x", "z", "y")),
-        ("factor", ctypes.c_float),
-        ("count", ctypes.c_int64),
-        ("given", ctypes.c_int64 * NORM_ARGUMENTS[-1]),
-    ]
-
-
-class AttentionJob(ctypes.Structure):
-    """The `Attention` of decode.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "head_dim", "layer")),
-        ("scale", ctypes.c_float),
-        ("room", ctypes.c_void_p),
-    ]
-
-
-class Place(ctypes.Structure):
-    """The `Place` of decode.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("context", "seen")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "keys", "values")),
-    ]
-
-
-class ProductJob(ctypes.Structure):
-    """The `Product` of decode.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "bits")),
-        *((name, ctypes.c_void_p) for name in ("weight", "steps")),
-    ]
-
-
-class Product:
-    """x Wᵀ in float32 for a few rows x, W (outputs, inputs) in float32, bfloat16, or int8 times `steps`, one a row."""
-
-    def __init__(self, weight: Tensor, steps: Tensor | None = None):
-        self.weight = weight.contiguous()
-        self.steps = None if steps is None else steps.float().contiguous()
-        self.outputs, self.inputs = weight.shape
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self.weight, self.steps))
-        self.job = ProductJob(self.outputs, self.inputs, 8 * weight.itemsize, *addresses)
-        self.address, self.function = ctypes.addressof(self.job), function(SOURCE, "product", "pipp")
-
-    def __call__(self, x: Any) -> Any:
-        if isinstance(x, Value):
-            return x.tape.product(self, x)
-        assert x.dtype == torch.float32 and x.is_cpu
-        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.outputs)
-        self.function(self.address, x.numel() // self.inputs, x.data_ptr(), y.data_ptr())
-        return y
+def attention(module: Any, x: Tensor, rope: RopeTable, cache: LayerCache) -> Tensor | None:
+    """Attention of one new token, x B 1 C, to those in the cache and itself."""
+    if x.shape[1] != 1 or cache.length == 0:
+        return None
+    keys, values, (cos, sin) = cache.keys, cache.values, rope
+    weights = weights_of(x, module, ("q_proj", "k_proj", "v_proj", "o_proj"), keys, values, cos, sin)
+    if weights is None:
+        return None
+    q_weight, k_weight, v_weight, o_weight = weights
+    (q_width, inputs), kv_width, outputs, dim = q_weight.shape, k_weight.shape[0], o_weight.shape[0], module.head_dim
+    batch, heads, kv_heads = len(x), q_width // dim, kv_width // dim
+    cache_shape, table = (batch, kv_heads, cache.context, dim), (1, dim // 2)
+    if not (
+        x.shape[-1] == inputs
+        and k_weight.shape == v_weight.shape == (kv_heads * dim, inputs)
+        and o_weight.shape[1] == q_width == heads * dim
+        and heads % kv_heads == 0
+        and keys.shape == values.shape == cache_shape
+        and keys.dtype is values.dtype
+        and cos.shape == sin.shape == table
+        and cos.dtype is sin.dtype is torch.float32
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and cache.length < cache.context
+    ):
+        return None
+    x, bf16 = x.contiguous(), q_weight.dtype is torch.bfloat16
+    q_size, kv_size = batch * q_width, batch * kv_width
+    qkv, room = scratch(q_size + 2 * kv_size), scratch(batch * heads * (2 * dim + cache.context + LANES))
+    q, k, v = (qkv.data_ptr() + 4 * start for start in (0, q_size, q_size + kv_size))
+    pointers = (tensor.data_ptr() for tensor in (x, q_weight, k_weight, v_weight))
+    kernels().project(batch, inputs, q_width, kv_width, bf16, *pointers, q, k, v)
+    norms = [module._modules[name] for name in ("q_norm", "k_norm", "v_norm")]
+    if not all(type(norm) is nn.Identity and not has_hooks(norm) for norm in norms):
+        shape = batch, 1, -1, dim
+        parts = (part.view(shape) for part in qkv.split((q_size, kv_size, kv_size)))
+        normed = [norm(part).contiguous() for norm, part in zip(norms, parts, strict=True)]
+        q, k, v = (part.data_ptr() for part in normed)
+    y = x.new_empty(batch, 1, outputs)
+    sizes = batch, heads, kv_heads, dim, cache.context, cache.length, outputs
+    tensors = cos, sin, keys, values, o_weight, room, y
+    scale, pointers = dim**-0.5, (tensor.data_ptr() for tensor in tensors)
+    kernels().attend(*sizes, keys.dtype is torch.bfloat16, bf16, scale, q, k, v, *pointers)
+    cache.length += 1
+    return y

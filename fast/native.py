@@ -1,78 +1,169 @@
-"""C files, each built with the system's C compiler when it is first needed, and loaded."""
+"""The kernels: the C files of this folder, built at first use and loaded, and the test of when they may be used."""
 
 import ctypes
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
+import tempfile
 import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-SHARED = Path(__file__).with_name("vectors.h")
-BUILT = Path(__file__).parent / ".cache" / "native"
-FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
-if platform.machine() in ("x86_64", "AMD64"):
-    FLAGS.append("-mprefer-vector-width=512")
-# Without a library of its own for threads: torch has brought one, and a second would be a second pool of threads.
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+HEADER = Path(__file__).with_name("vectors.h")
+FLAGS = ["-O3", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
+INSTRUCTIONS = {  # by what torch itself uses, which ATEN_CPU_CAPABILITY limits
+    "AVX2": ["-march=haswell"],
+    "AVX512": ["-march=skylake-avx512", "-mprefer-vector-width=512"],
+}
+# Without an OpenMP library of its own, the kernels run on the threads of the one that torch has loaded.
 THREADS = {"on torch's threads": ["-fopenmp", "-nostdlib"], "on one thread": ["-Wno-unknown-pragmas", "-lm"]}
-ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+LANES = 16  # floats of the widest vector; scratch memory has this much more where a kernel works in whole vectors
+FUNCTIONS = {  # arguments: i is int64_t, f is float, p is a pointer
+    "norm_forward": "iiiiifpppp",
+    "norm_backward": "iiiiifppppppp",
+    "rotate_heads": "iiiiiiiifpppp",
+    "gated_silu_forward": "iippp",
+    "gated_silu_backward": "iippppp",
+    "causal_softmax": "iiifpp",
+    "cross_entropy": "iiiipppp",
+    "transpose_sum": "iiiiipppp",
+    "linear": "iiiippp",
+    "project": "iiiiippppppp",
+    "mlp": "iiiiipppppp",
+    "attend": "iiiiiiiiifpppppppppp",
+}
+ARGUMENTS = {"i": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
+
+# Private functions of torch: no public one says whether somebody records or transforms the operations. Under a torch
+# that lacks one of them, `load` refuses.
+transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+modes_active: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+is_batched: Any = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
+forward_level: Any = getattr(forward_ad, "_current_level", None)
+
+
+def unavailable() -> str | None:
+    """Why there are no kernels here, in a few words; None where there are."""
+    return load()[1]
+
+
+def kernels() -> ctypes.CDLL:
+    """The functions of the C files. Ask `supported` first."""
+    library, _ = load()
+    assert library
+    return library
 
 
 @cache
-def library(source: Path) -> tuple[ctypes.CDLL | None, str]:
-    """The functions of a C file, and a few words on how they were built; or None, and why they are not to be had."""
+def load() -> tuple[ctypes.CDLL | None, str | None]:
+    """The kernels, or None and the reason."""
+    if None in (transforms_active, modes_active, is_batched, forward_level):
+        return None, f"torch {torch.__version__} does not tell whether its operations are being recorded"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() not in ("x86_64", "AMD64") or capability not in INSTRUCTIONS or os.name == "nt":
+        return None, f"kernels need Linux or macOS and AVX2 or AVX-512; torch uses {capability}"
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None or os.name == "nt":
+    if compiler is None:
         return None, "no C compiler (cc, gcc or clang) was found"
-    for how, flags in THREADS.items():
-        try:
-            return ctypes.CDLL(str(build(source, compiler, [*FLAGS, *flags]))), f"kernels by {compiler} {how}"
-        except subprocess.CalledProcessError as error:
-            why = error.stderr.strip().partition("\n")[0]
-        except OSError as error:
-            why = str(error)
-    return None, f"{compiler} could not build the kernels: {why}"
+    flags = FLAGS + INSTRUCTIONS[capability]
+    if capability == "AVX512" and "avx512_bf16" in cpu_flags():
+        flags.append("-mavx512bf16")
+    reason = ""
+    with tempfile.TemporaryDirectory() as temporary:  # where the cache cannot be written to or executed from
+        for directory in (cache_directory(), Path(temporary)):
+            for threads in THREADS.values():
+                try:
+                    library = ctypes.CDLL(str(build(compiler, flags + threads, directory)))
+                except subprocess.CalledProcessError as error:
+                    reason = error.stderr.strip().partition("\n")[0]
+                except OSError as error:
+                    reason = str(error)
+                else:
+                    for name, letters in FUNCTIONS.items():
+                        getattr(library, name).argtypes = [ARGUMENTS[letter] for letter in letters]
+                        getattr(library, name).restype = None
+                    return library, None
+    return None, f"{compiler} could not build the kernels: {reason}"
 
 
-@cache
-def function(source: Path, name: str, arguments: str) -> Any:
-    """A C file's function that returns nothing, by a letter for each argument: address, whole number or float.
+def build(compiler: str, flags: list[str], directory: Path) -> Path:
+    """The shared library in `directory`, from an earlier build if nothing has changed since.
 
-    An address is `tensor.data_ptr()` or None. Ask `library` first whether the file can be built.
-    """
-    loaded, _ = library(source)
-    assert loaded
-    return ctypes.CFUNCTYPE(None, *[ARGUMENTS[letter] for letter in arguments])((name, loaded))
-
-
-def build(source: Path, compiler: str, flags: list[str]) -> Path:
-    """The library for this processor, from an earlier build if nothing has changed since.
-
-    Several may build at once: each writes a file of its own, which then takes its name in one step.
-    Raises CalledProcessError if the compiler gives up, OSError if there is no room for the file.
+    Processes may build at the same time: each writes its own file, then renames it.
+    Raises CalledProcessError where the compiler fails, OSError where `directory` cannot be written to.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    recipe = [source.read_text(), SHARED.read_text(), version, processor(), *flags]
-    built = BUILT / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
-    if not built.exists():
-        BUILT.mkdir(parents=True, exist_ok=True)
-        part = built.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
+    recipe = [version, *flags, *(source.read_text() for source in (HEADER, *SOURCES))]
+    library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
+    if not library.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        part = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
-            command = [compiler, str(source), *flags, "-o", str(part)]
+            command = [compiler, *map(str, SOURCES), *flags, "-o", str(part)]
             subprocess.run(command, capture_output=True, check=True, text=True)
-            part.replace(built)
+            part.replace(library)
         finally:
             part.unlink(missing_ok=True)
-    return built
+    return library
 
 
-def processor() -> str:
-    """What code for this very processor may depend on: where a folder is shared, another one must not run it."""
+def cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "normal-llama"
+
+
+def cpu_flags() -> set[str]:
     cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    features = set(re.findall(r"^(?:model name|flags|CPU part|Features)\s*:.*$", text, re.M))
-    return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+
+
+def supported(*tensors: Tensor | None) -> bool:
+    """Whether the kernels support these tensors: ordinary ones in fp32 or bf16 on a CPU.
+
+    They do not where somebody records or transforms the operations, and would see nothing of a kernel: torch.compile,
+    torch.export, torch.jit.trace, make_fx, torch.func, forward-mode differentiation and `is_grads_batched`.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or load()[0] is None
+        or torch.jit.is_tracing()
+        or transforms_active()
+        or modes_active()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:
+        if x is not None and not (
+            (type(x) is Tensor or type(x) is nn.Parameter)
+            and (x.dtype is torch.float32 or x.dtype is torch.bfloat16)
+            and x.is_cpu
+            and x.layout is torch.strided
+            and not x.is_neg()
+            and not is_batched(x)
+        ):
+            return False
+    return True
+
+
+def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialized memory for a kernel."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def formula_gradients(formula: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad_y: Tensor) -> list[Any]:
+    """The gradients of `inputs` by the formula, where somebody differentiates or transforms them."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    with torch.enable_grad():
+        y = formula(*inputs)
+    grads = torch.autograd.grad(y, wanted, grad_y, create_graph=torch.is_grad_enabled())
+    by_id = dict(zip(map(id, wanted), grads, strict=True))
+    return [by_id.get(id(x)) for x in inputs]

@@ -1,78 +1,105 @@
-"""The norms with statistics in one pass over memory, on a CPU, by kernels.c; anywhere else by their formulas."""
+"""RMSNorm and LayerNorm, forward and backward each in one pass over memory."""
 
-from collections.abc import Callable
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from native import library
-from norms.calling import NOTHING, by_kernel, call, differentiable, room
-from norms.job import KERNELS, Job, Statistics, job_for
 from torch import Tensor
 
+from fast.native import LANES, formula_gradients, kernels, scratch, supported
+from norms.layernorm import LayerNorm
+from norms.rmsnorm import RMSNorm
 
-def normalise(formula: Callable, statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None) -> Tensor:
-    """`formula(x, weight, bias)`, which is n · weight + bias with such statistics.
-
-    By the kernel for fp32 and bf16 on a CPU, with parameters in fp32. Gain and bias are of the row's shape, or have
-    an axis more: then they take turns, as the rows along that axis of x do. Only what is centred has a bias.
-    """
-    job = fits(statistics, x, weight, bias)
-    if job is None:
-        return formula(x, weight, bias)
-    if not torch.is_grad_enabled():
-        return forward(job, x, weight, bias)
-    return Normalise.apply(formula, job, x, weight, bias)
+CHUNKS = 64  # at most; sums are formed chunk by chunk, so their number must not depend on that of the threads
+CHUNK_SIZE = 16384  # elements, at least
 
 
-def fits(statistics: Statistics, x: Tensor, weight: Any = None, bias: Any = None) -> Job | None:
-    """What the kernel has to do, or None if it cannot."""
-    if not by_kernel(KERNELS, x, weight, bias):
+class FastRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cast_order == "llama":  # rounds twice, the kernel once
+            return super().forward(x)
+        y = normalize(x, self.weight, None, x.shape[-1:], self.eps, False)
+        return super().forward(x) if y is None else y
+
+
+class FastLayerNorm(LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = normalize(x, self.weight, self.bias, self.normalized_shape, self.eps, True)
+        return super().forward(x) if y is None else y
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float, centered: bool
+) -> Tensor | None:
+    """RMSNorm of x over the trailing axes `shape`, or LayerNorm if `centered`. None where the kernel does not fit."""
+    for gain in (weight, bias):
+        if gain is not None and (gain.dtype is not torch.float32 or gain.shape != shape):
+            return None
+    if x.shape[-len(shape) :] != shape or x.numel() == 0 or not supported(x, weight, bias):
         return None
-    if weight is not None and bias is not None and weight.shape != bias.shape:
-        return None
-    given = bias if weight is None else weight
-    return job_for(statistics, x.shape, x.dtype, None if given is None else given.shape)
+    function = Normalize.apply if torch.is_grad_enabled() else normalize_forward
+    return function(x, weight, bias, shape, eps, centered)
 
 
-def in_use() -> str:
-    """What computes fp32 and bf16 on a CPU here, in a few words."""
-    kernels, how = library(KERNELS)
-    return how if kernels else f"formulas, as {how}"
-
-
-class Normalise(torch.autograd.Function):
-    """n · weight + bias and its gradients. Saves x, which is there anyway, and computes n again."""
+class Normalize(torch.autograd.Function):
+    """Keeps x, which is in memory anyway, and computes the statistics again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, formula: Callable, job: Job, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: tuple[int, ...],
+        eps: float,
+        centered: bool,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.formula, ctx.job = formula, job
-        return forward(job, x, weight, bias)
+        ctx.options = shape, eps, centered
+        return normalize_forward(x, weight, bias, shape, eps, centered)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         inputs = x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() or not by_kernel(KERNELS, grad_y):
-            return None, None, *differentiable(ctx.formula, inputs, grad_y)
-        job, x, weights = ctx.job, x.contiguous(), gains(weight, ctx.job, 1)
+        shape, eps, centered = ctx.options
+        if torch.is_grad_enabled() or not supported(grad_y):
+
+            def formula(x: Tensor, weight: Any, bias: Any) -> Tensor:
+                norm: Any = SimpleNamespace(
+                    weight=weight, bias=bias, eps=eps, normalized_shape=shape, cast_order="fp32"
+                )
+                return (LayerNorm if centered else RMSNorm).forward(norm, x)
+
+            return *formula_gradients(formula, inputs, grad_y), None, None, None
+        x, grad_y, weights = x.contiguous(), grad_y.contiguous(), gain_or(1, weight, shape)
+        rows, width, chunk = division(x, shape)
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weights)
-        grad_bias = torch.empty_like(weights) if job.centred else NOTHING
-        found, sums = (grad_x, grad_weight, grad_bias), room(job.doubles, dtype=torch.float64)
-        call(KERNELS, "backward", (job,), x, grad_y.contiguous(), weights, *found, sums)
-        return (
-            *(None, None, grad_x),
-            None if weight is None else grad_weight.view_as(weight),
-            None if bias is None else grad_bias.view_as(bias),
-        )
+        grad_bias = torch.empty_like(weights) if centered else grad_weight
+        sums = scratch(-(-rows // chunk) * (1 + centered) * -(-width // LANES) * LANES * 3)
+        pointers = (tensor.data_ptr() for tensor in (x, grad_y, weights, grad_x, grad_weight, grad_bias, sums))
+        kernels().norm_backward(rows, width, chunk, centered, x.dtype is torch.bfloat16, eps, *pointers)
+        grads = grad_x, None if weight is None else grad_weight, None if bias is None else grad_bias
+        return *grads, None, None, None
 
 
-def forward(job: Job, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    x, weights, biases = x.contiguous(), gains(weight, job, 1), gains(bias, job, 0) if job.centred else NOTHING
+def normalize_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float, centered: bool
+) -> Tensor:
+    x, weights = x.contiguous(), gain_or(1, weight, shape)
+    biases = gain_or(0, bias, shape) if centered else weights
     y = torch.empty_like(x)
-    call(KERNELS, "forward", (job,), x, weights, biases, y)
+    pointers = x.data_ptr(), weights.data_ptr(), biases.data_ptr(), y.data_ptr()
+    kernels().norm_forward(*division(x, shape), centered, x.dtype is torch.bfloat16, eps, *pointers)
     return y
 
 
-def gains(given: Any, job: Job, default: float) -> Tensor:
-    """Gains or biases as the kernel reads them, all `default` where there are none."""
-    return room(job.groups * job.width).fill_(default) if given is None else given.contiguous()
+def gain_or(default: float, gain: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    return scratch(*shape).fill_(default) if gain is None else gain.contiguous()
+
+
+def division(x: Tensor, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Rows, their width, and how many rows a thread takes at a time."""
+    width = math.prod(shape)
+    rows = x.numel() // width
+    return rows, width, max(-(-rows // CHUNKS), -(-CHUNK_SIZE // width))

@@ -1,179 +1,87 @@
-// What gradients.py says is computed, in one pass over memory each. No result depends on the number of threads.
-
-#include <math.h>
+// Forward and backward of rotation, gate, causal softmax and cross-entropy, each in one pass over memory.
+//
+// Each sum belongs to one thread and has one fixed order, so results do not depend on the number of threads.
 
 #include "vectors.h"
 
-enum { ALONE = 1 << 15 };     // features that one thread does as soon as it could wake another
-enum { BLOCK = 32 * LANES };  // exponentials that are summed in float, before they go to double
+enum { BLOCK = 512 };  // exponentials that are summed in float before they are added as double
+
+#define MINUS_INFINITY ((lanes){0} - INFINITY)
 #define EACH(j, n) for (int64_t j = 0; j < (n); j += LANES)
-
-#define NOTHING ((lanes){0} - INFINITY)
-
-// Calls a function of one row whose first argument, whether x is bfloat16, is a constant, which makes it quick.
-#define ROW(function, ...) (bf16 ? function(1, __VA_ARGS__) : function(0, __VA_ARGS__))
-
-// --- cross-entropy ---
-
-INLINE void cross_entropy_of(int bf16, int64_t row, int64_t width, void *logits, int64_t target, float *loss,
-                             float *restrict powers) {
-    int64_t at = row * width, stride = (width + LANES - 1) / LANES * LANES;
-    lanes highest = NOTHING;
-    EACH(j, width) {
-        AT(powers, j) = until(width - j, load_some(bf16, logits, at + j, width - j), NOTHING);
-        highest = larger(AT(powers, j), highest);
-    }
-    float top = largest(highest), wanted = powers[target];
-    double sum = 0;
-    for (int64_t begin = 0; begin < stride; begin += BLOCK) {
-        lanes some = {0};
-        for (int64_t j = begin; j < stride && j < begin + BLOCK; j += LANES)
-            some += AT(powers, j) = exponential(AT(powers, j) - top);
-        sum += total(some);
-    }
-    *loss = (float)log(sum) - (wanted - top);
-    powers[target] -= (float)sum;
-    float share = (float)(1 / sum);
-    EACH(j, width) store_some(bf16, logits, at + j, AT(powers, j) * share, width - j);
-}
-
-// Rows of `width` logits become softmax less 1 at the target; losses get -log softmax at the target.
-// room: `width`, rounded up to a multiple of LANES, floats for each of `chunks`, into which the rows are divided.
-void cross_entropy(int64_t rows, int64_t width, int64_t bf16, int64_t chunks, void *logits, const int64_t *targets,
-                   float *losses, float *room) {
-    int64_t each = (rows + chunks - 1) / chunks, stride = (width + LANES - 1) / LANES * LANES;
-#pragma omp parallel for schedule(static) if (rows * width > ALONE)
-    for (int64_t chunk = 0; chunk < chunks; chunk++)
-        for (int64_t i = chunk * each; i < rows && i < (chunk + 1) * each; i++)
-            ROW(cross_entropy_of, i, width, logits, targets[i], losses + i, room + chunk * stride);
-}
-
-// --- transposition ---
-
-// Rows become columns: each round weaves the first half of the rows into the other, and four of them do it.
-INLINE void turn(lanes *square) {
-    lanes woven[LANES];
-    const int half = LANES / 2;
-#pragma GCC unroll 4
-    for (int round = 0; round < 4; round++) {
-        lanes *from = round % 2 ? woven : square, *to = round % 2 ? square : woven;
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) to[i] = weave(from[i / 2], from[i / 2 + half], i % 2 * half);
-    }
-}
-
-typedef struct {
-    int64_t height, width, x_bf16, more_bf16, y_bf16;
-    const void *x, *more;  // of the same shape
-    float scale;
-    void *y;
-} Transposition;
-
-INLINE lanes term(const Transposition *t, int64_t at, int64_t some) {
-    lanes v = load_some(t->x_bf16, t->x, at, some);
-    return (t->more ? v + load_some(t->more_bf16, t->more, at, some) : v) * t->scale;
-}
-
-// A square of x that begins at row i and column j.
-INLINE void transpose_square(const Transposition *t, int64_t i, int64_t j) {
-    lanes square[LANES];
-#pragma GCC unroll 16
-    for (int k = 0; k < LANES; k++) square[k] = term(t, (i + k) * t->width + j, LANES);
-    turn(square);
-#pragma GCC unroll 16
-    for (int k = 0; k < LANES; k++) store(t->y_bf16, t->y, (j + k) * t->height + i, square[k]);
-}
-
-// The rows of y are the columns of scale · (x + more); without `more` and `scale`, of x.
-void transpose(int64_t rows, int64_t width, int64_t x_bf16, int64_t more_bf16, int64_t y_bf16, const void *x,
-               const void *more, const float *scale, void *y) {
-    const Transposition t = {rows, width, x_bf16, more_bf16, y_bf16, x, more, scale ? *scale : 1, y};
-#pragma omp parallel for schedule(static) if (rows * width > ALONE)
-    for (int64_t i = 0; i < rows; i += LANES)
-        for (int64_t j = 0; j < width; j += LANES) {
-            int64_t bottom = LEAST(i + LANES, rows), right = LEAST(j + LANES, width);
-            if (bottom - i == LANES && right - j == LANES)
-                transpose_square(&t, i, j);
-            else
-                for (int64_t k = i; k < bottom; k++)
-                    for (int64_t l = j; l < right; l++)
-                        store_some(y_bf16, y, l * rows + k, term(&t, k * width + l, 1), 1);
-        }
-}
+#define SPECIALIZED(function, ...) (bf16 ? function(1, __VA_ARGS__) : function(0, __VA_ARGS__))
 
 // --- rotation ---
 
-typedef struct {
-    int64_t batch, length, heads, half;  // a head has 2 · half features, one after the other
-    int64_t source[3], target[3];        // how far apart sequences, tokens and heads are, in x and in y
-    int64_t bf16;
-    float sign;                          // -1 turns back
-} Turn;
-
-INLINE void rotate_token(int bf16, int64_t token, const Turn *t, const void *x, const float *cosines,
-                         const float *sines, void *y) {
-    int64_t half = t->half, b = token / t->length, i = token % t->length;
-    for (int64_t head = 0; head < t->heads; head++) {
-        int64_t from = b * t->source[0] + i * t->source[1] + head * t->source[2];
-        int64_t to = b * t->target[0] + i * t->target[1] + head * t->target[2];
+// (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves of each head; sign -1 rotates back.
+// x: (batch, length, heads, 2 · half) with the given strides; y: contiguous (batch, heads, length, 2 · half).
+INLINE void rotate_token(int bf16, int64_t token, int64_t length, int64_t heads, int64_t half, int64_t batch_stride,
+                         int64_t token_stride, int64_t head_stride, float sign, const void *x, const float *cos,
+                         const float *sin, void *y) {
+    int64_t b = token / length, t = token % length;
+    for (int64_t head = 0; head < heads; head++) {
+        int64_t from = b * batch_stride + t * token_stride + head * head_stride;
+        int64_t to = ((b * heads + head) * length + t) * 2 * half;
         EACH(j, half) {
-            int64_t some = half - j;
-            lanes a = load_some(bf16, x, from + j, some), b = load_some(bf16, x, from + half + j, some);
-            lanes c = load_some(0, cosines, i * half + j, some), s = load_some(0, sines, i * half + j, some) * t->sign;
-            store_some(bf16, y, to + j, a * c - b * s, some);
-            store_some(bf16, y, to + half + j, b * c + a * s, some);
+            int64_t rest = half - j;
+            lanes a = load_some(bf16, x, from + j, rest), b = load_some(bf16, x, from + half + j, rest);
+            lanes c = load_some(0, cos, t * half + j, rest), s = load_some(0, sin, t * half + j, rest) * sign;
+            store_some(bf16, y, to + j, a * c - b * s, rest);
+            store_some(bf16, y, to + half + j, b * c + a * s, rest);
         }
     }
 }
 
-// (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves of each head.
-void rotate(const Turn *t, const void *x, const float *cosines, const float *sines, void *y) {
-    int64_t bf16 = t->bf16, tokens = t->batch * t->length;
-#pragma omp parallel for schedule(static) if (tokens * t->heads * t->half > ALONE)
-    for (int64_t token = 0; token < tokens; token++) ROW(rotate_token, token, t, x, cosines, sines, y);
+void rotate_heads(int64_t batch, int64_t length, int64_t heads, int64_t half, int64_t batch_stride,
+                  int64_t token_stride, int64_t head_stride, int64_t bf16, float sign, const void *x, const float *cos,
+                  const float *sin, void *y) {
+#pragma omp parallel for schedule(static) if (batch * length * heads * half > ONE_THREAD)
+    for (int64_t token = 0; token < batch * length; token++)
+        SPECIALIZED(rotate_token, token, length, heads, half, batch_stride, token_stride, head_stride, sign, x, cos,
+                    sin, y);
 }
 
 // --- the gate ---
 
-INLINE void swiglu_of(int bf16, int64_t row, int64_t width, const void *x, const void *grad_y, void *out) {
-    EACH(j, width) {
-        int64_t some = width - j, gate = 2 * row * width + j, up = gate + width, at = row * width + j;
-        lanes g = load_some(bf16, x, gate, some), u = load_some(bf16, x, up, some);
-        lanes open = sigmoid(g), silu = g * open;
-        if (grad_y) {
-            lanes grad = load_some(bf16, grad_y, at, some);
-            store_some(bf16, out, gate, grad * u * (open + silu * (1 - open)), some);
-            store_some(bf16, out, up, grad * silu, some);
-        } else
-            store_some(bf16, out, at, silu * u, some);
-    }
+INLINE void gate_forward(int bf16, int64_t i, int64_t rest, const void *gate, const void *up, void *y) {
+    lanes g = load_some(bf16, gate, i, rest);
+    store_some(bf16, y, i, g * sigmoid(g) * load_some(bf16, up, i, rest), rest);
 }
 
-// y = silu(gate) · up of rows x = (gate, up), each `width` wide; with grad_y, the gradient of x instead.
-void swiglu(int64_t rows, int64_t width, int64_t bf16, const void *x, const void *grad_y, void *out) {
-#pragma omp parallel for schedule(static) if (rows * width > ALONE)
-    for (int64_t row = 0; row < rows; row++)
-        if (grad_y)
-            ROW(swiglu_of, row, width, x, grad_y, out);
-        else
-            ROW(swiglu_of, row, width, x, NULL, out);
+INLINE void gate_backward(int bf16, int64_t i, int64_t rest, const void *gate, const void *up, const void *grad_y,
+                          void *grad_gate, void *grad_up) {
+    lanes g = load_some(bf16, gate, i, rest), grad = load_some(bf16, grad_y, i, rest);
+    lanes open = sigmoid(g), silu = g * open;
+    store_some(bf16, grad_gate, i, grad * load_some(bf16, up, i, rest) * (open + silu * (1 - open)), rest);
+    store_some(bf16, grad_up, i, grad * silu, rest);
+}
+
+// y = silu(gate) · up.
+void gated_silu_forward(int64_t size, int64_t bf16, const void *gate, const void *up, void *y) {
+#pragma omp parallel for schedule(static) if (size > ONE_THREAD)
+    EACH(i, size) SPECIALIZED(gate_forward, i, size - i, gate, up, y);
+}
+
+void gated_silu_backward(int64_t size, int64_t bf16, const void *gate, const void *up, const void *grad_y,
+                         void *grad_gate, void *grad_up) {
+#pragma omp parallel for schedule(static) if (size > ONE_THREAD)
+    EACH(i, size) SPECIALIZED(gate_backward, i, size - i, gate, up, grad_y, grad_gate, grad_up);
 }
 
 // --- causal softmax ---
 
-INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale, void *scores, void *grad) {
+INLINE void softmax_row(int bf16, int64_t row, int64_t length, float scale, void *scores, void *grad) {
     int64_t at = row * length, seen = row % length + 1;
-    lanes highest = NOTHING, sums = {0}, products = {0};
+    lanes highest = MINUS_INFINITY, sums = {0}, products = {0};
 #define SCORES(j) (load_some(bf16, scores, at + (j), length - (j)) * scale)
-    EACH(j, seen) highest = larger(until(seen - j, SCORES(j), NOTHING), highest);
+    EACH(j, seen) highest = larger(first_of(seen - j, SCORES(j), MINUS_INFINITY), highest);
     float top = largest(highest);
-    EACH(j, seen) sums += until(seen - j, exponential(SCORES(j) - top), (lanes){0});
+    EACH(j, seen) sums += first_of(seen - j, exponential(SCORES(j) - top), (lanes){0});
     top += logf(total(sums));
     EACH(j, length) {
         lanes p = {0};
         if (j < seen) {
-            p = until(seen - j, exponential(SCORES(j) - top), (lanes){0});
-            products += until(seen - j, p * load_some(bf16, grad, at + j, length - j), (lanes){0});
+            p = first_of(seen - j, exponential(SCORES(j) - top), (lanes){0});
+            products += first_of(seen - j, p * load_some(bf16, grad, at + j, length - j), (lanes){0});
         }
         store_some(bf16, scores, at + j, p, length - j);
     }
@@ -182,16 +90,83 @@ INLINE void causal_softmax_of(int bf16, int64_t row, int64_t length, float scale
         lanes grad_score = {0};
         if (j < seen) {
             lanes p = load_some(bf16, scores, at + j, length - j), g = load_some(bf16, grad, at + j, length - j);
-            grad_score = until(seen - j, p * (g - along) * scale, (lanes){0});
+            grad_score = first_of(seen - j, p * (g - along) * scale, (lanes){0});
         }
         store_some(bf16, grad, at + j, grad_score, length - j);
     }
 }
 
-// Squares of scores, `length` each way, become p = softmax(scale · scores) of what a row may see, columns 0 to its own;
-// the others get 0. grad, of p, becomes that of the scores.
+// scores: (squares, length, length). Each row becomes p = softmax(scale · scores) over the columns up to its own number,
+// 0 beyond. grad, the gradient of p, becomes that of the scores.
 void causal_softmax(int64_t squares, int64_t length, int64_t bf16, float scale, void *scores, void *grad) {
-#pragma omp parallel for schedule(static) if (squares * length * length > ALONE)
-    for (int64_t row = 0; row < squares * length; row++)
-        ROW(causal_softmax_of, row, length, scale, scores, grad);
+#pragma omp parallel for schedule(static) if (squares * length * length > ONE_THREAD)
+    for (int64_t row = 0; row < squares * length; row++) SPECIALIZED(softmax_row, row, length, scale, scores, grad);
+}
+
+// --- cross-entropy ---
+
+INLINE void cross_entropy_row(int bf16, int64_t row, int64_t width, void *logits, const int64_t *targets,
+                              float *losses, float *restrict powers) {
+    int64_t at = row * width, stride = ROUND_UP(width, LANES), target = targets[row];
+    lanes highest = MINUS_INFINITY;
+    EACH(j, width) {
+        AT(powers, j) = first_of(width - j, load_some(bf16, logits, at + j, width - j), MINUS_INFINITY);
+        highest = larger(AT(powers, j), highest);
+    }
+    float top = largest(highest), at_target = powers[target];
+    double sum = 0;
+    for (int64_t begin = 0; begin < stride; begin += BLOCK) {
+        lanes block = {0};
+        for (int64_t j = begin; j < LEAST(begin + BLOCK, stride); j += LANES)
+            block += AT(powers, j) = exponential(AT(powers, j) - top);
+        sum += total(block);
+    }
+    losses[row] = (float)log(sum) - (at_target - top);
+    powers[target] -= (float)sum;
+    float share = (float)(1 / sum);
+    EACH(j, width) store_some(bf16, logits, at + j, AT(powers, j) * share, width - j);
+}
+
+// losses: -log softmax(logits) at the target of each row. The logits become their gradient, softmax less 1 at the
+// target. scratch: `width` floats, rounded up to whole vectors, for each of `chunks`, among which the rows are divided.
+void cross_entropy(int64_t rows, int64_t width, int64_t bf16, int64_t chunks, void *logits, const int64_t *targets,
+                   float *losses, float *scratch) {
+    int64_t each = (rows + chunks - 1) / chunks, stride = ROUND_UP(width, LANES);
+#pragma omp parallel for schedule(static) if (rows * width > ONE_THREAD)
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+        for (int64_t row = chunk * each; row < LEAST((chunk + 1) * each, rows); row++)
+            SPECIALIZED(cross_entropy_row, row, width, logits, targets, losses, scratch + chunk * stride);
+}
+
+// --- transposition ---
+
+INLINE lanes scaled_sum(int64_t at, int64_t rest, int x_bf16, int more_bf16, const void *x, const void *more,
+                        float scale) {
+    lanes v = load_some(x_bf16, x, at, rest);
+    return (more ? v + load_some(more_bf16, more, at, rest) : v) * scale;
+}
+
+// y = (scale · (x + more)) transposed, x and more (rows, width). Without `more` and `scale`, x transposed.
+void transpose_sum(int64_t rows, int64_t width, int64_t x_bf16, int64_t more_bf16, int64_t y_bf16, const void *x,
+                   const void *more, const float *scale, void *y) {
+    float factor = scale ? *scale : 1;
+#pragma omp parallel for schedule(static) if (rows * width > ONE_THREAD)
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < width; j += LANES) {
+            int64_t height = LEAST(rows - i, LANES), rest = width - j;
+            lanes square[LANES], woven[LANES], *from = square, *to = woven;
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++)
+                square[k] = scaled_sum((i + LEAST(k, height - 1)) * width + j, rest, x_bf16, more_bf16, x, more, factor);
+#pragma GCC unroll 4
+            for (int step = 1; step < LANES; step *= 2) {  // each weaves the first half of the rows into the second
+#pragma GCC unroll 16
+                for (int k = 0; k < LANES; k++) to[k] = weave(from[k / 2], from[k / 2 + LANES / 2], k % 2);
+                lanes *swap = from;
+                from = to, to = swap;
+            }
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++)
+                if (k < rest) store_some(y_bf16, y, (j + k) * rows + i, from[k], height);
+        }
 }
