@@ -1,6 +1,6 @@
 """Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
 
-See `experiments/ablation.py` for how the runs are made and `experiments/report.py` for what is made of them.
+`experiments/ablation.py` makes the runs and `experiments/report.py` reports on them.
 """
 
 import argparse
@@ -31,21 +31,38 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """All flags, and the part of `arguments` that belongs to train.py, which every run gets."""
     everything = Parser(
-        prog="ablate.py", description="Train norms × placements × seeds and compare them.", allow_abbrev=False
+        prog="ablate.py", description="Train norms × placements × seeds and report on them.", allow_abbrev=False
     )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for parser in (everything, own):  # without abbreviations: --seed is not --seeds
         add = parser.add_argument_group("comparison").add_argument
-        add("--norms", nargs="+", default=["rmsnorm"], metavar="KIND[:KEY=VALUE,...]", help="the first is the baseline")
-        add("--placements", nargs="+", default=["pre"], choices=PLACEMENTS, help="the first is the baseline")
+        add(
+            "--norms",
+            nargs="+",
+            default=["rmsnorm"],
+            metavar="KIND[:KEY=VALUE,...]",
+            help="norms to compare; the first is the baseline (default: rmsnorm)",
+        )
+        add(
+            "--placements",
+            nargs="+",
+            default=["pre"],
+            choices=PLACEMENTS,
+            help="placements to compare; the first is the baseline (default: pre)",
+        )
         add("--seeds", type=int, default=3, metavar="INT", help="runs per arm, counting from --seed (default: 3)")
         add(
-            "--lrs", nargs="+", type=float, default=[], metavar="FLOAT", help="learning rates to select each arm's from"
+            "--lrs",
+            nargs="+",
+            type=float,
+            default=[],
+            metavar="FLOAT",
+            help="learning rates to sweep; each arm uses its best",
         )
         add("--jobs", type=int, metavar="INT", help="runs at a time (default: one per core, or one on a GPU)")
         add("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
-        add("--probe", action="store_true", help="record each block's figures before and after training")
-    add_flags(everything)
+        add("--probe", action="store_true", help="record residual RMS, gradient norms and gains per block")
+    add_flags(everything, hidden=("norm", "placement"))  # for single runs: `resolve_ablation` refuses them
     own.add_argument("--out")
     return everything.parse_args(arguments), own.parse_known_args(arguments)[1]
 

@@ -62,7 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="bench.py", description="Measure speed beside PyTorch's own and the machine's limits.")
+    parser = Parser(
+        prog="bench.py", description="Measure speed, compared with PyTorch's own functions and the machine's limits."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (command, config) in COMMANDS.items():
         add_options(commands.add_parser(name, help=command.__doc__, description=command.__doc__), config)
@@ -70,13 +72,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_config(flags: argparse.Namespace) -> Any:
-    """The options of the command as its dataclass. Raises ValueError for bad values."""
+    """The options of the command as its dataclass. Raises ValueError for invalid values."""
     given = {name: value for name, value in vars(flags).items() if name != "command"}
     return COMMANDS[flags.command][1](**given)
 
 
 def print_report(report: Report) -> None:
-    """Print all entries but the rows, a line each, then the rows as a table."""
+    """Print all entries except the rows, one per line, then the rows as a table."""
     for name, value in report.items():
         if name not in ("rows", "command"):
             print(f"{name}: {format_cell(value)}")

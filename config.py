@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -55,7 +56,7 @@ def require(condition: bool, message: str) -> None:
 class ModelConfig:
     """The model. Its architecture and its initial weights follow from these fields and a seed.
 
-    Raises ValueError, in one line that names the flag, where the fields do not fit together.
+    Raises ValueError, in one line that names the flag, if a field is invalid or fields are incompatible.
     """
 
     norm: str = option("rmsnorm", "kind of norm", choices=KINDS)
@@ -65,7 +66,7 @@ class ModelConfig:
     dim: int = option(128, "width of the residual stream")
     layers: int = option(4, "number of blocks")
     heads: int = option(2, "attention heads")
-    kv_heads: int = option(None, "heads of keys and values, shared by the query heads (default: --heads)")
+    kv_heads: int = option(None, "key/value heads, for grouped-query attention (default: --heads)")
     hidden_dim: int = option(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
     context: int = option(256, "maximum sequence length in tokens")
     vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
@@ -74,11 +75,14 @@ class ModelConfig:
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
     init: str = option(
         None,
-        "initial weights: N(0, 0.02), or Xavier (default: normal; xavier for --placement deepnorm)",
+        "initial weights: normal is N(0, 0.02²), xavier N(0, 2/(inputs + outputs)) (default: normal; xavier for "
+        "--placement deepnorm)",
         choices=["normal", "xavier"],
     )
     depth_scaled_init: bool = option(
-        True, "divide the initial projections into the residual stream by sqrt(2 layers); --init normal only"
+        True,
+        "divide the initial std of output projections by sqrt(2 layers); --init normal only, and not with every "
+        "placement",
     )
 
     def __post_init__(self) -> None:
@@ -103,7 +107,7 @@ class ModelConfig:
             "choose a smaller --dim, --hidden-dim, --layers or --vocab-size",
         )
         check_placement(self.placement, self.layers, TRAITS[self.norm].identity)
-        with torch.device("meta"):  # without memory, to check the arguments
+        with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
 
     @property
@@ -126,30 +130,38 @@ class TrainConfig:
         ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped"
     )
     tokenizer: str = option("sentencepiece", "kind of tokenizer", choices=["sentencepiece", "bytes"])
-    steps: int = option(600, "optimizer steps")
+    steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step")
-    micro_batch_size: int = option(None, "sequences per forward pass; divides --batch-size (default: all)")
+    micro_batch_size: int = option(None, "sequences per forward pass; divides --batch-size (default: --batch-size)")
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
-    warmup: int = option(None, "steps of linear warmup (default: 5 %% of --steps)")
-    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; norms, embedding and head have none")
-    optimizer: str = option(
-        "muon", "adamw for everything, or muon for the matrices in the blocks", choices=["muon", "adamw"]
+    warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
+    weight_decay: float = option(
+        0.1, "weight decay of the matrices in the blocks; norms, embedding and head are not decayed"
     )
-    momentum: float = option(0.85, "Muon's momentum; longer runs want more")
+    optimizer: str = option(
+        "muon",
+        "adamw, or muon for the matrices in the blocks and AdamW (at twice --lr) for the rest",
+        choices=["muon", "adamw"],
+    )
+    momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", "device to train on", choices=["auto", "cpu", "cuda", "mps"])
-    dtype: str = option("auto", "dtype of matrix products", choices=["auto", "float32", "bfloat16", "float16"])
+    dtype: str = option(
+        "auto",
+        "dtype of matrix products; auto is bfloat16 if the device supports it, else float32",
+        choices=["auto", "float32", "bfloat16", "float16"],
+    )
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
     compile: bool = option(None, "use torch.compile (default: on CUDA for runs of at least 500 steps)")
     fast: bool = option(
-        None, "use the CPU kernels in fast/ (default: on a CPU without --compile, where they can be built)"
+        None, "use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)"
     )
-    eval_every: int = option(200, "steps between evaluations; the last step always has one")
+    eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "tokens of the validation text per evaluation, in evenly spaced windows")
-    save_every: int = option(300, "steps between checkpoints; the last step always has one")
-    keep: int = option(2, "checkpoints to keep")
+    save_every: int = option(250, "steps between checkpoints; also after the last step")
+    keep: int = option(2, "number of most recent checkpoints to keep")
     log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
     out: str = option("", "run directory (default: a new one under runs/)", metavar="DIR")
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
@@ -165,7 +177,7 @@ class TrainConfig:
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed"):
             value = getattr(self, name)
-            require(0 <= value < math.inf, f"--{_dashed(name)} must be a number from 0 up, not {value}")
+            require(0 <= value < math.inf, f"--{_dashed(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
         require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
         require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
@@ -197,8 +209,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# A flag that changes the second field resets the first to its default, whatever the preset or file says of it.
-# The micro-batch is reset only where it would no longer divide the batch.
+# Changing the second option resets the first to its default. The micro-batch size is reset only if it no longer
+# divides the batch size.
 FOLLOWS = {
     "hidden_dim": "dim",
     "kv_heads": "heads",
@@ -216,21 +228,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--preset`, `--config` and a flag for every field of both configurations."""
-    parser.add_argument(
-        "--preset", choices=PRESETS, help="sizes to start from (default: tiny on a CPU, small elsewhere)"
-    )
+def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
+    """Add `--preset`, `--config` and a flag for every field of both configurations; no help for those in `hidden`."""
+    parser.add_argument("--preset", choices=PRESETS, help="preset options (default: tiny on a CPU, small elsewhere)")
     parser.add_argument("--config", metavar="RUN.JSON", help="configuration of an earlier run to start from")
-    add_options(parser.add_argument_group("model"), ModelConfig)
-    add_options(parser.add_argument_group("training"), TrainConfig)
+    add_options(parser.add_argument_group("model"), ModelConfig, hidden)
+    add_options(parser.add_argument_group("training"), TrainConfig, hidden)
 
 
-def add_options(parser: argparse._ActionsContainer, config: type) -> None:
+def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
     """Add a flag for every field of the dataclass `config` to a parser or an argument group."""
     hints = get_type_hints(config)
     for option in dataclasses.fields(config):
-        parser.add_argument(f"--{_dashed(option.name)}", **_argument(option, hints[option.name]))
+        argument = _argument(option, hints[option.name])
+        if option.name in hidden:
+            argument["help"] = argparse.SUPPRESS
+        parser.add_argument(f"--{_dashed(option.name)}", **argument)
 
 
 def _argument(option: dataclasses.Field, kind: Any) -> dict[str, Any]:
@@ -270,11 +283,9 @@ def read_run(path: Path) -> dict[str, Any]:
 def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
     """Combine defaults, then the preset (`small` on a GPU) or `--config` file, then flags.
 
-    Raises ValueError for a file that is not a run's configuration and for values that do not fit together.
+    Raises ValueError for a file that is not a run's configuration and for values that are incompatible.
     """
-    require(
-        not (flags.preset and flags.config), "choose --preset or --config: each sets everything that flags leave open"
-    )
+    require(not (flags.preset and flags.config), "use either --preset or --config, not both")
     if flags.config:
         given = read_run(Path(flags.config))
     else:

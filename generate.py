@@ -25,7 +25,7 @@ from runtime.checkpoint import find_checkpoint, load_model
 from runtime.device import autocast, pick_device, pick_dtype
 from runtime.exit_codes import bad_input, exit_codes
 
-DEFAULT_TOKENS = 256  # to generate, where the context allows
+DEFAULT_TOKENS = 256  # to generate, if the context allows
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class Sampling:
     """How the next tokens are drawn. Raises ValueError, in one line that names the flag, for values out of range."""
 
     tokens: int = option(
-        None, f"maximum number of tokens (default: what fits into the context, at most {DEFAULT_TOKENS})"
+        None, f"maximum number of tokens (default: as many as fit into the context, at most {DEFAULT_TOKENS})"
     )
     temperature: float = option(0.8, "divides the logits; 0 is greedy")
-    top_k: int = option(0, "keep the k most likely tokens; 0 keeps all")
-    top_p: float = option(1.0, "keep the fewest most likely tokens whose probabilities reach p")
-    min_p: float = option(0.0, "keep tokens with at least this share of the highest probability")
-    seed: int = option(0, "the same seed gives the same text")
+    top_k: int = option(0, "sample from the k most likely tokens; 0 is all")
+    top_p: float = option(1.0, "sample from the smallest set of tokens with total probability p")
+    min_p: float = option(0.0, "sample from tokens with at least this fraction of the highest probability")
+    seed: int = option(0, "random seed")
 
     def __post_init__(self) -> None:
         check_sizes(self, "tokens")
-        require(0 <= self.temperature < math.inf, f"--temperature must be a number from 0 up, not {self.temperature}")
+        require(0 <= self.temperature < math.inf, f"--temperature must be 0 or more and finite, not {self.temperature}")
         require(self.top_k >= 0, f"--top-k must be at least 1, or 0 for all, not {self.top_k}")
         require(0 < self.top_p <= 1, f"--top-p must be above 0 and at most 1, not {self.top_p}")
         require(0 <= self.min_p < 1, f"--min-p must be at least 0 and below 1, not {self.min_p}")
-        require(self.seed >= 0, f"--seed must be a number from 0 up, not {self.seed}")
+        require(self.seed >= 0, f"--seed must be 0 or more, not {self.seed}")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -63,24 +63,27 @@ def main(arguments: list[str] | None = None) -> None:
             sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
             device = pick_device(flags.device)
             dtype = pick_dtype(flags.dtype, device)
-            fast = resolve_fast(flags.fast, device)
+            fast = resolve_fast(flags.fast, device, flags.dtype)
             prompt = read_prompt(flags.prompt)
             checkpoint = find_checkpoint(flags.checkpoint)
             model, tokenizer = load_model(checkpoint, device)
             ids = tokenizer.encode(prompt)
-            check_room(ids, sampling, model.config.context)
+            max_new_tokens(ids, sampling, model.config.context)
         format = str(dtype).removeprefix("torch.") + (" with fast kernels" if fast else "")
         print(f"{checkpoint} on {device} in {format}", file=sys.stderr)
         cast_matrices(model, dtype)
         if fast:
             accelerate(model)
         with autocast(device, dtype):
-            show(prompt, stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop), flags.samples)
+            stream = stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop)
+            print_samples(prompt, stream, flags.samples)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
-    parser.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: the newest run)")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="run directory or one of its checkpoints (default: the newest run)"
+    )
     parser.add_argument(
         "--prompt",
         default="",
@@ -90,19 +93,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
-    parser.add_argument("--samples", type=int, default=1, metavar="INT", help="number of continuations (default: 1)")
+    parser.add_argument("--samples", type=int, default=1, metavar="INT", help="number of samples (default: 1)")
     add_options(parser, Sampling)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="device to run on")
+    parser.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="device to run on (default: auto)"
+    )
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype of matrix products (default: bfloat16 where the device supports it)",
+        help="dtype of matrix products (default: auto, which is bfloat16 if the device supports it, else float32)",
     )
     parser.add_argument(
         "--fast",
         action=argparse.BooleanOptionalAction,
-        help="use the CPU kernels in fast/ (default: on a CPU, where they can be built)",
+        help="use the CPU kernels in fast/ (default: on a CPU, if they can be built)",
     )
     return parser.parse_args(arguments)
 
@@ -117,23 +122,23 @@ def read_prompt(prompt: str) -> str:
         raise ValueError(f"--prompt is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
 
 
-def check_room(prompt: list[int], sampling: Sampling, context: int) -> int:
+def max_new_tokens(prompt: list[int], sampling: Sampling, context: int) -> int:
     """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold the requested number."""
     used = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
-    left = context - used
-    require(left > 0, f"--prompt has {used} tokens and leaves no space in the model's context of {context}")
+    remaining = context - used
+    require(remaining > 0, f"--prompt has {used} tokens and leaves no space in the model's context of {context}")
     require(
-        sampling.tokens is None or sampling.tokens <= left,
+        sampling.tokens is None or sampling.tokens <= remaining,
         f"--tokens {sampling.tokens} after a prompt of {used} tokens exceeds the model's context of {context}; "
-        f"use at most {left}",
+        f"use at most {remaining}",
     )
-    return sampling.tokens or min(left, DEFAULT_TOKENS)
+    return sampling.tokens or min(remaining, DEFAULT_TOKENS)
 
 
-def show(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
+def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
     """Print a single sample as it is generated, or several samples at the end.
 
-    The speed goes to standard error. A closed pipe, as after `| head`, ends it quietly.
+    The speed is printed to standard error. A closed pipe, as with `| head`, is not an error.
     """
     texts, tokens, started = [""] * samples, 0, time.perf_counter()
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -178,9 +183,9 @@ def generate(
     end_of_document: int,
     samples: int = 1,
 ) -> Iterator[list[int]]:
-    """Yield the next token id of each of `samples` continuations of `prompt`, until all have ended.
+    """Yield the next token id of each of `samples` samples that continue `prompt`, until all have ended.
 
-    A continuation that has ended repeats `end_of_document`, which also replaces an empty prompt. Each sample has its
+    A sample that has ended repeats `end_of_document`, which also replaces an empty prompt. Each sample has its
     own random numbers, a function of the seed and its index, so it does not depend on the other samples. No global
     random state is touched. Raises ValueError, before the first token, if the context is too short.
     """
@@ -188,9 +193,9 @@ def generate(
     tokens = torch.tensor([prompt or [end_of_document]], device=device).expand(samples, -1)  # B T
     generators = [make_generator(sampling.seed, sample) for sample in range(samples)]
     cache, ended = model.new_cache(), [False] * samples
-    for _ in range(check_room(prompt, sampling, model.config.context)):
+    for _ in range(max_new_tokens(prompt, sampling, model.config.context)):
         drawn = draw(model.next_logits(tokens, cache), sampling, generators)  # B
-        ids = [end_of_document if over else token for over, token in zip(ended, drawn.tolist(), strict=True)]
+        ids = [end_of_document if done else token for done, token in zip(ended, drawn.tolist(), strict=True)]
         yield ids
         ended = [token == end_of_document for token in ids]
         if all(ended):
@@ -208,22 +213,22 @@ def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Ten
     """One id for each row of `logits` (B, V), with that row's generator."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    logits = temper(logits.cpu().double(), sampling.temperature)
+    logits = apply_temperature(logits.cpu().double(), sampling.temperature)
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p:
         logits = keep_min_p(logits, sampling.min_p)
-    # Inverse transform sampling: one uniform number per row, where torch.multinomial draws V of them.
+    # Inverse transform sampling: one uniform number per row; torch.multinomial draws V of them.
     points = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
     sums = logits.exp().cumsum(-1)  # unnormalized
     # 1 - points is in (0, 1], so a token of probability 0 is never drawn.
     return torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
 
 
-def temper(logits: Tensor, temperature: float) -> Tensor:
-    """Logits divided by the temperature. The largest is shifted to 0 first, so that no temperature overflows."""
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature. The largest is shifted to 0 first, to avoid overflow."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
@@ -234,16 +239,16 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest most likely tokens of each row whose probabilities reach p (arXiv 1904.09751)."""
+    """Keep the smallest set of tokens of each row with total probability p (arXiv 1904.09751)."""
     ordered, index = logits.sort(-1, descending=True)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all more likely tokens
     return torch.full_like(logits, -math.inf).scatter(-1, index, ordered.masked_fill(before >= p, -math.inf))
 
 
-def keep_min_p(logits: Tensor, share: float) -> Tensor:
-    """Keep the tokens with at least `share` of the highest probability of each row (arXiv 2407.01082)."""
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(share), -math.inf)
+def keep_min_p(logits: Tensor, fraction: float) -> Tensor:
+    """Keep the tokens with at least `fraction` of the highest probability of each row (arXiv 2407.01082)."""
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(fraction), -math.inf)
 
 
 # --- from ids to text ------------------------------------------------------------------------------------------------
@@ -257,12 +262,12 @@ def stream_text(
     samples: int = 1,
     stop: Sequence[str] = (),
 ) -> Iterator[list[str | None]]:
-    """Yield what each sample's text grows by, token by token; None for one that has ended.
+    """Yield the new text of each sample, token by token; None for one that has ended.
 
     A sample ends at an end-of-document token or before the first of the `stop` strings.
     """
-    texts = [GrowingText(stop) for _ in range(samples)]
-    length = check_room(prompt, sampling, model.config.context)
+    texts = [TextStream(stop) for _ in range(samples)]
+    length = max_new_tokens(prompt, sampling, model.config.context)
     for count, ids in enumerate(generate(model, prompt, sampling, tokenizer.end_of_document, samples), 1):
         pieces: list[str | None] = []
         for text, token in zip(texts, ids, strict=True):
@@ -278,20 +283,20 @@ def stream_text(
 
 
 def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> str:
-    """`prompt` and one continuation, as long as the context allows. The model may be in training mode."""
+    """`prompt` and one sample that continues it, as long as the context allows. The model may be in training mode."""
     ids = list(prompt)
-    room = model.config.context - max(1, len(prompt))
-    if room > 0:
-        sampling = dataclasses.replace(sampling, tokens=min(sampling.tokens or DEFAULT_TOKENS, room))
+    remaining = model.config.context - max(1, len(prompt))
+    if remaining > 0:
+        sampling = dataclasses.replace(sampling, tokens=min(sampling.tokens or DEFAULT_TOKENS, remaining))
         training = model.training
         model.eval()
         ids += [token for (token,) in generate(model, prompt, sampling, tokenizer.end_of_document)]
         model.train(training)
-    return GrowingText().add(tokenizer.decode_bytes(ids))
+    return TextStream().add(tokenizer.decode_bytes(ids))
 
 
-class GrowingText:
-    """Text from bytes that arrive in pieces, shown as early as possible.
+class TextStream:
+    """Decodes text from bytes that arrive in pieces, and returns it as early as possible.
 
     An unfinished character is held back, and so is a possible beginning of a stop string. Invalid UTF-8 becomes
     U+FFFD; an unfinished character at the very end is dropped. The result does not depend on how the bytes were split.

@@ -1,8 +1,8 @@
-"""The model: a decoder-only transformer after LLaMA (arXiv 2302.13971) whose norm and placement are settings.
+"""A decoder-only transformer in the style of LLaMA (arXiv 2302.13971) with a configurable norm and placement.
 
 Shapes in comments:
-    B sequences   T new tokens   S tokens so far   C features (dim)   V token ids
-    H query heads   K key/value heads   D features of a head
+    B sequences   T new tokens   S tokens including cached ones   C features (dim)   V vocabulary size
+    H query heads   K key/value heads   D features per head
 A `cache` is a list with a `LayerCache` for each layer.
 """
 
@@ -28,8 +28,10 @@ RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T D/2
 class Llama(nn.Module):
     """Token ids in, logits out.
 
-    The initial weights depend on `config` and `seed` alone. Under `torch.device("meta")` the model has shapes and no
-    memory, ready for `load_state_dict(..., assign=True)`.
+    The initial weights depend only on `config` and `seed`. Under `torch.device("meta")` the parameters have no storage,
+    ready for `load_state_dict(..., assign=True)`.
+
+    Training and generation run it under `torch.autocast`: matrix products in --dtype, everything else in fp32.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0):
@@ -58,11 +60,11 @@ class Llama(nn.Module):
         return self.lm_head(self.hidden(tokens, cache))  # B T V
 
     def hidden(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
-        """What the head reads, (B, T, C). See `forward`."""
+        """Final hidden states (B, T, C), the input of `lm_head`. See `forward`."""
         rope = self.rope(cache[0].length if cache is not None else 0, tokens.shape[1])
         x = self.start(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute and cache is None and torch.is_grad_enabled():
                 x = recomputed(block, x, rope)
             else:
                 x = block(x, rope, cache[layer] if cache is not None else None)
@@ -124,8 +126,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)  # B K S D
             mask = causal_mask(q.shape[2], k.shape[2], q.device)
-        causal = cache is None
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=self.grouped)  # B H T D
+        y = F.scaled_dot_product_attention(  # softmax(q kᵀ / √D + mask) v
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=cache is None, enable_gqa=self.grouped
+        )  # B H T D
         return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # B T C
 
 
@@ -159,7 +162,7 @@ def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> RopeTabl
 def rotate(x: Tensor, rope: RopeTable) -> Tensor:
     """Rotate each pair of features (i, i + D/2) of `x`, B T H D, by the angle of its position, in at least fp32.
 
-    Pairing halves instead of neighbours is the layout of Hugging Face's Llama weights.
+    Features i and i + D/2 form a pair, as in Hugging Face's Llama weights.
     """
     cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 D/2
     a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)  # B T H D/2
@@ -167,7 +170,7 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
 
 
 class Rope(nn.Module):
-    """The table of rotary positions. It follows from the configuration, so checkpoints do not hold it."""
+    """The table of rotary positions. It is derived from the configuration, so it is not stored in checkpoints."""
 
     def __init__(self, head_dim: int, context: int, theta: float):
         super().__init__()
@@ -185,7 +188,7 @@ class Rope(nn.Module):
         return self.cos[start : start + length], self.sin[start : start + length]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Rope":
-        """Follow the model to its device, but stay in fp32 under `.bfloat16()` and hold values after `to_empty`."""
+        """Follow the model to its device, but stay in fp32 under `.bfloat16()` and be refilled after `to_empty`."""
         super()._apply(fn, recurse)
         self.cos, self.sin = (table.to(self.cos.device) for table in self.make_table())
         return self
@@ -197,8 +200,8 @@ class Rope(nn.Module):
 def head_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
     """The norm on queries, keys or values, B T heads D: per head (arXiv 2010.04245), over all heads, or none.
 
-    `--qk-norm` decides for queries and keys. Where it is "none", and for values, the placement decides. The norm is of
-    the model's kind, or RMSNorm where that kind makes no sense on a single head.
+    `--qk-norm` sets it for queries and keys. If that is "none", and always for values, the placement decides. It uses
+    the model's norm, or RMSNorm if that norm does not support single heads.
     """
     extent = "none" if site == "value" else config.qk_norm
     if extent == "none" and PLACEMENTS[config.placement].qkv_norm:
@@ -233,7 +236,7 @@ class LayerCache:
         self.keys, self.values = torch.empty(0), torch.empty(0)  # B K context D
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, B K T D. Returns all so far, B K S D."""
+        """Append the keys and values of new tokens, B K T D. Returns all cached ones, B K S D."""
         if self.length == 0:
             batch, heads, _, head_dim = k.shape
             self.keys = k.new_empty(batch, heads, self.context, head_dim)
@@ -245,7 +248,7 @@ class LayerCache:
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
-    """Which of `total` tokens each of the last `new` may attend to, (new, total); None for a single one: all."""
+    """Which of `total` tokens each of the last `new` may attend to, (new, total). None if `new` is 1: it may all."""
     return None if new == 1 else torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
@@ -255,14 +258,16 @@ def causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
 def recomputed(block: nn.Module, x: Tensor, rope: RopeTable) -> Tensor:
     """`block(x, rope)`, keeping only x for backward. Sublinear Memory Cost, arXiv 1604.06174.
 
-    Running statistics (BatchNorm's) must be updated once, so the second forward runs on a copy of them.
+    The second forward must not update running statistics again, so it gets the buffers from before the first.
     """
-    before = dict(block.named_buffers())  # an update makes new tensors
-    forwards = iter([block])
+    before, first = dict(block.named_buffers()), True
 
     def forward(x: Tensor) -> Tensor:
-        first = next(forwards, None)
-        return first(x, rope) if first is not None else functional_call(block, before, (x, rope))
+        nonlocal first
+        if first:
+            first = False
+            return block(x, rope)
+        return functional_call(block, before, (x, rope))
 
     return checkpoint(forward, x, use_reentrant=False)
 
@@ -271,7 +276,7 @@ def recomputed(block: nn.Module, x: Tensor, rope: RopeTable) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """x Wᵀ. `draw_weights` fills its weight."""
+    """`nn.Linear` without a bias, whose weight `draw_weights` initializes."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
@@ -281,7 +286,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A row of features for each token id. `draw_weights` fills its weight."""
+    """`nn.Embedding` whose weight `draw_weights` initializes."""
 
     def reset_parameters(self) -> None:
         pass
@@ -311,10 +316,10 @@ def weights_by_role(model: Llama) -> Iterator[tuple[str, str, Tensor]]:
 
 @torch.no_grad()
 def draw_weights(model: Llama, seed: int) -> None:
-    """Fill every matrix from N(0, std²), std by its role. Norms start as their kind says.
+    """Draw every matrix from N(0, std²), std by its role. Norms initialize themselves.
 
     The unscaled draw is a function of the seed, the matrix's Hugging Face name and its shape, and is made on the CPU:
-    models that differ in their norm start alike, on every device.
+    models that differ in their norm start from the same weights, on every device.
     """
     for role, name, weight in weights_by_role(model):
         if not weight.is_meta:

@@ -1,4 +1,4 @@
-"""Optimizers and learning rates: which parameter is updated by what, and how fast at which step."""
+"""Optimizers: which optimizer updates which parameter, and the learning rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from runtime.device import has_bfloat16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
-ADAMW_LR_RATIO = 2.0  # AdamW's learning rate for embedding, head and norms beside Muon, relative to Muon's
-WSD_DECAY = 0.2  # share of all steps in which the `wsd` schedule decays
+ADAMW_LR_RATIO = 2.0  # learning rate of AdamW for embedding, head and norms, relative to Muon's
+WSD_DECAY = 0.2  # fraction of all steps in which the `wsd` schedule decays
 
 
 def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     """AdamW for everything, or Muon for the matrices in the blocks and AdamW for the rest.
 
-    Only the matrices in the blocks have weight decay: norm gains, biases, embedding and head have none. A group's
+    Only the matrices in the blocks have weight decay: norm gains, biases, embedding and head are not decayed. A group's
     "lr_ratio" is its learning rate relative to the schedule's.
     """
     hidden = hidden_matrices(model)
@@ -45,7 +45,7 @@ def hidden_matrices(model: Llama) -> list[Tensor]:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of the update that follows `step` earlier ones: linear warmup, then the schedule."""
+    """Learning rate of step `step`, from 0: linear warmup, then the schedule."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -59,7 +59,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 class Muon(Optimizer):
-    """Momentum made orthogonal: every singular value of a matrix's update is about 1. Jordan et al., 2024.
+    """Orthogonalized momentum: every singular value of a matrix's update is about 1. Jordan et al., 2024.
 
     Updates have the RMS of AdamW's (arXiv 2502.16982), so both optimizers use the same learning rate. The same as
     `torch.optim.Muon` with `match_rms_adamw`, but matrices of one shape are batched.
@@ -82,7 +82,7 @@ class Muon(Optimizer):
                     weight.mul_(1 - lr * decay).add_(update, alpha=-lr * 0.2 * math.sqrt(longer))
 
     def nesterov(self, weight: Tensor, momentum: float) -> Tensor:
-        """Update the running mean of the gradient, and look one step ahead."""
+        """Update the running mean of the gradient and return the Nesterov update."""
         assert weight.grad is not None
         state = self.state[weight]
         if not state:
@@ -92,9 +92,10 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
-    """Approximately U Vᵀ for each matrix U S Vᵀ, by a Newton-Schulz iteration, in bf16 where the device computes in it.
+    """Approximately U Vᵀ for each matrix U S Vᵀ, by a Newton-Schulz iteration.
 
-    The matrices have one shape or its transpose, and go through the products as one batch.
+    Computed in bf16 if the device supports it (CUDA, CPUs with bf16 instructions), else fp32. The matrices have one
+    shape or its transpose, and are multiplied as one batch.
     """
     a, b, c = NEWTON_SCHULZ
     wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]

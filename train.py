@@ -26,7 +26,7 @@ from generate import Sampling, sample_text
 from model import Llama
 from norms import TRAITS
 from optim import hidden_matrices, learning_rate, make_optimizers
-from runtime.acceleration import accelerate, resolve_fast
+from runtime.acceleration import accelerate, resolve_fast, unavailable
 from runtime.checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
 from runtime.device import autocast, compile_by_default, describe, peak_flops, peak_memory, pick_device, pick_dtype
 from runtime.exit_codes import NotFinite, Stopped, bad_input, exit_codes
@@ -42,10 +42,10 @@ from runtime.run_dir import (
     write_atomically,
 )
 
-LOG_EVERY = 10  # steps between two rows of training loss
+LOG_EVERY = 10  # steps between log entries of the training loss
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 EVAL_BATCH_TOKENS = 1 << 12  # tokens per forward pass of an evaluation, or a micro-batch if that is more
-DETERMINE_BATCHES = ("data", "tokenizer", "seed", "batch_size", "optimizer")  # what a resumed run must not change
+FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @dataclass
 class Run:
-    """Everything a run is made from."""
+    """A resolved run: where it is stored, what is trained, how, and on what."""
 
     folder: Path
     model_config: ModelConfig
@@ -89,17 +89,21 @@ class Run:
 
 
 def resolve_run(flags: argparse.Namespace) -> Run:
-    """Turn flags into a run, with the cheap checks first. Raises ValueError for what does not fit together."""
+    """Turn flags into a run, with the cheap checks first. Raises ValueError for incompatible options."""
     out = Path(flags.out) if getattr(flags, "out", "") else None
     existing = flags.resume or flags.eval_only
     if existing:
+        if flags.preset:
+            raise ValueError("--preset is for new runs; --resume and --eval-only take the configuration of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
         flags.config = out / "run.json"
+    if flags.eval_only and unavailable():
+        flags.fast = False  # evaluate a run that used the kernels where there are none
     if out:
         check_run_dir(out, existing)
     model_config, config = resolve(flags)
     if existing:
-        check_same_settings(flags.config, model_config, config, DETERMINE_BATCHES)
+        check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
         if flags.resume and "fast" not in read_run(flags.config):
             raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
     device = pick_device(config.device)
@@ -113,7 +117,7 @@ def resolve_run(flags: argparse.Namespace) -> Run:
 def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     """The configurations, with everything that depends on the machine decided.
 
-    Raises ValueError for what does not fit together.
+    Raises ValueError for incompatible options.
     """
     model_config, config = configs_from(flags, pick_device(getattr(flags, "device", "auto")).type)
     device = pick_device(config.device)
@@ -125,7 +129,7 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
         raise ValueError(f"--recompute and --compile do not work together with --norm {model_config.norm}")
     if not traits.per_token and config.micro_batch_size * model_config.context < 2:
         raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
-    fast = resolve_fast(config.fast, device, compiled)
+    fast = resolve_fast(config.fast, device, dtype, compiled)
     return model_config, dataclasses.replace(
         config, device=device.type, dtype=dtype, compile=compiled, fast=fast, out=""
     )
@@ -150,7 +154,7 @@ def check_same_text(run_file: Path, data: Prepared) -> None:
     theirs = json.loads(run_file.read_text())
     for name, ours in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         if theirs[name]["hash"] != ours:
-            raise ValueError(f"the {name} of the run in {run_file.parent} is not the same; has the text changed?")
+            raise ValueError(f"the {name} of the run in {run_file.parent} has changed since the run started")
 
 
 # --- the training loop -----------------------------------------------------------------------------------------------
@@ -180,7 +184,7 @@ class Trainer:
     def train(self) -> None:
         config = self.run.config
         if self.step >= config.steps:
-            print(f"the run in {self.run.folder} is finished: all {config.steps} steps are done")
+            print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
         with self.opened_log(), stop_requests() as stop:
             while self.step < config.steps:
@@ -196,9 +200,9 @@ class Trainer:
                 requests = list(stop)
                 if save_due or requests:
                     self.save()
-                if requests:
+                if requests and not last:
                     raise Stopped(requests[0])
-        self.conclude()
+        self.print_summary()
 
     def update(self, rate: float) -> None:
         """One optimizer step at learning rate `rate`, on the batch of this step."""
@@ -244,7 +248,12 @@ class Trainer:
         """Write run.json, open the log and the progress bar, and log a divergence, which ends the run."""
         run = self.run
         description = describe_run(run, self.model)
-        write_atomically(run.folder / "run.json", json.dumps(description, indent=2) + "\n")
+        run_file = run.folder / "run.json"
+        if run_file.exists():  # keep the first command, and list those that resumed it
+            earlier = json.loads(run_file.read_text())
+            resumed = {"step": self.step, "command": description["command"]}
+            description |= {"command": earlier["command"], "resumed": [*earlier.get("resumed", []), resumed]}
+        write_atomically(run_file, json.dumps(description, indent=2) + "\n")
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
         self.clock = Clock(self.seconds)
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
@@ -303,20 +312,20 @@ class Trainer:
                 run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep
             )
 
-    def conclude(self) -> None:
+    def print_summary(self) -> None:
         run, last = self.run, self.log.rows[-1]
         gzip_bpb = 8 * run.data.val_gzip_bytes / run.data.val_bytes
-        print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 needs {gzip_bpb:.4f} bits per byte for the validation text")
+        print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
         print(f"done in {self.clock.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
-        print(f"see {run.folder}/loss.png and samples.txt, or run")
-        print(f"python generate.py --checkpoint {run.folder}")
+        print(f"loss curve and samples: {run.folder}/loss.png, {run.folder}/samples.txt")
+        print(f"generate text: python generate.py --checkpoint {run.folder}")
 
 
 # --- what the loop calls ---------------------------------------------------------------------------------------------
 
 
 class Meter:
-    """Loss and gradient norm since the last reading. They stay on the device, because reading them waits for it."""
+    """Loss and gradient norm since the last reading. They stay on the device, since reading them synchronizes."""
 
     def __init__(self, device: torch.device):
         self.steps = 0
@@ -368,9 +377,9 @@ class Clock:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """A list to which SIGINT, SIGTERM and SIGHUP add themselves, so that the current step ends and is saved.
+    """Collect SIGINT, SIGTERM and SIGHUP in a list. The loop finishes its step, saves and stops.
 
-    A second signal stops at once.
+    A second signal stops immediately. Signals that are ignored, as SIGHUP is under nohup, stay ignored.
     """
     requests: list[int] = []
 
@@ -379,7 +388,8 @@ def stop_requests() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         requests.append(number)
 
-    earlier = {number: signal.signal(number, request) for number in STOP_SIGNALS}
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    earlier = {number: signal.signal(number, request) for number in handled}
     try:
         yield requests
     finally:
@@ -391,8 +401,8 @@ def stop_requests() -> Iterator[list[int]]:
 def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
-    It covers `eval_tokens` tokens in windows of one context, evenly spaced over the text, always the same ones. An
-    end-of-document token adds its loss and no bytes.
+    It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
+    the same ones. Special tokens add their loss and no bytes.
     """
     training = model.training
     model.eval()

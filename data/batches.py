@@ -98,7 +98,7 @@ def training_batch(tokens: np.ndarray, seed: int, step: int, rows: range, contex
 def evaluation_batches(
     tokens: np.ndarray, context: int, batch_size: int, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, int64 (up to batch_size, context), from windows side by side.
+    """Inputs and targets, int64 (up to batch_size, context), from adjacent windows.
 
     Every token except the first is a target exactly once; the remainder is a final batch of one shorter window. If
     that is more than `max_tokens` targets, only as many full windows as fit are used, at least one, evenly spaced.

@@ -41,14 +41,14 @@ def corpus_name(names: list[str]) -> str:
 class Corpus:
     """A list of documents, some of them held out for validation.
 
-    The documents whose SHA-256 is in the lowest tenth of all possible hashes are held out. If that is none or all of
-    them, the one with the lowest hash is held out; if there is only one document, its last tenth. So the split does
-    not depend on the order of the documents, and copies of a document are on the same side.
+    The documents whose SHA-256 is in the lowest tenth of all possible hashes are held out. If no document or every
+    document would be held out, the one with the lowest hash is; if there is only one document, its last tenth. So the
+    split does not depend on the order of the documents, and copies of a document are on the same side.
 
     name: a short name, safe in folder names.
     hash: SHA-256 of the documents' hashes, in hex.
-    sizes: UTF-8 bytes of each split, plus one per document for its end. If a document is cut, the size may be off by
-    one character.
+    sizes: UTF-8 bytes of each split, plus one per document for its end. If a document is split, the size may be off
+    by one character.
     """
 
     def __init__(self, name: str, sources: list[tuple[str, list[Path]]]):
@@ -67,14 +67,14 @@ class Corpus:
                     raise ValueError(f"--data {source}: contains no text")
         self.hash = corpus_hash.hexdigest()
         self._lengths = np.array(lengths)
-        self._cuts = _cuts(np.array(hashes), self._lengths)
-        parts = {"train": self._cuts, "val": self._lengths - self._cuts}
+        self._split_offsets = _split_offsets(np.array(hashes), self._lengths)
+        parts = {"train": self._split_offsets, "val": self._lengths - self._split_offsets}
         self.sizes: dict[Split, int] = {split: int(parts[split].sum() + (parts[split] > 0).sum()) for split in SPLITS}
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split in order, each an iterator of chunks. Read each one before advancing to the next."""
         documents = chain.from_iterable(map(read_documents, self._files))
-        for document, length, cut in zip(documents, self._lengths.tolist(), self._cuts.tolist(), strict=True):
+        for document, length, cut in zip(documents, self._lengths.tolist(), self._split_offsets.tolist(), strict=True):
             start, stop = (0, cut) if split == "train" else (cut, length)
             if start < stop:
                 yield document if stop - start == length else _byte_slice(document, start, stop)
@@ -90,7 +90,7 @@ def _digest(document: Iterator[str], bar: tqdm) -> tuple[bytes, int]:
     return digest.digest(), size
 
 
-def _cuts(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _split_offsets(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The byte offset at which each document's validation text begins: 0 or its end, unless there is only one."""
     nonempty = lengths > 0
     candidates = hashes[nonempty]

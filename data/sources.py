@@ -27,7 +27,7 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 
 def find_files(name: str, cache_dir: Path) -> list[Path]:
-    """The files behind `python`, `shakespeare` or a path, in an order that does not depend on the machine.
+    """The files behind `python`, `shakespeare` or a path, in an order that is deterministic.
 
     A folder is searched recursively. Names that begin with a dot are skipped, and so are binary files: like git, it
     looks for a NUL in the first 8 KB. Raises ValueError if there are no files.
@@ -88,11 +88,11 @@ def download_shakespeare(cache_dir: Path) -> Path:
                         digest.update(data)
                         bar.update(len(data))
             if digest.hexdigest() != SHAKESPEARE_SHA256:
-                raise ValueError("wrong SHA-256: not tiny Shakespeare, or incomplete")
+                raise ValueError("SHA-256 mismatch: not tiny Shakespeare, or incomplete")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise ValueError(
                 f"--data shakespeare: the download failed ({' '.join(str(error).split())}); "
-                f"download {SHAKESPEARE_URL} by hand and pass --data FILE, or use --data python"
+                f"download {SHAKESPEARE_URL} yourself and pass --data FILE, or use --data python"
             ) from None
         part.replace(target)
     return target
@@ -169,7 +169,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             yield cast(BinaryIO, file)
     except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise ValueError(f"{path}: not a gzip file, or damaged or truncated") from None
+        raise ValueError(f"{path}: not a valid gzip file") from None
 
 
 def _walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:

@@ -179,4 +179,4 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} of the text is a lone surrogate, not valid in UTF-8") from None
+        raise ValueError(f"character {error.start} is a lone surrogate, which UTF-8 cannot encode") from None

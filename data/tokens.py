@@ -29,7 +29,7 @@ class TokenFile:
 
     tokens: memory-mapped, uint16 if the vocabulary fits, else uint32.
     text_bytes: size of the text in UTF-8.
-    gzip_bytes: size of the text after `gzip -9`; 0 for training text, where it is not computed.
+    gzip_bytes: size of the text after `gzip -9`; 0 for training text, for which it is not computed.
     """
 
     tokens: np.ndarray

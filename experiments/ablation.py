@@ -44,8 +44,8 @@ from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_inpu
 from runtime.run_dir import RUNS, read_rows, write_atomically
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
-MOST_SEEDS = 1000  # reported seeds; those that select a learning rate count from here
-POLL_SECONDS = 0.3  # between two looks at the running cells
+MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
+POLL_SECONDS = 0.3  # between checks of the running cells
 NOT_COMPARED = {"out", "cache_dir", "log", "keep", "save_every"}  # fields of TrainConfig that change no result
 
 
@@ -107,7 +107,7 @@ class Ablation:
     @property
     def selection(self) -> list[Cell]:
         """The runs that select each arm's learning rate, on seeds that are not reported."""
-        first = self.seeds.start + MOST_SEEDS
+        first = self.seeds.start + MAX_SEEDS
         return self.cells(self.lrs, range(first, first + SELECTION_SEEDS))
 
     def cells(self, lrs: Iterable[float], seeds: Iterable[int]) -> list[Cell]:
@@ -133,12 +133,12 @@ class Ablation:
 
 
 def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
-    """Turn flags into an ablation, cheap checks first. Raises ValueError for bad flags.
+    """Turn flags into an ablation, cheap checks first. Raises ValueError for invalid flags.
 
     `train_flags` are those of train.py, which every cell gets.
     """
     check_sizes(flags, "seeds", "jobs", "threads")
-    require(flags.seeds <= MOST_SEEDS, f"--seeds must be at most {MOST_SEEDS}, not {flags.seeds}")
+    require(flags.seeds <= MAX_SEEDS, f"--seeds must be at most {MAX_SEEDS}, not {flags.seeds}")
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
     for name in ("norm", "placement"):
         require(not hasattr(flags, name), f"--{name} is for a single run; use --{name}s here and list all of them")
@@ -184,7 +184,7 @@ def resolve_arms(
 
 
 def settings_digest(settings: dict[Arm, tuple[ModelConfig, TrainConfig]]) -> str:
-    """Eight hexadecimal digits that stand for what is compared. More seeds or learning rates do not change them."""
+    """Short hash of the compared settings. More seeds or learning rates do not change it."""
     config = next(iter(settings.values()))[1]
     training = {name: value for name, value in asdict(config).items() if name not in NOT_COMPARED}
     arms = [[asdict(arm), asdict(model_config)] for arm, (model_config, _) in settings.items()]
@@ -192,7 +192,7 @@ def settings_digest(settings: dict[Arm, tuple[ModelConfig, TrainConfig]]) -> str
 
 
 def check_existing_cells(ablation: Ablation) -> None:
-    """Raise ValueError if the folder is no ablation's, or holds a cell that was trained with other settings."""
+    """Raise ValueError if the folder does not belong to an ablation, or holds a cell trained with other settings."""
     folder = ablation.folder
     if folder.exists() and not (folder / "cells").is_dir():
         require(folder.is_dir() and not any(folder.iterdir()), f"--out {folder} is not empty; choose another folder")
@@ -263,7 +263,7 @@ def run_cells(ablation: Ablation, cells: list[Cell], outcomes: dict[Cell, Outcom
             for cell, process in list(running.items()):
                 if process.poll() is not None:
                     del running[cell]
-                    if process.returncode == IN_USE:  # a process of a killed ablation is still at it: wait
+                    if process.returncode == IN_USE:  # a process of a killed ablation still holds the lock: retry
                         waiting.append(cell)
                         continue
                     outcomes[cell] = finished_outcome(ablation, cell, process.returncode)
@@ -278,7 +278,7 @@ def run_cells(ablation: Ablation, cells: list[Cell], outcomes: dict[Cell, Outcom
 
 
 def start_cell(ablation: Ablation, cell: Cell) -> subprocess.Popen:
-    """Start or resume a cell in a process of its own. Its output goes to a log file beside its folder."""
+    """Start or resume a cell in a process of its own. Its output goes to a log file next to its folder."""
     folder = ablation.cell_folder(cell)
     flags = ["--resume"] if (folder / "run.json").exists() else [*ablation.train_flags, *cell.flags]
     threads = {name: str(ablation.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -321,7 +321,7 @@ def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], command: str
         f"`{command}`",
         f"{config.steps} steps, seeds {ablation.seeds[0]} to {ablation.seeds[-1]}, on "
         f"{describe(torch.device(config.device))} in {config.dtype} {kernels}, {ablation.jobs} runs at a time, torch "
-        f"{torch.__version__}. val_bpb is the mean over the seeds ± the half-width of its 95 % interval (Student's t). "
+        f"{torch.__version__}. val_bpb is the mean over the seeds ± the half-width of its 95% interval (Student's t). "
         "Differences from the first row are paired: each seed gives both arms the same initial draws and batches. "
         "Below zero is better. Each interval is for one comparison; among many, some miss the true value. Means leave "
         "out runs that diverged: their loss was not finite, or ended above that of a uniform prediction.",
@@ -334,7 +334,7 @@ def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], command: str
         at_best = [outcomes[cell] for cell in cells_at_best_lr(ablation, outcomes)]
         sections += [
             "## Each arm at its best learning rate",
-            f"Selected by mean val_bpb on {SELECTION_SEEDS} seeds that are not reported. Where the best is the lowest "
+            f"Selected by mean val_bpb on {SELECTION_SEEDS} seeds that are not reported. If the best is the lowest "
             "or the highest, a wider sweep may find a better one:",
             lr_table([outcomes[cell] for cell in ablation.selection]),
             "On the reported seeds:",
@@ -346,7 +346,7 @@ def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], command: str
 
 
 def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
-    """Write `probe.csv` and `probe.png`: the blocks of all runs at the shared rate, before and after training."""
+    """Write `probe.csv` and `probe.png`: all runs at the shared learning rate, before and after training."""
     rows: list[dict[str, Any]] = []
     for cell in ablation.reported:
         model_config, config = ablation.settings[cell.arm]
@@ -355,13 +355,12 @@ def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
         models = {"start": Llama(model_config, cell.seed)}
         if not outcomes[cell].diverged:
             checkpoint = ablation.cell_folder(cell) / "checkpoints" / f"step-{config.steps:06d}"
-            with bad_input():  # it may have been deleted since
+            with bad_input():  # the checkpoint may have been deleted
                 models["end"] = load_model(checkpoint, "cpu")[0]
         for when, model in models.items():
             torch.manual_seed(cell.seed)  # for dropout
             rows += [
-                asdict(cell.arm) | {"seed": cell.seed, "when": when} | asdict(figures)
-                for figures in probe(model, *batch)
+                asdict(cell.arm) | {"seed": cell.seed, "when": when} | asdict(block) for block in probe(model, *batch)
             ]
     write_atomically(ablation.folder / "probe.csv", to_csv(rows))
     plot_depth(rows, ablation.folder / "probe.png")

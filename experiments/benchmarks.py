@@ -1,6 +1,6 @@
-"""Speed of norms, training and generation, beside PyTorch's own functions and the limits of the machine.
+"""Speed of norms, training and generation, compared with PyTorch's own functions and the limits of the machine.
 
-Every figure is a median over rounds in which all candidates are timed in turn, because a shared machine can be slow for
+Every time is a median over rounds in which all candidates are timed in turn, because a shared machine can be slow for
 minutes at a time. Ratios within one report are reliable; milliseconds of two reports cannot be compared.
 """
 
@@ -27,8 +27,8 @@ from runtime.device import autocast, has_bfloat16, peak_memory
 from train import flops_per_token
 
 Call = Callable[[], Any]
-Report = dict[str, Any]  # the figures of one command: "rows", which all have the same keys, and what they mean
-PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product is training's ceiling
+Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product bounds training speed
 WARMUP_ROUNDS = 2
 
 
@@ -55,7 +55,7 @@ class NormsConfig(BenchConfig):
     def __post_init__(self) -> None:
         check_sizes(self, "rows", "dim", "rounds")
         try:
-            with torch.device("meta"):  # without memory, to check the width
+            with torch.device("meta"):  # allocates nothing; only checks the width
                 for kind in KINDS:
                     build_norm(kind, self.dim)
         except ValueError as error:
@@ -97,7 +97,7 @@ class GenerateConfig(RandomModelConfig):
     """Options of `generate`."""
 
     tokens: int = option(200, "tokens to generate after a prompt of one token")
-    samples: int = option(8, "batch size to measure beside batch size 1")
+    samples: int = option(8, "batch size to measure in addition to batch size 1")
 
     def __post_init__(self) -> None:
         check_sizes(self, "tokens", "samples", "rounds")
@@ -157,14 +157,14 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def bench_norms(config: NormsConfig, device: torch.device) -> Report:
-    """Measure every norm beside F.layer_norm, F.rms_norm and a copy: forward, and forward plus backward."""
+    """Measure every norm compared with F.layer_norm, F.rms_norm and a copy: forward, and forward plus backward."""
     fast = resolve_fast(None, device)
     report: Report = {
         "fast": fast_status(fast),
         "tokens": config.rows,
         "features": config.dim,
         "ratio": "time relative to F.layer_norm; above 1 is slower",
-        "share": "fraction of a copy's speed, counting the bytes that must be read and written",
+        "fraction": "of a copy's speed, counting the bytes that must be read and written",
         "both": "forward plus backward",
         "rows": [],
     }
@@ -184,7 +184,7 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
                 measured = seconds[f"{name} {part}"]
                 row[f"{part} ms"] = 1e3 * measured
                 row[f"{part} ratio"] = measured / seconds[f"F.layer_norm {part}"]
-                row[f"{part} share"] = copies * seconds["copy"] / measured
+                row[f"{part} fraction"] = copies * seconds["copy"] / measured
             report["rows"].append(row)
     return report
 
@@ -192,7 +192,7 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
 def make_norms(dim: int, device: torch.device, dtype: torch.dtype, fast: bool) -> dict[str, nn.Module]:
     """Every kind, with parameters in fp32 as in training, and PyTorch's own norms.
 
-    If `fast`, kinds that `accelerate` changes are there a second time, accelerated.
+    If `fast`, kinds that `accelerate` changes are included a second time, accelerated.
     """
     norms: dict[str, nn.Module] = {}
     for kind in sorted(kind for kind in KINDS if not TRAITS[kind].identity):
@@ -208,7 +208,7 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, fast: bool) -
 
 
 class TorchNorm(nn.Module):
-    """A norm of `torch.nn.functional` with a gain and, where it takes one, a bias."""
+    """A norm of `torch.nn.functional` with a gain and, if it takes one, a bias."""
 
     def __init__(self, function: Callable, dim: int, bias: bool):
         super().__init__()
@@ -230,13 +230,13 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> None:
 
 
 def bench_train(config: StepConfig, device: torch.device) -> Report:
-    """Measure a training step, plain and fast, beside the speed of matrix products alone."""
-    fast, size = resolve_fast(None, device, config.compile), PRODUCT_SIZE[device.type]
+    """Measure a training step, plain and fast, compared with the speed of matrix products alone."""
+    fast, size = resolve_fast(None, device, compiled=config.compile), PRODUCT_SIZE[device.type]
     report: Report = {
         "settings": format_settings(config),
         "fast": fast_status(fast),
-        "ceiling": f"tokens/s at the speed of a product of two {size}² matrices",
-        "share": "fraction of that ceiling",
+        "upper bound": f"tokens/s at the speed of a product of two {size}² matrices",
+        "fraction": "of that upper bound",
         "rows": [],
     }
     before = peak_memory(device)
@@ -252,11 +252,11 @@ def bench_train(config: StepConfig, device: torch.device) -> Report:
                 report["memory of a step, MB"] = (peak_memory(device) - before) / 1e6
         matrix = torch.randn(size, size, device=device, dtype=dtype)
         seconds = time_alternately(calls | {"product": partial(torch.mm, matrix, matrix)}, config.rounds, device)
-        ceiling = 2 * size**3 / seconds["product"] / flops_per_token(model)
+        bound = 2 * size**3 / seconds["product"] / flops_per_token(model)
         for name in calls:
             speed = config.batch_size * config.context / seconds[name]
             row = {"step": name, "dtype": short_name(dtype), "tokens/s": round(speed)}
-            report["rows"].append(row | {"ceiling": round(ceiling), "share": speed / ceiling})
+            report["rows"].append(row | {"upper bound": round(bound), "fraction": speed / bound})
     return report
 
 
@@ -287,13 +287,13 @@ def training_step(loss: Callable, optimizers: list[Optimizer], tokens: Tensor, d
 
 
 def bench_generate(config: GenerateConfig, device: torch.device) -> Report:
-    """Measure greedy generation, plain and fast, beside the time to read the weights once per token."""
+    """Measure greedy generation, plain and fast, compared with the time to read the weights once per token."""
     fast, dtypes = resolve_fast(None, device), model_dtypes(device)
     report: Report = {
         "settings": format_settings(config),
         "fast": fast_status(fast),
-        "ceiling": "tokens/s if a token took as long as torch.dot takes to read as many bytes as the weights have",
-        "share": "fraction of that ceiling",
+        "upper bound": "tokens/s if a token took as long as torch.dot takes to read as many bytes as the weights have",
+        "fraction": "of that upper bound",
         "rows": [],
     }
     batch_sizes = sorted({1, config.samples})
@@ -314,9 +314,9 @@ def bench_generate(config: GenerateConfig, device: torch.device) -> Report:
         for name in variants(fast):
             for samples in batch_sizes:
                 speed = samples * config.tokens / seconds[f"{name} {dtype} {samples}"]
-                ceiling = samples * config.tokens / seconds[f"reading {dtype}"]
+                bound = samples * config.tokens / seconds[f"reading {dtype}"]
                 row = {"model": name, "weights": short_name(dtype), "samples": samples, "tokens/s": round(speed)}
-                report["rows"].append(row | {"ceiling": round(ceiling), "share": speed / ceiling})
+                report["rows"].append(row | {"upper bound": round(bound), "fraction": speed / bound})
     return report
 
 
@@ -328,6 +328,6 @@ def generate_tokens(model: Llama, dtype: torch.dtype, tokens: int, samples: int)
 
 
 def repeat(times: int, call: Callable, *args: Any) -> None:
-    """Call once per token: like the weights, what is read may stay in a cache between calls."""
+    """Call `times` times. Like the weights, the data may stay in cache."""
     for _ in range(times):
         call(*args)

@@ -1,6 +1,6 @@
 """The GPU benchmark suite, most important part first: `python bench.py gpu`.
 
-A part runs a few commands of this project within `PART_SECONDS`, so that it fits into a short session on a GPU.
+A part runs a few commands of this project. Each part is limited to `PART_SECONDS`, to fit into a short GPU session.
 """
 
 import json
@@ -51,7 +51,7 @@ PARTS = {
 class GPUConfig:
     """Options of `gpu`."""
 
-    part: str = option(None, "run this part only (default: all)", choices=list(PARTS))
+    part: str = option(None, "run only this part (default: all)", choices=list(PARTS))
     folder: str = option("runs/gpu", "folder for the results", metavar="DIR")
     device: str = option("cuda", "device to measure", choices=["cuda"])
     out: str = option("", "JSON file for the report (default: bench-gpu.json under runs/)", metavar="FILE")

@@ -55,7 +55,7 @@ class Cost:
 
 
 def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
-    """Measure a plain step against width, depth, context and batch size, beside what theory predicts; with a plot."""
+    """Measure a plain step against width, depth, context and batch size, compared with a prediction; with a plot."""
     base = StepConfig(
         dim=256,
         layers=4,
@@ -75,9 +75,9 @@ def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
             {
                 "axis": f"{cost.axis} {cost.value}",
                 "tokens/s": round(cost.tokens_per_second),
-                "in theory": round(speed),
+                "predicted tokens/s": round(speed),
                 "MB": round(cost.memory / 1e6),
-                "MB in theory": round(memory / 1e6),
+                "predicted MB": round(memory / 1e6),
             }
         )
     return {"settings": format_settings(base), "plot": config.plot, "rows": rows}
@@ -141,9 +141,9 @@ def plot_costs(costs: list[Cost], base: StepConfig, path: Path) -> None:
             ([cost.tokens_per_second for cost in on_axis], [speed for speed, _ in predicted]),
             ([cost.memory / 1e6 for cost in on_axis], [memory / 1e6 for _, memory in predicted]),
         ]
-        for panel, (measured, theory) in zip(panels[:, column], measured_and_predicted, strict=True):
+        for panel, (measured, expected) in zip(panels[:, column], measured_and_predicted, strict=True):
             panel.loglog(values, measured, "o-", label="measured")
-            panel.loglog(values, theory, "--", color="0.4", label="theory")
+            panel.loglog(values, expected, "--", color="0.4", label="predicted")
             panel.grid(alpha=0.3, which="both")
             panel.set_xticks(values, [str(value) for value in values])
             panel.minorticks_off()

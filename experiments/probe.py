@@ -15,20 +15,20 @@ from norms import KINDS
 
 
 @dataclass(frozen=True)
-class BlockFigures:
-    """Figures of one block. Block 0 is the embedding: it has no gains, and may be tied to the output head."""
+class BlockStatistics:
+    """Statistics of one block. Block 0 is the embedding: it has no gains, and may be tied to the output head."""
 
     block: int
     residual_rms: float  # of the residual stream after the block
-    second_rms: float | None  # of the second stream, where the placement has one
+    second_rms: float | None  # of the second stream, if the placement has one
     grad_norm: float  # of the loss, over the block's weights
     gain_mean: float | None  # of the absolute gains of all norms in the block
     gain_min: float | None
     gain_max: float | None
 
 
-def probe(model: Llama, tokens: Tensor, targets: Tensor) -> list[BlockFigures]:
-    """Figures of the embedding and of every block on one batch, (B, T) each, in training mode and fp32.
+def probe(model: Llama, tokens: Tensor, targets: Tensor) -> list[BlockStatistics]:
+    """Statistics of the embedding and of every block on one batch, (B, T) each, in training mode and fp32.
 
     Leaves that batch's gradients in the model. Norms with running statistics update them once.
     """
@@ -40,15 +40,15 @@ def probe(model: Llama, tokens: Tensor, targets: Tensor) -> list[BlockFigures]:
     for hook in hooks:
         hook.remove()
     parts = [model.embed_tokens, *model.layers]
-    return [_figures(block, stream, part) for block, (stream, part) in enumerate(zip(streams, parts, strict=True))]
+    return [_statistics(block, stream, part) for block, (stream, part) in enumerate(zip(streams, parts, strict=True))]
 
 
-def _figures(block: int, stream: Tensor | tuple[Tensor, Tensor], part: nn.Module) -> BlockFigures:
+def _statistics(block: int, stream: Tensor | tuple[Tensor, Tensor], part: nn.Module) -> BlockStatistics:
     rms = [float(x.detach().square().mean().sqrt()) for x in (stream if isinstance(stream, tuple) else (stream,))]
     norms = [module for module in part.modules() if isinstance(module, tuple(KINDS.values()))]
     gains = [gain.detach().abs() for norm in norms for name, gain in norm.named_parameters() if name == "weight"]
     gain = torch.cat(gains) if gains else None
-    return BlockFigures(
+    return BlockStatistics(
         block,
         residual_rms=rms[0],
         second_rms=rms[1] if len(rms) > 1 else None,
@@ -65,7 +65,7 @@ PANELS = {"residual_rms": "RMS of the residual stream", "grad_norm": "gradient n
 def plot_depth(rows: list[dict[str, Any]], path: Path) -> None:
     """Each arm's mean over depth, at the start (dashed) and at the end of training.
 
-    Each row holds the fields of `BlockFigures` and "norm", "placement" and "when" ("start" or "end").
+    Each row holds the fields of `BlockStatistics` and "norm", "placement" and "when" ("start" or "end").
     """
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     panels = figure.subplots(1, len(PANELS))

@@ -1,4 +1,4 @@
-"""The report of an ablation: one row per run, means and paired differences with 95 % intervals, plots."""
+"""The report of an ablation: one row per run, means and paired differences with 95% intervals, plots."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.statistics import mean_interval
+from experiments.intervals import mean_interval
 
 Log = list[dict[str, Any]]
 
@@ -20,7 +20,7 @@ class Outcome:
     """The result of one run.
 
     A run diverged if its loss or a gradient was not finite at `step`, or if its final loss is above that of a uniform
-    prediction. Losses are None where the last step was never evaluated.
+    prediction. Losses are None if the last step was never evaluated.
     """
 
     norm: str
@@ -88,14 +88,14 @@ def paired_differences(arm: list[Outcome], baseline: list[Outcome]) -> list[floa
 
 
 def best_lr(runs: list[Outcome]) -> float:
-    """The learning rate with the fewest diverged `runs` of an arm and, among equals, the lowest mean val_bpb."""
+    """The learning rate with the fewest diverged `runs` of an arm and, to break ties, the lowest mean val_bpb."""
 
-    def badness(lr: float) -> tuple[float, float, float]:
+    def rank(lr: float) -> tuple[float, float, float]:
         at_lr = [run for run in runs if run.lr == lr]
         bpb = final_bpb(at_lr).values()
         return 1 - len(bpb) / len(at_lr), mean(bpb) if bpb else 0.0, lr
 
-    return min({run.lr for run in runs}, key=badness)
+    return min({run.lr for run in runs}, key=rank)
 
 
 def by_arm(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
@@ -157,7 +157,7 @@ def lr_table(outcomes: list[Outcome]) -> str:
 
 
 def format_interval(values: list[float], sign: str = "") -> str:
-    """`1.7642 ± 0.0031`; without the interval for one value, and a dash for none."""
+    """`1.7642 ± 0.0031`; without the interval for one value, or a dash if empty."""
     if not values:
         return "–"
     middle, half = mean_interval(values)
@@ -165,7 +165,7 @@ def format_interval(values: list[float], sign: str = "") -> str:
 
 
 def format_mean(values: list[float | None]) -> str:
-    """The mean of the values that are there, without decimals, and a dash for none."""
+    """The mean of the values that are not None, without decimals, or a dash if empty."""
     present = [value for value in values if value is not None]
     return f"{mean(present):,.0f}" if present else "–"
 
@@ -174,7 +174,7 @@ def format_mean(values: list[float | None]) -> str:
 
 
 def plot_curves(outcomes: list[Outcome], path: Path) -> None:
-    """Training loss and val_bpb over the steps that all runs of an arm took: mean and 95 % interval."""
+    """Training loss and val_bpb over the steps that all runs of an arm took: mean and 95% interval."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = figure.subplots(1, 2)
     arms = by_arm(outcomes)
@@ -201,7 +201,7 @@ def plot_curves(outcomes: list[Outcome], path: Path) -> None:
 
 
 def plot_differences(outcomes: list[Outcome], path: Path) -> None:
-    """Final val_bpb minus the baseline's: a dot per seed, and a bar for the mean and its 95 % interval."""
+    """Final val_bpb minus the baseline's: a dot per seed, and a bar for the mean and its 95% interval."""
     arms = by_arm(outcomes)
     baseline, *others = arms
     figure = Figure(figsize=(8, 1.6 + 0.4 * len(others)), layout="constrained")

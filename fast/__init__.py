@@ -1,7 +1,7 @@
-"""Optional kernels in C for x86-64 CPUs. `accelerate(model)` is all there is to it.
+"""Optional kernels in C for x86-64 CPUs. `accelerate(model)` is the whole API.
 
 It swaps the classes of modules for subclasses in this package. Parameters, state-dict keys and `isinstance` stay, and
-`super().forward` is the formula, for whatever the kernels do not support. Nothing else in the project depends on this
+`super().forward` is the formula, for everything the kernels do not support. Nothing else in the project depends on this
 package: without it, everything runs, slower.
 """
 

@@ -1,4 +1,4 @@
-// One new token of each of a few sequences: products that read every weight once, and attention to a cache.
+// One new token of each of a few sequences: products that read each weight once, and attention over the cache.
 //
 // Each dot product has one fixed order of summation, so results depend neither on the number of threads nor on what
 // else is in the batch.
@@ -18,8 +18,8 @@ enum { SERIAL = 1 << 16 };  // multiplications that one thread finishes sooner t
 // y[b][r] = W[r] · x[b] for `rows` rows of W from element `at` on, 1 or ROWS of them, and `batch` rows of x.
 INLINE void tile(int bf16, int rows, int batch, int64_t inputs, const void *w, int64_t at, const float *x, float *y,
                  int64_t y_stride) {
-    const int line = bf16 ? 32 : 16;  // weights of a cache line
-    lanes sums[ROWS][BATCH] = {0};
+    const int line = bf16 ? 32 : 16;  // weights in a cache line
+    vec sums[ROWS][BATCH] = {0};
     int64_t i = 0;
     for (; i + line <= inputs; i += line) {
 #pragma GCC unroll 4
@@ -28,8 +28,8 @@ INLINE void tile(int bf16, int rows, int batch, int64_t inputs, const void *w, i
         for (int part = 0; part < line; part += LANES)
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
-                lanes weights = load(bf16, w, at + r * inputs + i + part);
-                __asm__("" : "+v"(weights));  // stays in a register: GCC would load it again for each row of x
+                vec weights = load(bf16, w, at + r * inputs + i + part);
+                __asm__("" : "+v"(weights));  // keep it in a register: GCC would reload it for each row of x
 #pragma GCC unroll 4
                 for (int b = 0; b < batch; b++) sums[r][b] += weights * AT(x + b * inputs, i + part);
             }
@@ -37,9 +37,9 @@ INLINE void tile(int bf16, int rows, int batch, int64_t inputs, const void *w, i
     for (; i < inputs; i += LANES)
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            lanes weights = load_some(bf16, w, at + r * inputs + i, inputs - i);
+            vec weights = load_partial(bf16, w, at + r * inputs + i, inputs - i);
 #pragma GCC unroll 4
-            for (int b = 0; b < batch; b++) sums[r][b] += weights * load_some(0, x, b * inputs + i, inputs - i);
+            for (int b = 0; b < batch; b++) sums[r][b] += weights * load_partial(0, x, b * inputs + i, inputs - i);
         }
 #pragma GCC unroll 4
     for (int b = 0; b < batch; b++)
@@ -79,7 +79,7 @@ INLINE void multiply_shared(int64_t bf16, int64_t batch, int64_t inputs, int64_t
                             float *y) {
 #pragma omp for schedule(static) nowait
     for (int64_t o = 0; o < outputs; o += 4 * ROWS)
-        multiply(bf16, batch, inputs, o, LEAST(o + 4 * ROWS, outputs), w, x, y, outputs);
+        multiply(bf16, batch, inputs, o, MIN(o + 4 * ROWS, outputs), w, x, y, outputs);
 }
 
 void linear(int64_t batch, int64_t inputs, int64_t outputs, int64_t bf16, const float *x, const void *w, float *y) {
@@ -108,14 +108,14 @@ void mlp(int64_t batch, int64_t inputs, int64_t hidden, int64_t outputs, int64_t
     {
 #pragma omp for schedule(static)
         for (int64_t o = 0; o < hidden; o += 16) {
-            int64_t end = LEAST(o + 16, hidden);
+            int64_t end = MIN(o + 16, hidden);
             multiply(bf16, batch, inputs, o, end, gate, x, h, hidden);
             multiply(bf16, batch, inputs, o, end, up, x, other, hidden);
             for (int64_t b = 0; b < batch; b++)
                 for (int64_t i = o; i < end; i += LANES) {
                     int64_t at = b * hidden + i;
-                    lanes g = load_some(0, h, at, end - i);
-                    store_some(0, h, at, g * sigmoid(g) * load_some(0, other, at, end - i), end - i);
+                    vec g = load_partial(0, h, at, end - i);
+                    store_partial(0, h, at, g * sigmoid(g) * load_partial(0, other, at, end - i), end - i);
                 }
         }
         multiply_shared(bf16, batch, hidden, outputs, down, h, y);
@@ -134,45 +134,46 @@ INLINE void rotate(const float *restrict x, const float *cos, const float *sin, 
 
 // Turns `seen` scores into exp(scale · (score - the largest)), 0 up to the next whole vector. Returns their sum.
 INLINE float exponentials(int64_t seen, float scale, float *scores) {
-    lanes top = (lanes){0} - INFINITY, sums = {0};
+    vec top = (vec){0} - INFINITY, sums = {0};
     for (int64_t s = seen; s % LANES; s++) scores[s] = -INFINITY;
-    for (int64_t s = 0; s < seen; s += LANES) top = larger(AT(scores, s), top);
+    for (int64_t s = 0; s < seen; s += LANES) top = vmax(AT(scores, s), top);
     float highest = largest(top);
     for (int64_t s = 0; s < seen; s += LANES) {
-        lanes powers = exponential((AT(scores, s) - highest) * scale);
-        sums += AT(scores, s) = first_of(seen - s, powers, (lanes){0});
+        vec exps = exponential((AT(scores, s) - highest) * scale);
+        sums += AT(scores, s) = select_first(seen - s, exps, (vec){0});
     }
     return total(sums);
 }
 
-// y = Σ weight[s] · values[s], `count` whole vectors of it from feature i on.
+// y = inverse · Σ weight[s] · values[s], for `count` whole vectors from feature i on.
 INLINE void weighted_sum(int bf16, int count, int64_t seen, int64_t dim, const float *weights, const void *values,
-                         int64_t i, float share, float *y) {
-    lanes sums[4] = {0};
+                         int64_t i, float inverse, float *y) {
+    vec sums[4] = {0};
     for (int64_t s = 0; s < seen; s++)
 #pragma GCC unroll 4
         for (int k = 0; k < count; k++) {
             int64_t at = i + k * LANES;
-            sums[k] += weights[s] * load_some(bf16, values, s * dim + at, count > 1 ? LANES : dim - at);
+            sums[k] += weights[s] * load_partial(bf16, values, s * dim + at, count > 1 ? LANES : dim - at);
         }
-    for (int k = 0; k < count; k++) store_some(0, y, i + k * LANES, sums[k] * share, dim - i - k * LANES);
+    for (int k = 0; k < count; k++) store_partial(0, y, i + k * LANES, sums[k] * inverse, dim - i - k * LANES);
 }
 
-INLINE void average(int bf16, int64_t seen, int64_t dim, const float *weights, const void *values, float share,
+INLINE void average(int bf16, int64_t seen, int64_t dim, const float *weights, const void *values, float inverse,
                     float *y) {
     int64_t i = 0;
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) weighted_sum(bf16, 4, seen, dim, weights, values, i, share, y);
-    for (; i + 2 * LANES <= dim; i += 2 * LANES) weighted_sum(bf16, 2, seen, dim, weights, values, i, share, y);
-    for (; i < dim; i += LANES) weighted_sum(bf16, 1, seen, dim, weights, values, i, share, y);
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) weighted_sum(bf16, 4, seen, dim, weights, values, i, inverse, y);
+    for (; i + 2 * LANES <= dim; i += 2 * LANES) weighted_sum(bf16, 2, seen, dim, weights, values, i, inverse, y);
+    for (; i < dim; i += LANES) weighted_sum(bf16, 1, seen, dim, weights, values, i, inverse, y);
 }
 
 INLINE void append(int bf16, int64_t at, int64_t dim, const float *x, void *cache) {
-    for (int64_t i = 0; i < dim; i += LANES) store_some(bf16, cache, at + i, load_some(0, x, i, dim - i), dim - i);
+    for (int64_t i = 0; i < dim; i += LANES)
+        store_partial(bf16, cache, at + i, load_partial(0, x, i, dim - i), dim - i);
 }
 
-// Rotates q and k, appends k and v to the cache, attends to everything in it, and multiplies by the output projection.
+// Rotates q and k, appends k and v to the cache, attends to all of it, and multiplies by the output projection.
 // q: (batch, heads, dim). k, v: (batch, kv_heads, dim). keys, values: (batch, kv_heads, context, dim), of which `seen`
-// positions are taken. scratch: heads · (2 · dim + context + LANES) floats for each sequence.
+// positions are filled. scratch: heads · (2 · dim + context + LANES) floats for each sequence.
 void attend(int64_t batch, int64_t heads, int64_t kv_heads, int64_t dim, int64_t context, int64_t seen, int64_t outputs,
             int64_t cache_bf16, int64_t bf16, float scale, const float *q, const float *k, const float *v,
             const float *cos, const float *sin, void *keys, void *values, const void *w, float *scratch, float *y) {
@@ -191,11 +192,11 @@ void attend(int64_t batch, int64_t heads, int64_t kv_heads, int64_t dim, int64_t
             for (int64_t g = 0; g < group; g++) rotate(q + (first + g) * dim, cos, sin, dim, query + g * dim);
             multiply(cache_bf16, group, dim, 0, seen + 1, own_keys, query, scores + first * stride, stride);
             for (int64_t h = first; h < first + group; h++) {
-                float *weights = scores + h * stride, share = 1 / exponentials(seen + 1, scale, weights);
+                float *weights = scores + h * stride, inverse = 1 / exponentials(seen + 1, scale, weights);
                 if (cache_bf16)
-                    average(1, seen + 1, dim, weights, own_values, share, attended + h * dim);
+                    average(1, seen + 1, dim, weights, own_values, inverse, attended + h * dim);
                 else
-                    average(0, seen + 1, dim, weights, own_values, share, attended + h * dim);
+                    average(0, seen + 1, dim, weights, own_values, inverse, attended + h * dim);
             }
         }
         multiply_shared(bf16, batch, heads * dim, outputs, w, attended, y);

@@ -1,7 +1,7 @@
 """One new token of each of a few sequences, without gradients.
 
-A token costs what reading every weight once does. Weights are fp32 or bf16, everything else fp32. A function returns
-None where the kernels do not support a module or its tensors.
+Decoding is memory-bound: each token reads every weight once. Weights are fp32 or bf16, everything else fp32. A function
+returns None if the kernels do not support a module or its tensors.
 
 Shapes: B sequences, C features, H query heads, K heads of keys and values, D features of a head.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from fast.native import LANES, kernels, scratch, supported
+from fast.native import PADDING, kernels, scratch, supported
 from model import LayerCache, Linear, RopeTable
 
 MAX_ROWS = {torch.float32: 32, torch.bfloat16: 16}  # tokens, by weight; torch's products are faster for more
@@ -27,7 +27,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def plain_weight(linear: nn.Module) -> Tensor | None:
-    """The weight, where a call of `linear` is x Wᵀ and nothing else: no LoRA, parametrization, hooks or bias."""
+    """The weight, if a call of `linear` is x Wᵀ and nothing else: no LoRA, parametrization, hooks or bias."""
     if type(linear) is not Linear or has_hooks(linear) or "forward" in linear.__dict__:
         return None
     parameters = linear._parameters
@@ -35,8 +35,8 @@ def plain_weight(linear: nn.Module) -> Tensor | None:
 
 
 def weights_of(x: Tensor, module: nn.Module, names: tuple[str, ...], *others: Tensor) -> list[Any] | None:
-    """The weights, of one dtype, of the named linear modules inside `module`; None where the kernels do not support
-    them, `others`, or the product with the rows of x, or where gradients or dropout may be wanted.
+    """The weights, of one dtype, of the named linear modules inside `module`; None if the kernels do not support
+    them, `others`, or the product with the rows of x, or if gradients or dropout may be needed.
     """
     if torch.is_grad_enabled() or module.training or any_global_hook():
         return None
@@ -54,7 +54,7 @@ def weights_of(x: Tensor, module: nn.Module, names: tuple[str, ...], *others: Te
 
 
 def linear(x: Tensor, module: nn.Module, name: str) -> Tensor | None:
-    """The linear module of that name, of x."""
+    """The linear module of that name, applied to x."""
     weights = weights_of(x, module, (name,))
     if weights is None or weights[0].shape[1] != x.shape[-1]:
         return None
@@ -76,8 +76,8 @@ def mlp(module: nn.Module, x: Tensor) -> Tensor | None:
         return None
     x, rows = x.contiguous(), x.numel() // inputs
     y = x.new_empty(*x.shape[:-1], outputs)
-    room = scratch(2 * rows * (hidden + LANES))
-    pointers = (tensor.data_ptr() for tensor in (x, *weights, room, y))
+    workspace = scratch(2 * rows * (hidden + PADDING))
+    pointers = (tensor.data_ptr() for tensor in (x, *weights, workspace, y))
     kernels().mlp(rows, inputs, hidden, outputs, gate_weight.dtype is torch.bfloat16, *pointers)
     return y
 
@@ -110,7 +110,7 @@ def attention(module: Any, x: Tensor, rope: RopeTable, cache: LayerCache) -> Ten
         return None
     x, bf16 = x.contiguous(), q_weight.dtype is torch.bfloat16
     q_size, kv_size = batch * q_width, batch * kv_width
-    qkv, room = scratch(q_size + 2 * kv_size), scratch(batch * heads * (2 * dim + cache.context + LANES))
+    qkv, workspace = scratch(q_size + 2 * kv_size), scratch(batch * heads * (2 * dim + cache.context + PADDING))
     q, k, v = (qkv.data_ptr() + 4 * start for start in (0, q_size, q_size + kv_size))
     pointers = (tensor.data_ptr() for tensor in (x, q_weight, k_weight, v_weight))
     kernels().project(batch, inputs, q_width, kv_width, bf16, *pointers, q, k, v)
@@ -122,7 +122,7 @@ def attention(module: Any, x: Tensor, rope: RopeTable, cache: LayerCache) -> Ten
         q, k, v = (part.data_ptr() for part in normed)
     y = x.new_empty(batch, 1, outputs)
     sizes = batch, heads, kv_heads, dim, cache.context, cache.length, outputs
-    tensors = cos, sin, keys, values, o_weight, room, y
+    tensors = cos, sin, keys, values, o_weight, workspace, y
     scale, pointers = dim**-0.5, (tensor.data_ptr() for tensor in tensors)
     kernels().attend(*sizes, keys.dtype is torch.bfloat16, bf16, scale, q, k, v, *pointers)
     cache.length += 1

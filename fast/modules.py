@@ -1,4 +1,4 @@
-"""The parts of the model that use the kernels. What these do not support goes through the formula in `model.py`."""
+"""The parts of the model that use the kernels. Everything that these do not support falls back to `model.py`."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The kernels: the C files of this folder, built at first use and loaded, and the test of when they may be used."""
+"""The kernels: the C files of this folder, built at first use and loaded, and the check whether they apply."""
 
 import ctypes
 import hashlib
@@ -20,13 +20,13 @@ from torch.autograd import forward_ad
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 HEADER = Path(__file__).with_name("vectors.h")
 FLAGS = ["-O3", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
-INSTRUCTIONS = {  # by what torch itself uses, which ATEN_CPU_CAPABILITY limits
+INSTRUCTIONS = {  # by the capability that torch reports, which ATEN_CPU_CAPABILITY can lower
     "AVX2": ["-march=haswell"],
     "AVX512": ["-march=skylake-avx512", "-mprefer-vector-width=512"],
 }
 # Without an OpenMP library of its own, the kernels run on the threads of the one that torch has loaded.
 THREADS = {"on torch's threads": ["-fopenmp", "-nostdlib"], "on one thread": ["-Wno-unknown-pragmas", "-lm"]}
-LANES = 16  # floats of the widest vector; scratch memory has this much more where a kernel works in whole vectors
+PADDING = 16  # floats of the widest vector: scratch memory is padded for kernels that work in whole vectors
 FUNCTIONS = {  # arguments: i is int64_t, f is float, p is a pointer
     "norm_forward": "iiiiifpppp",
     "norm_backward": "iiiiifppppppp",
@@ -43,8 +43,8 @@ FUNCTIONS = {  # arguments: i is int64_t, f is float, p is a pointer
 }
 ARGUMENTS = {"i": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
-# Private functions of torch: no public one says whether somebody records or transforms the operations. Under a torch
-# that lacks one of them, `load` refuses.
+# Private functions of torch: no public one tells whether operations are being traced or transformed. If this torch
+# lacks one of them, there are no kernels.
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
 modes_active: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 is_batched: Any = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
@@ -52,7 +52,7 @@ forward_level: Any = getattr(forward_ad, "_current_level", None)
 
 
 def unavailable() -> str | None:
-    """Why there are no kernels here, in a few words; None where there are."""
+    """Why there are no kernels here, in a few words; None if there are."""
     return load()[1]
 
 
@@ -67,7 +67,7 @@ def kernels() -> ctypes.CDLL:
 def load() -> tuple[ctypes.CDLL | None, str | None]:
     """The kernels, or None and the reason."""
     if None in (transforms_active, modes_active, is_batched, forward_level):
-        return None, f"torch {torch.__version__} does not tell whether its operations are being recorded"
+        return None, f"torch {torch.__version__} cannot report whether its operations are being traced"
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64") or capability not in INSTRUCTIONS or os.name == "nt":
         return None, f"kernels need Linux or macOS and AVX2 or AVX-512; torch uses {capability}"
@@ -78,7 +78,7 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     if capability == "AVX512" and "avx512_bf16" in cpu_flags():
         flags.append("-mavx512bf16")
     reason = ""
-    with tempfile.TemporaryDirectory() as temporary:  # where the cache cannot be written to or executed from
+    with tempfile.TemporaryDirectory() as temporary:  # if the cache directory is not writable or executable
         for directory in (cache_directory(), Path(temporary)):
             for threads in THREADS.values():
                 try:
@@ -99,7 +99,7 @@ def build(compiler: str, flags: list[str], directory: Path) -> Path:
     """The shared library in `directory`, from an earlier build if nothing has changed since.
 
     Processes may build at the same time: each writes its own file, then renames it.
-    Raises CalledProcessError where the compiler fails, OSError where `directory` cannot be written to.
+    Raises CalledProcessError if the compiler fails, OSError if `directory` cannot be written to.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
     recipe = [version, *flags, *(source.read_text() for source in (HEADER, *SOURCES))]
@@ -129,8 +129,8 @@ def cpu_flags() -> set[str]:
 def supported(*tensors: Tensor | None) -> bool:
     """Whether the kernels support these tensors: ordinary ones in fp32 or bf16 on a CPU.
 
-    They do not where somebody records or transforms the operations, and would see nothing of a kernel: torch.compile,
-    torch.export, torch.jit.trace, make_fx, torch.func, forward-mode differentiation and `is_grads_batched`.
+    False while torch.compile, export, jit.trace, make_fx, torch.func, forward-mode AD or `is_grads_batched` is active,
+    because kernels are opaque to them.
     """
     if (
         torch.compiler.is_compiling()
@@ -160,7 +160,7 @@ def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def formula_gradients(formula: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad_y: Tensor) -> list[Any]:
-    """The gradients of `inputs` by the formula, where somebody differentiates or transforms them."""
+    """The gradients of `inputs` by the formula, for double backward and for transforms."""
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     with torch.enable_grad():
         y = formula(*inputs)

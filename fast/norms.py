@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast.native import LANES, formula_gradients, kernels, scratch, supported
+from fast.native import PADDING, formula_gradients, kernels, scratch, supported
 from norms.layernorm import LayerNorm
 from norms.rmsnorm import RMSNorm
 
-CHUNKS = 64  # at most; sums are formed chunk by chunk, so their number must not depend on that of the threads
+CHUNKS = 64  # at most; sums are formed chunk by chunk, so it must not depend on the number of threads
 CHUNK_SIZE = 16384  # elements, at least
 
 
@@ -32,7 +32,7 @@ class FastLayerNorm(LayerNorm):
 def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float, centered: bool
 ) -> Tensor | None:
-    """RMSNorm of x over the trailing axes `shape`, or LayerNorm if `centered`. None where the kernel does not fit."""
+    """RMSNorm of x over the trailing axes `shape`, or LayerNorm if `centered`. None if unsupported."""
     for gain in (weight, bias):
         if gain is not None and (gain.dtype is not torch.float32 or gain.shape != shape):
             return None
@@ -43,7 +43,7 @@ def normalize(
 
 
 class Normalize(torch.autograd.Function):
-    """Keeps x, which is in memory anyway, and computes the statistics again in backward."""
+    """Saves x and recomputes the statistics in backward."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ class Normalize(torch.autograd.Function):
         rows, width, chunk = division(x, shape)
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weights)
         grad_bias = torch.empty_like(weights) if centered else grad_weight
-        sums = scratch(-(-rows // chunk) * (1 + centered) * -(-width // LANES) * LANES * 3)
+        sums = scratch(-(-rows // chunk) * (1 + centered) * -(-width // PADDING) * PADDING * 3)
         pointers = (tensor.data_ptr() for tensor in (x, grad_y, weights, grad_x, grad_weight, grad_bias, sums))
         kernels().norm_backward(rows, width, chunk, centered, x.dtype is torch.bfloat16, eps, *pointers)
         grads = grad_x, None if weight is None else grad_weight, None if bias is None else grad_bias

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model
-from fast.native import LANES, formula_gradients, kernels, scratch, supported
+from fast.native import PADDING, formula_gradients, kernels, scratch, supported
 from norms.numerics import upcast
 
 LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16; four times as many or a quarter take longer
-ROW_MULTIPLE = 64  # matrix products want a multiple: 1048 rows take a third longer than 1024
+ROW_MULTIPLE = 64  # row counts that are multiples of 64 are faster: 1048 rows take a third longer than 1024
 SCORES_AT_ONCE = 1 << 22  # of attention, 8 MB in bf16
 CHUNKS = 64  # of rows of logits, each with its own scratch memory
 
@@ -97,7 +97,7 @@ class GatedSiLU(torch.autograd.Function):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, grouped: bool) -> Tensor:
-    """softmax(q kᵀ / √D) v over the positions so far; B H T D, k and v with fewer heads where `grouped`."""
+    """softmax(q kᵀ / √D) v over the positions so far; B H T D, k and v with fewer heads if `grouped`."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.bfloat16
     in_bf16 = q.dtype is k.dtype is v.dtype is dtype is torch.bfloat16
     if in_bf16 and not dropout and torch.is_grad_enabled() and supported(q, k, v):
@@ -113,7 +113,7 @@ def attention_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class CausalAttention(torch.autograd.Function):
-    """The gradient computes the probabilities again in plain matrix products, for some heads at a time. In bf16 on a
+    """The backward pass recomputes the probabilities in plain matrix products, for some heads at a time. In bf16 on a
     CPU this takes a quarter of the time of torch's own.
     """
 
@@ -145,7 +145,7 @@ class CausalAttention(torch.autograd.Function):
 
 
 def targets_supported(targets: Tensor, tokens: Tensor, w: Tensor) -> bool:
-    """Whether `targets` are token ids, one for each token. Anything else is the formula's, such as -100 for none."""
+    """Whether `targets` are token ids, one per token. Everything else, such as -100, falls back to the formula."""
     ids = targets.is_cpu and targets.dtype is torch.int64 and targets.shape == tokens.shape and targets.numel() > 0
     return ids and targets.min().item() >= 0 and targets.max().item() < len(w)
 
@@ -163,8 +163,8 @@ def head_formula(h: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The logits, by far the largest tensor of a step, exist for some rows at a time, and their gradient is formed at
-    once, as in Liger (arXiv 2410.10989). Products are in `dtype`, softmax and sums in fp32.
+    """The logits, by far the largest tensor of a step, exist for some rows at a time, and their gradient is formed
+    immediately, as in Liger (arXiv 2410.10989). Products are in `dtype`, softmax and sums in fp32.
     """
 
     @staticmethod
@@ -176,12 +176,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_h, grads_wt = torch.empty_like(h), []
         with torch.autocast("cpu", enabled=False):
             for start in range(0, len(h), rows):
-                some = h[start : start + rows].to(dtype)
-                logits = some @ wt
+                h_rows = h[start : start + rows].to(dtype)
+                logits = h_rows @ wt
                 loss += cross_entropy(logits, targets[start : start + rows]).sum()
                 if backward:  # `logits` now holds its gradient
                     grad_h[start : start + rows] = logits @ wt.T
-                    grads_wt.append(transpose_sum([some], dtype) @ logits)
+                    grads_wt.append(transpose_sum([h_rows], dtype) @ logits)
                 if len(grads_wt) == 3:  # keep two: the sum so far in full precision, and the newest
                     grads_wt[:2] = [grads_wt[0].to(w.dtype).add_(grads_wt[1])]
         ctx.save_for_backward(h, w, targets, grad_h, *grads_wt)
@@ -202,8 +202,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """-log softmax at the target of each row of logits, (N, V), which is overwritten by its gradient."""
     rows, width = logits.shape
     targets = targets.contiguous()
-    losses, powers = scratch(rows), scratch(CHUNKS, -(-width // LANES) * LANES)
-    pointers = (x.data_ptr() for x in (logits, targets, losses, powers))
+    losses, exps = scratch(rows), scratch(CHUNKS, -(-width // PADDING) * PADDING)
+    pointers = (x.data_ptr() for x in (logits, targets, losses, exps))
     kernels().cross_entropy(rows, width, logits.dtype is torch.bfloat16, CHUNKS, *pointers)
     return losses
 

@@ -9,14 +9,14 @@ from norms.registry import register
 
 @register("batchnorm", per_token=False, causal_in_training=False, shift_invariant=True, per_head=False)
 class BatchNorm(nn.Module):
-    """(x − μ) / sqrt(σ² + eps) · weight + bias, each feature of (..., dim) with its μ and biased σ² over all tokens.
+    """(x − μ) / sqrt(σ² + eps) · weight + bias on (..., dim), μ and biased σ² computed per feature over all tokens.
 
     In training it leaks the future: a token is normalized with statistics of the whole batch, which include later
-    tokens of its own sequence, so the training loss is optimistic. In evaluation μ and σ² are running averages, and
-    no token sees another.
+    tokens of its own sequence, so the training loss is too low. In evaluation μ and σ² are running averages, and no
+    token sees another.
 
-    A training step moves the averages by `momentum` in torch's sense, new = (1 − momentum)·old + momentum·batch, with
-    the unbiased σ². An empty batch leaves them alone. A batch of one token has no variance and raises ValueError.
+    A training step updates the averages with torch's `momentum`, new = (1 − momentum)·old + momentum·batch, and the
+    unbiased σ². An empty batch leaves them unchanged. A batch of one token has no variance and raises ValueError.
     """
 
     running_mean: Tensor
@@ -52,7 +52,7 @@ class BatchNorm(nn.Module):
         return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def track(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running averages. They become new tensors, since backward may still need the old ones."""
+        """Update the running averages. They are replaced, not modified, because backward may need the old ones."""
         self.running_mean = torch.lerp(self.running_mean, mean.to(self.running_mean.dtype), self.momentum)
         self.running_var = torch.lerp(self.running_var, var.to(self.running_var.dtype), self.momentum)
 
@@ -60,6 +60,6 @@ class BatchNorm(nn.Module):
 def statistics(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of (N, dim) over N."""
     mean = tokens.mean(0)
-    # Add what rounding left out of the mean: far from zero it would give a constant feature a variance.
+    # Second pass: correct the rounding error of the mean, which would give a constant feature nonzero variance.
     mean = mean + (tokens - mean).mean(0).detach()
     return mean, (tokens - mean).square().mean(0)

@@ -13,7 +13,8 @@ from norms.registry import register
 class Derf(nn.Module):
     """weight · erf(α · x + s) + bias, feature by feature: no statistics, α in `alpha` and s in `shift`, of shape (1,).
 
-    DyT with another curve and a learned shift: α starts at `alpha`, s at 0. Computed in fp32, then cast back once.
+    Like DyT with erf instead of tanh and a learned shift: α starts at `alpha`, s at 0. Computed in fp32,
+    then cast back once.
     """
 
     def __init__(self, dim: int, *, alpha: float = 0.5):
@@ -21,13 +22,13 @@ class Derf(nn.Module):
         check_arguments(dim)
         if not 0 < alpha < math.inf:
             raise ValueError(f"alpha of derf must be a positive number, not {alpha}")
-        self.start = alpha
+        self.initial_alpha = alpha
         self.alpha, self.shift = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.alpha, self.start)
+        nn.init.constant_(self.alpha, self.initial_alpha)
         nn.init.zeros_(self.shift)
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)

@@ -14,8 +14,8 @@ class DyT(nn.Module):
     """weight · tanh(α · x) + bias, feature by feature: no statistics, one learned α in `alpha`, of shape (1,).
 
     α starts at `alpha`, and before attention at `attention_ratio` times that. The paper uses 0.5 everywhere for most
-    models. LLaMA needs a smaller start in larger models and a larger one before attention: 0.2 with a ratio of 4 at
-    7B, 0.05 with 4 at 70B. The paper's LLaMA also multiplies the embedding by a learned scalar, √dim at the start;
+    models. For LLaMA it uses a smaller alpha in larger models and a larger one before attention: 0.2 with a ratio of 4
+    at 7B, 0.05 with 4 at 70B. The paper's LLaMA also multiplies the embedding by a learned scalar, √dim at the start;
     this project does not. Computed in fp32, then cast back once.
     """
 
@@ -24,13 +24,13 @@ class DyT(nn.Module):
         check_arguments(dim)
         if not 0 < alpha * attention_ratio < math.inf or alpha < 0:
             raise ValueError(f"alpha and attention_ratio of dyt must be positive, not {alpha} and {attention_ratio}")
-        self.start = alpha * attention_ratio if site == "attention" else alpha
+        self.initial_alpha = alpha * attention_ratio if site == "attention" else alpha
         self.alpha = nn.Parameter(torch.empty(1))
         self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.alpha, self.start)
+        nn.init.constant_(self.alpha, self.initial_alpha)
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 

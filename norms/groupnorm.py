@@ -7,12 +7,12 @@ from torch.nn import functional as F
 from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
-FEWEST = 8  # features of a group: normalizing two leaves only a sign, one leaves nothing
+MIN_GROUP_SIZE = 8  # minimum features per group: a group of two is normalized to ±1, a group of one to 0
 
 
 @register("groupnorm", shift_invariant=True, per_head=False)
 class GroupNorm(nn.Module):
-    """(x − μ) / sqrt(σ² + eps) · weight + bias, each of `groups` equal runs of features with its own μ and biased σ².
+    """(x − μ) / sqrt(σ² + eps) · weight + bias, μ and biased σ² over each of `groups` contiguous groups of features.
 
     LayerNorm inside each group of a token's features, (..., dim) → (..., dim); one group is LayerNorm. For images the
     statistics also cover the pixels; over the tokens of a sequence they would see the future. Computed in fp32, then
@@ -22,9 +22,10 @@ class GroupNorm(nn.Module):
     def __init__(self, dim: int, eps: float = 1e-5, *, groups: int = 2):
         super().__init__()
         check_arguments(dim, eps=eps)
-        if groups < 1 or dim % groups or dim // groups < FEWEST:
+        if groups < 1 or dim % groups or dim // groups < MIN_GROUP_SIZE:
             raise ValueError(
-                f"groups of groupnorm must divide the {dim} features into groups of at least {FEWEST}, not {groups}"
+                f"groups of groupnorm must divide the {dim} features into groups of at least {MIN_GROUP_SIZE}, "
+                f"not {groups}"
             )
         self.groups, self.eps = groups, eps
         self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))

@@ -47,7 +47,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # (h − μ) / sqrt(σ² + eps), exact on constant rows far from zero, where E[h²] − E[h]² and a plain mean are not.
         y = F.layer_norm(upcast(x), self.normalized_shape, eps=self.eps)
-        # Gain and bias stay outside: F.layer_norm loses digits where it sums their gradients over many rows.
+        # Gain and bias are applied separately: F.layer_norm loses digits when it sums their gradients over many rows.
         if self.weight is not None:
             y = y * self.weight
         if self.bias is not None:

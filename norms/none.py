@@ -1,4 +1,4 @@
-"""No norm at all: the control that every other kind is compared with."""
+"""The no-normalization baseline."""
 
 from torch import Tensor, nn
 

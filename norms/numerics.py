@@ -1,4 +1,4 @@
-"""What all norms share: the precision they compute in, and the arguments they refuse."""
+"""Shared by all norms: precision and argument checks."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def upcast(x: Tensor) -> Tensor:
-    """x in the precision of statistics and gains: fp32, or float64 where x already is."""
+    """x in the precision of statistics and gains: fp32, or float64 if x is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -16,4 +16,4 @@ def check_arguments(*sizes: int, eps: float = 1.0) -> None:
     if not sizes or min(sizes) < 1:
         raise ValueError(f"a norm needs at least 1 feature, not {', '.join(map(str, sizes)) or 'none'}")
     if not 0 < eps < math.inf:
-        raise ValueError(f"eps of a norm must be a positive number, not {eps}")
+        raise ValueError(f"eps of a norm must be positive and finite, not {eps}")

@@ -15,9 +15,10 @@ class PowerNorm(nn.Module):
     """x / sqrt(ψ² + eps) · weight + bias, each feature of (..., dim) with ψ², a running mean of its squares.
 
     A training step divides by the ψ² of earlier steps, then updates it: new = momentum·old + (1 − momentum)·batch.
-    The first batches count equally, so nothing is left of the start value. During the first `warmup` training batches
-    it divides by the batch's own mean square and so leaks the future: later tokens of the same sequence are in it.
-    Evaluation uses ψ² as it is. The gradient is approximate, see `DivideByRunningRMS`.
+    The first batches are averaged with equal weights, so the initial value has no influence; the paper does not do
+    this. During the first `warmup` training batches it divides by the batch's own mean square and so leaks the future:
+    later tokens of the same sequence are in it. Evaluation does not update ψ². The gradient is approximate,
+    see `DivideByRunningRMS`.
     """
 
     running_square: Tensor
@@ -52,12 +53,15 @@ class PowerNorm(nn.Module):
         return (y * self.weight + self.bias).to(x.dtype)
 
     def track(self, batch: Tensor) -> Tensor:
-        """Update ψ² with a batch's mean squares, and return the one to divide by. Old tensors stay for backward."""
+        """Update ψ² with a batch's mean squares, and return the ψ² to divide by.
+
+        Buffers are replaced, not modified, because backward may need the old ones.
+        """
         old = self.running_square.to(batch.dtype)
         square = torch.where(self.batches < self.warmup, batch, old)
         self.batches = self.batches + 1
-        share = (1 / self.batches.to(batch.dtype)).clamp_min(1 - self.momentum)
-        self.running_square = torch.lerp(old, batch, share).to(self.running_square.dtype)
+        rate = (1 / self.batches.to(batch.dtype)).clamp_min(1 - self.momentum)
+        self.running_square = torch.lerp(old, batch, rate).to(self.running_square.dtype)
         return square
 
 
@@ -65,14 +69,14 @@ class DivideByRunningRMS(torch.autograd.Function):
     """n = x · r with the paper's backward, dx = r · (dn − ν · n) (its algorithm 2).
 
     With statistics of the batch itself, the exact gradient has mean(dn · n) over its tokens in place of ν. Here ν is a
-    running estimate of that, updated in each backward: ν ← ν + share · mean((dn − ν · n) · n).
+    running estimate of that, updated in each backward: ν ← ν + rate · mean((dn − ν · n) · n).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, r: Tensor, projection: Tensor, share: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, r: Tensor, projection: Tensor, rate: float) -> Tensor:
         n = x * r
         ctx.save_for_backward(n, r)
-        ctx.projection, ctx.share = projection, share
+        ctx.projection, ctx.rate = projection, rate
         return n
 
     @staticmethod
@@ -80,7 +84,7 @@ class DivideByRunningRMS(torch.autograd.Function):
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, None, None, None]:
         n, r = ctx.saved_tensors
         rest = grad_n - ctx.projection * n
-        moved = ctx.projection + ctx.share * (rest * n).flatten(0, -2).mean(0)
-        # float16 gradients overflow at first, and the optimizer skips such a step: skip it here too.
-        ctx.projection.copy_(torch.where(moved.isfinite(), moved, ctx.projection))
+        updated = ctx.projection + ctx.rate * (rest * n).flatten(0, -2).mean(0)
+        # Skip the update when float16 gradients overflow, as the optimizer does.
+        ctx.projection.copy_(torch.where(updated.isfinite(), updated, ctx.projection))
         return r * rest, None, None, None

@@ -9,11 +9,11 @@ from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
 
-@register("prmsnorm", per_head=False)  # it would see only 4 of a head's 64 features
+@register("prmsnorm", per_head=False)  # too noisy on one head: 4 of 64 features
 class PartialRMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, with the mean over the first ⌈p · dim⌉ features only, (..., dim) → (..., dim).
 
-    The estimate is noisy: with independent features its standard deviation is 17 % at dim 256 and 4 % at dim 4096.
+    The estimate is noisy: with independent features its standard deviation is 17% at dim 256 and 4% at dim 4096.
     Computed in fp32, then cast back once.
     """
 
@@ -21,7 +21,7 @@ class PartialRMSNorm(nn.Module):
         super().__init__()
         check_arguments(dim, eps=eps)
         if not 0 < p <= 1:
-            raise ValueError(f"p of prmsnorm, the share of features, must be above 0 and at most 1, not {p}")
+            raise ValueError(f"p of prmsnorm, the fraction of features, must be above 0 and at most 1, not {p}")
         self.eps, self.first = eps, math.ceil(p * dim)
         self.weight = nn.Parameter(torch.empty(dim))
         self.reset_parameters()

@@ -12,8 +12,8 @@ NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a kind's formula. The contract tests check each one both ways: a property must hold
-    where the kind claims it and fail where it does not.
+    """Properties of a kind's formula. The contract tests check that each property holds where it is claimed and fails
+    where it is not.
 
     The defaults describe RMSNorm; a kind declares only what differs.
     """
@@ -24,7 +24,7 @@ class Traits:
     shift_invariant: bool = False  # N(x + c) = N(x) for the same c added to every feature
     exact_backward: bool = True  # the backward pass is the derivative of the forward formula
     identity: bool = False  # N(x) = x
-    per_head: bool = True  # makes sense on the features of one attention head (QK-norm)
+    per_head: bool = True  # can be applied to the features of one attention head (QK-norm)
 
 
 KINDS: dict[str, type[nn.Module]] = {}
@@ -35,7 +35,7 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     """Make the decorated class available as `--norm kind`; `traits` override the defaults of `Traits`.
 
     The constructor takes the feature width first. Its other arguments are keywords with defaults, which
-    `--norm-arg` can set. An argument called `site` is not a flag: it receives the position of the norm
+    `--norm-arg` can set. An argument called `site` is not settable; it receives the position of the norm
     in the model ("attention", "mlp", "final", "query", "key" or "value").
     """
 

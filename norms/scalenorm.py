@@ -13,7 +13,7 @@ from norms.registry import register
 class ScaleNorm(nn.Module):
     """weight · x / max(‖x‖, eps) over the last axis, (..., dim) → (..., dim).
 
-    The learned length is one number, √dim at the start: RMSNorm with the single gain weight/√dim for all features.
+    The learned scale is one number, √dim at the start: RMSNorm with the single gain weight/√dim for all features.
     Computed in fp32, then cast back once.
     """
 
@@ -29,6 +29,6 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x)
-        # The clamp is on the square, not on the length, whose derivative at a zero row is infinite.
+        # The clamp is on the square, not on the norm, whose derivative at a zero row is infinite.
         square = h.square().sum(-1, keepdim=True).clamp_min(self.eps**2)
-        return (h * torch.rsqrt(square) * self.weight.expand(self.dim)).to(x.dtype)  # refuses another width
+        return (h * torch.rsqrt(square) * self.weight.expand(self.dim)).to(x.dtype)  # raises for a wrong width

@@ -1,4 +1,4 @@
-"""The seam to fast/: optional CPU kernels. Delete that package and everything still works, slower."""
+"""Loads the optional CPU kernels in fast/. Delete that package and everything still works, slower."""
 
 import torch
 
@@ -8,23 +8,30 @@ except ImportError as error:
     if error.name != "fast":
         raise
 
-    def accelerate(module: torch.nn.Module) -> torch.nn.Module:
-        return module
+    def accelerate(model: torch.nn.Module) -> torch.nn.Module:
+        return model
 
     def unavailable() -> str | None:
         return "the package fast/ is missing"
 
 
-def resolve_fast(wanted: bool | None, device: torch.device, compiled: bool = False) -> bool:
-    """Whether to use the kernels: by default on a CPU without torch.compile, where they are available.
+def resolve_fast(wanted: bool | None, device: torch.device, dtype: str = "auto", compiled: bool = False) -> bool:
+    """Whether to use the kernels. By default they are used if they can be.
 
-    Raises ValueError where they are `wanted` and cannot be used.
+    Raises ValueError if they are `wanted` and cannot be used.
     """
     if wanted is False:
         return False
-    reason = "it needs --device cpu" if device.type != "cpu" else "it needs --no-compile" if compiled else unavailable()
+    if device.type != "cpu":
+        reason: str | None = "they need --device cpu"
+    elif dtype == "float16":
+        reason = "they need --dtype float32 or bfloat16"
+    elif compiled:
+        reason = "they need --no-compile"
+    else:
+        reason = unavailable()
     if wanted and reason:
-        raise ValueError(f"--fast is not possible: {reason}; use --no-fast")
+        raise ValueError(f"the kernels of --fast cannot be used: {reason}; use --no-fast")
     return reason is None
 
 

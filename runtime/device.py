@@ -1,4 +1,4 @@
-"""What the machine offers: devices, number formats, peak speed."""
+"""Hardware properties: devices, dtypes and peak speed."""
 
 import contextlib
 import platform
@@ -14,7 +14,7 @@ try:
 except ImportError:  # missing on Windows
     resource = None  # type: ignore[assignment]
 
-# Peak dense bf16 speed in FLOP/s by card, from the vendors' data sheets, for model FLOPs utilization (MFU).
+# Peak dense bf16 speed in FLOP/s by GPU, from the vendors' data sheets, for model FLOPs utilization (MFU).
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -25,13 +25,13 @@ PEAK_FLOPS = {
     "RTX 3090": 71e12,
     "RTX 4090": 165e12,
 }
-COMPILE_STEPS = 500  # `torch.compile` takes about a minute, which shorter runs do not win back
+COMPILE_STEPS = 500  # `torch.compile` takes about a minute, which shorter runs do not amortize
 
 
 def pick_device(name: str) -> torch.device:
     """The device `name` ("cpu", "cuda", "mps"), or the fastest available one for "auto".
 
-    Raises ValueError for one that this machine lacks.
+    Raises ValueError if this machine does not have it.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
@@ -42,7 +42,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: `name`, or for "auto" bfloat16 where the device supports it, else float32.
+    """The dtype of matrix products: `name`, or for "auto" bfloat16 if the device supports it, else float32.
 
     Raises ValueError for bfloat16 on a device that only emulates it.
     """
@@ -63,7 +63,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def _cpu_has_bfloat16() -> bool:
-    # Private, as torch has no public query that obeys ONEDNN_MAX_CPU_ISA. Without them: float32, which always works.
+    # Private: torch has no public query that respects ONEDNN_MAX_CPU_ISA. If missing, use float32.
     onednn = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     x86 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     # oneDNN says yes to AVX-512 processors that emulate bfloat16.
@@ -81,7 +81,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 def describe(device: torch.device) -> str:
-    """The name of the card, or of the processor with its threads in use."""
+    """The name of the GPU, or of the processor with the number of threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()} ({device.type}, {torch.get_num_threads()} threads)"
@@ -94,15 +94,15 @@ def _processor() -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The card's peak in FLOP/s in half precision, or None where it is not known."""
+    """The GPU's peak in FLOP/s in half precision, or None if it is unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((PEAK_FLOPS[card] for card in sorted(PEAK_FLOPS, key=len, reverse=True) if card in name), None)
+    return next((PEAK_FLOPS[gpu] for gpu in sorted(PEAK_FLOPS, key=len, reverse=True) if gpu in name), None)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of the card's memory, or of this process on other devices (0 on Windows)."""
+    """Peak bytes of the GPU's memory, or of this process on other devices (0 on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if resource is None:

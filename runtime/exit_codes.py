@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-DISK_FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
+FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
 
 
 class RunInUse(Exception):
@@ -39,7 +39,7 @@ class CellFailed(Exception):
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Around reading what the user gave: a ValueError or OSError there ends with exit code 2."""
+    """Wrap input handling: a ValueError or OSError there ends with exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -48,7 +48,7 @@ def bad_input() -> Iterator[None]:
 
 @contextmanager
 def exit_codes(memory_options: str) -> Iterator[None]:
-    """Around the work itself. `memory_options` names the flags to change when memory runs out."""
+    """Wrap the work itself. `memory_options` names the flags to change when memory runs out."""
     try:
         yield
     except RunInUse as error:
@@ -66,7 +66,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
             raise
         _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
     except OSError as error:  # usually a full disk; every finished checkpoint is intact
-        _exit(DISK_FAILED, str(error))
+        _exit(FAILED, str(error))
 
 
 def _exit(code: int, line: str) -> None:

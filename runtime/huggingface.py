@@ -59,7 +59,7 @@ def from_hugging_face(state: Mapping[str, Tensor], config: ModelConfig | None = 
 def _names(config: ModelConfig) -> dict[str, str]:
     """The table for models like `config`. Raises ValueError if Hugging Face has no model with that placement."""
     if config.placement not in HF_NORMS:
-        raise ValueError(f"Hugging Face has no names for --placement {config.placement}; {', '.join(HF_NORMS)} have")
+        raise ValueError(f"no Hugging Face model uses --placement {config.placement}; supported: {', '.join(HF_NORMS)}")
     names = HF_NAMES | {
         f"layers.{{}}.{ours}": f"model.layers.{{}}.{theirs}" for ours, theirs in HF_NORMS[config.placement].items()
     }
@@ -87,5 +87,5 @@ def _translate(name: str, names: Mapping[str, str]) -> str:
     layer = re.search(r"(?<=layers\.)\d+", name)
     pattern = name.replace(layer[0], "{}", 1) if layer else name
     if pattern not in names:
-        raise ValueError(f"Llama has no weight {name!r}")
+        raise ValueError(f"no weight named {name!r} in this architecture")
     return names[pattern].format(layer[0] if layer else "")

@@ -53,9 +53,9 @@ BAD_VALUES = {
     "--layers 2147483647": "weights is too large",
     "--cache-dir=": "--cache-dir must not be empty",
     "--data=": "--data must not be empty; name python, shakespeare, or a path",
-    **{f"--{name} -1": f"--{name} must be a number from 0 up, not -1" for name in ("warmup", "seed")},
-    "--weight-decay nan": "--weight-decay must be a number from 0 up, not nan",
-    "--clip inf": "--clip must be a number from 0 up, not inf",
+    **{f"--{name} -1": f"--{name} must be 0 or more and finite, not -1" for name in ("warmup", "seed")},
+    "--weight-decay nan": "--weight-decay must be 0 or more and finite, not nan",
+    "--clip inf": "--clip must be 0 or more and finite, not inf",
     "--momentum 1": "--momentum must be at least 0 and below 1, not 1.0",
     "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
     "--seed 9223372036854775808": "--seed must be below 2**63",
@@ -63,8 +63,8 @@ BAD_VALUES = {
     "--norm-arg epsilon=1": "norm 'rmsnorm' has no argument 'epsilon'; it takes eps",
     "--norm none --norm-arg eps=1": "norm 'none' has no argument 'eps'; it takes none",
     "--norm-arg eps=small": "--norm-arg eps takes a number, not 'small'",
-    "--norm-arg eps=0": "eps of a norm must be a positive number, not 0.0",
-    "--norm-arg eps=nan": "eps of a norm must be a positive number, not nan",
+    "--norm-arg eps=0": "eps of a norm must be positive and finite, not 0.0",
+    "--norm-arg eps=nan": "eps of a norm must be positive and finite, not nan",
     "--norm-arg cast_order=first": "--norm-arg cast_order takes fp32 or llama, not 'first'",
     "--norm layernorm --norm-arg bias=maybe": "--norm-arg bias takes true or false, not 'maybe'",
     "--config nowhere/run.json": "--config nowhere/run.json: not a readable run.json",
@@ -285,7 +285,7 @@ def test_precedence_of_flags_run_json_preset_and_defaults(tmp_path):
         json.dumps({"model": dataclasses.asdict(saved_model), "training": dataclasses.asdict(saved_training)})
     )
     assert parse(f"--config {path}") == (saved_model, saved_training)
-    with pytest.raises(ValueError, match="choose --preset or --config"):
+    with pytest.raises(ValueError, match="use either --preset or --config, not both"):
         parse(f"--config {path} --preset 1b")
     model, training = parse(f"--config {path} --lr 0.125 --norm-arg eps=0.75")
     assert model == dataclasses.replace(saved_model, norm_args={"eps": 0.75})

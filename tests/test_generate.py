@@ -20,18 +20,18 @@ import generate as command
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from generate import (
-    GrowingText,
     Sampling,
-    check_room,
+    TextStream,
+    apply_temperature,
     draw,
     generate,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     make_generator,
+    max_new_tokens,
     sample_text,
     stream_text,
-    temper,
 )
 from model import Llama
 from runtime.checkpoint import save_checkpoint
@@ -149,7 +149,7 @@ def test_tiny_temperatures_are_greedy():
     logits = torch.tensor([[3.0, 5.0, -2.0]])
     for temperature in (0.0, 5e-324, 1e-300, 1e-9):
         assert draw(logits, Sampling(temperature=temperature), [make_generator(0, 0)]).tolist() == [1]
-    torch.testing.assert_close(temper(logits, 4.0).softmax(-1), (logits / 4).softmax(-1))
+    torch.testing.assert_close(apply_temperature(logits, 4.0).softmax(-1), (logits / 4).softmax(-1))
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------
@@ -223,12 +223,12 @@ def test_samples_stop_at_end_of_document():
 )
 def test_number_of_tokens_is_limited_by_the_context(model, prompt, tokens, result):
     if result is not None:
-        assert check_room([1] * prompt, Sampling(tokens=tokens), 48) == result
+        assert max_new_tokens([1] * prompt, Sampling(tokens=tokens), 48) == result
         assert len(list(generate(model, [1] * prompt, Sampling(tokens=tokens, temperature=0), END))) <= result
         return
     with pytest.raises(ValueError, match=rf"{prompt} tokens.*context of 48"):
         next(generate(model, [1] * prompt, Sampling(tokens=tokens), END))
-    assert check_room([], Sampling(), 100_000) == 256
+    assert max_new_tokens([], Sampling(), 100_000) == 256
 
 
 def test_sample_text_during_training(model):
@@ -246,7 +246,7 @@ def test_sample_text_during_training(model):
 
 
 def add_in_pieces(raw: bytes, cuts: list[int], stop: list[str]) -> str:
-    text, shown = GrowingText(stop), ""
+    text, shown = TextStream(stop), ""
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
     for start, end in itertools.pairwise(edges):
         shown += text.add(raw[start:end])
@@ -274,17 +274,17 @@ def test_text_does_not_depend_on_how_bytes_are_split(text, cuts, stop):
 
 
 def test_incomplete_characters_are_held_back():
-    text = GrowingText()
+    text = TextStream()
     assert [text.add(bytes([byte])) for byte in "é😀x".encode()] == ["", "é", "", "", "", "😀", "x"]
     assert text.add(b"\xf0\x9f") == "" and text.end() == ""  # an incomplete character is dropped at the end
-    assert GrowingText().add(b"a\xffb\x80") == "a\ufffdb\ufffd"
+    assert TextStream().add(b"a\xffb\x80") == "a\ufffdb\ufffd"
 
 
 def test_possible_stop_strings_are_held_back():
-    text = GrowingText(["\n\n", "def"])
+    text = TextStream(["\n\n", "def"])
     assert [text.add(piece) for piece in (b"x\n", b"d", b"e", b"x\n", b"\n")] == ["x", "\n", "", "dex", ""]
     assert text.ended
-    text = GrowingText(["END"])
+    text = TextStream(["END"])
     assert text.add(b"the EN") == "the " and text.end() == "EN"
 
 
@@ -341,9 +341,9 @@ def test_every_sampling_option_has_a_flag_with_default(capsys):
 
 
 INVALID_FLAGS = {
-    "--temperature -1": "--temperature must be a number from 0 up, not -1.0",
-    "--temperature nan": "--temperature must be a number from 0 up, not nan",
-    "--temperature inf": "--temperature must be a number from 0 up",
+    "--temperature -1": "--temperature must be 0 or more and finite, not -1.0",
+    "--temperature nan": "--temperature must be 0 or more and finite, not nan",
+    "--temperature inf": "--temperature must be 0 or more and finite",
     "--temperature warm": "argument --temperature: invalid float value: 'warm'",
     "--top-p 0": "--top-p must be above 0 and at most 1, not 0.0",
     "--top-p 1.1": "--top-p must be above 0 and at most 1",
@@ -356,7 +356,7 @@ INVALID_FLAGS = {
     "--samples 0": "--samples must be at least 1, not 0",
     "--samples 10000000000000000000": "--samples must be at most 2147483647",
     "--tokens 10000000000000000000": "--tokens must be at most 2147483647",
-    "--seed -1": "--seed must be a number from 0 up, not -1",
+    "--seed -1": "--seed must be 0 or more, not -1",
     "--tokens 48": "--tokens 48 after a prompt of 1 tokens exceeds the model's context of 48; use at most 47",
     "--checkpoint nowhere": "nowhere is not a directory; name a run of train.py",
     "--dtype int4": "argument --dtype: invalid choice: 'int4'",
@@ -413,7 +413,7 @@ def test_bfloat16_without_cpu_support_is_refused(run):
     assert err.count(b"\n") == 1 and b"--dtype bfloat16:" in err and b"try --dtype float32" in err
 
 
-@pytest.mark.parametrize("function", ["read_prompt", "find_checkpoint", "load_model", "show"])
+@pytest.mark.parametrize("function", ["read_prompt", "find_checkpoint", "load_model", "print_samples"])
 def test_keyboard_interrupt_is_one_line(run, capsys, monkeypatch, function):
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -221,7 +221,12 @@ class FixedOutput(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "norm, placement",
-    [(norm, name) for norm in KINDS for name in PLACEMENTS if PLACEMENTS[name].bare or not TRAITS[norm].identity],
+    [
+        (norm, name)
+        for norm in KINDS
+        for name in PLACEMENTS
+        if PLACEMENTS[name].without_norm or not TRAITS[norm].identity
+    ],
 )
 def test_logits_are_causal(norm, placement):
     model = random_weights_model(dataclasses.replace(SMALL, norm=norm, placement=placement))
@@ -306,6 +311,14 @@ def test_cached_forward_matches_uncached(chunks, changes):
     with torch.no_grad():
         parts = [model(part, cache) for part in TOKENS.split(chunks, dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_cache_is_filled_with_gradient_checkpointing_too():
+    model = random_weights_model(SMALL)
+    model.recompute = True
+    cache = model.new_cache()
+    parts = [model(part, cache) for part in TOKENS.split([5, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "residual"])

@@ -128,5 +128,7 @@ def test_logits_match_transformers(pair, errors):
 
 
 def test_placement_without_hugging_face_names_is_refused():
-    with pytest.raises(ValueError, match="no names for --placement post; pre, reordered, sandwich have"):
+    with pytest.raises(
+        ValueError, match="no Hugging Face model uses --placement post; supported: pre, reordered, sandwich"
+    ):
         from_hugging_face({}, ModelConfig(placement="post"))

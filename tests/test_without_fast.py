@@ -35,7 +35,8 @@ def command(project: Path, script: str, *arguments: str | Path) -> subprocess.Co
 
 
 def train(project: Path, text: Path, out: Path, *flags: str) -> list[dict]:
-    arguments = ["--data", text, "--cache-dir", text.parent / "cache", "--out", out, "--device", "cpu", *FLAGS.split()]
+    arguments: list[str | Path] = ["--data", text, "--cache-dir", text.parent / "cache", "--out", out]
+    arguments += ["--device", "cpu", *FLAGS.split()]
     ended = command(project, "train.py", *arguments, *flags)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -61,4 +62,4 @@ def test_asking_for_it_is_refused_in_one_line(without_fast, text, tmp_path):
     arguments = ["--data", text, "--cache-dir", text.parent / "cache", "--out", tmp_path / "run", *FLAGS.split()]
     ended = command(without_fast, "train.py", *arguments, "--device", "cpu", "--fast")
     assert ended.returncode == 2 and not (tmp_path / "run").exists()
-    assert ended.stderr == "error: --fast is not possible: the package fast/ is missing; use --no-fast\n"
+    assert ended.stderr == "error: the kernels of --fast cannot be used: the package fast/ is missing; use --no-fast\n"

@@ -8,7 +8,7 @@ from norms.registry import build_norm
 class NormMLP(nn.Sequential):
     """Linear → norm → ReLU → Linear, (N, inputs) → (N, classes) logits. `norm` is a registered kind.
 
-    With the norm before the activation, each unit is active for some inputs but not all, whatever the weight scale.
+    With LayerNorm before the activation, units stay active on part of the inputs at any weight scale.
     """
 
     def __init__(self, inputs: int = 4, hidden: int = 8, classes: int = 3, norm: str = "layernorm"):

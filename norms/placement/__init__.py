@@ -1,7 +1,6 @@
-"""Where the norm goes around a sublayer: a placement is a residual connection.
+"""Where the norm goes around a sublayer. A placement is a kind of residual connection.
 
-It owns its norms and scalars and is handed the sublayer when it is called, so a block reads the same under every
-placement.
+It owns its norms and scalars and receives the sublayer as an argument, so a block reads the same with every placement.
 """
 
 from collections.abc import Callable
@@ -31,10 +30,10 @@ __all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Site", "Unsupported", "check_
 
 
 class Unsupported(ValueError):
-    """A placement that makes no sense with this norm or this number of layers."""
+    """A placement that is not supported with this norm or this number of layers."""
 
 
-def same(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -48,38 +47,38 @@ class Placement:
 
     residual: Callable[[Site], nn.Module]
     finish: Callable[[MakeNorm], nn.Module] = final_norm  # builds the module between the stream and the head
-    start: Callable[[Tensor], Any] = same  # turns the embedding into the stream, or the pair of streams
+    start: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
     init: str = "normal"  # the default of --init
     init_gain: Callable[[str, int], float] = no_gain  # scales the draw of a weight by role (see model.ROLES) and depth
     depth_scaled: bool = True  # whether --depth-scaled-init applies
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
-    least_layers: int = 1
-    bare: bool = False  # makes sense with --norm none
+    min_layers: int = 1
+    without_norm: bool = False  # supported with --norm none
 
 
-# Depth-scaled init is off where the placement scales by depth itself, or a norm after the sublayer undoes it.
+# Depth-scaled init is off if the placement scales by depth itself, or if a norm after the sublayer undoes it.
 PLACEMENTS = {
-    "pre": Placement(PreNorm, bare=True),
+    "pre": Placement(PreNorm, without_norm=True),
     "post": Placement(PostNorm, no_final_norm),
     "deepnorm": Placement(DeepNorm, no_final_norm, init="xavier", init_gain=deepnorm_gain, depth_scaled=False),
     "sandwich": Placement(Sandwich, depth_scaled=False),
     "reordered": Placement(Reordered, depth_scaled=False),
     "lns": Placement(LayerNormScaling, depth_scaled=False),
-    "mix": Placement(mix_norm, least_layers=2),
+    "mix": Placement(mix_norm, min_layers=2),
     "residual": Placement(ResiDual, FinishResiDual, start_two),
     "hybrid": Placement(hybrid_norm, qkv_norm=True),
     "siamese": Placement(Siamese, FinishSiamese, start_two),
-    "rezero": Placement(ReZero, bare=True),
+    "rezero": Placement(ReZero, without_norm=True),
 }
 
 
 def check_placement(name: str, layers: int, identity: bool) -> None:
-    """Raise Unsupported where a placement makes no sense with so few layers or with the identity as its norm."""
+    """Raise Unsupported if a placement is not supported with so few layers or with the identity as its norm."""
     placement = PLACEMENTS[name]
-    if layers < placement.least_layers:
+    if layers < placement.min_layers:
         raise Unsupported(
-            f"--placement {name} needs --layers {placement.least_layers} or more: it has two kinds of blocks"
+            f"--placement {name} needs --layers {placement.min_layers} or more: it has two kinds of blocks"
         )
-    if identity and not placement.bare:
-        choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.bare)
-        raise Unsupported(f"--norm none makes no sense with --placement {name}; choose {choices}")
+    if identity and not placement.without_norm:
+        choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.without_norm)
+        raise Unsupported(f"--norm none is not supported with --placement {name}; choose {choices}")

@@ -91,7 +91,7 @@ class PlainResidual(nn.Module):
         return x + f(x, *args)
 
 
-class NormedStream(OneNorm):
+class NormThenResidual(OneNorm):
     """h + f(h), h = N(x)."""
 
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
@@ -104,11 +104,11 @@ def hybrid_norm(site: Site) -> nn.Module:
 
     HybridNorm, arXiv 2503.04598.
     """
-    return PlainResidual() if site.name == "attention" else NormedStream(site)
+    return PlainResidual() if site.name == "attention" else NormThenResidual(site)
 
 
 class ReZero(nn.Module):
-    """x + a·f(x), a learned, initialized to 0. ReZero is All You Need, arXiv 2003.04887."""
+    """x + a·f(x), where a is a learned scalar, initialized to 0. ReZero is All You Need, arXiv 2003.04887."""
 
     def __init__(self, site: Site):
         super().__init__()

@@ -100,7 +100,7 @@ def test_a_jsonl_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
 def test_damaged_gzip_is_refused(tmp_path, damage):
     text = "".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200))
     path = write(tmp_path / "a.txt.gz", damage(gzip.compress(text.encode())))
-    with pytest.raises(ValueError, match=rf"^{path}: not a gzip file, or damaged or truncated$"):
+    with pytest.raises(ValueError, match=rf"^{path}: not a valid gzip file$"):
         text_of(path)
 
 

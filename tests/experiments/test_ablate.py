@@ -29,7 +29,7 @@ from runtime.run_dir import locked
 ROOT = Path(__file__).parents[2]
 SIZES = (
     "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
-    "--no-fast --steps 12 --eval-every 12"
+    "--no-fast --lr 0.01 --steps 12 --eval-every 12"
 )
 GRID = "--norms rmsnorm layernorm:bias=false --seeds 2 --jobs 2"  # four cells
 LONG = "--seeds 2 --jobs 2 --steps 400 --eval-every 200"  # two cells that take several seconds
@@ -131,7 +131,7 @@ def test_arms_and_seeds_differ(grid):
 
 
 def test_divergence_is_a_row(command, text, capsys):
-    """Of the only arm, so there is nothing to compare it with. The probe has figures for the start only."""
+    """Of the only arm, so there is nothing to compare it with. The probe has statistics for the start only."""
     folder = command("--seeds 1 --lr 1e4 --probe")
     (row,) = csv_rows(folder)
     assert (row["diverged"], row["val_bpb"]) == ("True", "") and 1 <= int(row["step"]) <= 12
@@ -145,8 +145,8 @@ def test_divergence_is_a_row(command, text, capsys):
     sizes = ModelConfig(dim=16, layers=2, heads=2, context=16, vocab_size=257)
     expected = probe(Llama(sizes, 0), *next(evaluation_batches(data.val.tokens, 16, 4)))
     assert found == [
-        {"seed": "0", "when": "start", "block": str(block), "residual_rms": str(figures.residual_rms)}
-        for block, figures in enumerate(expected)
+        {"seed": "0", "when": "start", "block": str(block), "residual_rms": str(stats.residual_rms)}
+        for block, stats in enumerate(expected)
     ]
     before = write_times(folder)
     command("--seeds 1 --lr 1e4 --probe")
@@ -191,7 +191,7 @@ def test_a_changed_text_is_refused(grid, text, command, capsys):
     whole = text.read_text()
     text.write_text(whole + "another line\n")
     try:
-        assert "has the text changed?" in error_line(capsys, 2, command, GRID, grid)
+        assert "has changed since the run started" in error_line(capsys, 2, command, GRID, grid)
     finally:
         text.write_text(whole)
 
@@ -278,6 +278,7 @@ def test_help_lists_the_flags_of_ablate_and_train(capsys):
     assert exit.value.code == 0
     printed = capsys.readouterr().out
     assert "--placements" in printed and "--steps" in printed
+    assert "--norm {" not in printed and "--placement {" not in printed  # refused
 
 
 def test_flags_of_train_py_are_passed_on_in_order():

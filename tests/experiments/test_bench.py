@@ -46,7 +46,7 @@ def accelerated(monkeypatch) -> list:
     return modules
 
 
-def test_every_norm_is_measured_beside_those_of_pytorch(tmp_path, capsys):
+def test_every_norm_is_measured_alongside_those_of_pytorch(tmp_path, capsys):
     report = report_of("norms --rows 64 --dim 64 --rounds 3 --device cpu", tmp_path / "new" / "norms.json")
     printed = capsys.readouterr().out
     for dtype in ("float32", "bfloat16"):
@@ -62,7 +62,7 @@ def test_every_norm_is_measured_beside_those_of_pytorch(tmp_path, capsys):
             assert line.split()[-6:] == [f"{value:.3g}" for value in list(row.values())[2:]]
         assert statistics.median(row["both ms"] / row["forward ms"] for row in rows.values()) > 1
         copy_ms = 1e3 * 2 * 64 * 64 * getattr(torch, dtype).itemsize / (1e9 * report[f"copy in {dtype}, GB/s"])
-        assert rows["rmsnorm"]["forward share"] == pytest.approx(copy_ms / rows["rmsnorm"]["forward ms"])
+        assert rows["rmsnorm"]["forward fraction"] == pytest.approx(copy_ms / rows["rmsnorm"]["forward ms"])
     assert report["command"][:2] == ["bench.py", "norms"]
     assert f"fast: {report['fast']}" in printed
 
@@ -92,7 +92,7 @@ def test_a_training_step_is_measured(tmp_path, capsys):
     assert {row["step"] for row in report["rows"]} == {"plain", *(["fast"] if has_fast_rows(report) else [])}
     assert report["rows"][-1]["dtype"] == "float32"
     for row in report["rows"]:
-        assert row["tokens/s"] > 0 and row["share"] == pytest.approx(row["tokens/s"] / row["ceiling"], rel=0.1)
+        assert row["tokens/s"] > 0 and row["fraction"] == pytest.approx(row["tokens/s"] / row["upper bound"], rel=0.1)
     assert report["memory of a step, MB"] >= 0
     assert report["settings"] in capsys.readouterr().out
 
@@ -109,7 +109,7 @@ def test_generation_is_measured(tmp_path, capsys):
     found = {(row["model"], row["weights"], row["samples"]) for row in report["rows"]}
     assert found >= {("plain", "float32", 1), ("plain", "float32", 3)}
     for row in report["rows"]:
-        assert row["tokens/s"] > 0 and row["share"] == pytest.approx(row["tokens/s"] / row["ceiling"], rel=0.1)
+        assert row["tokens/s"] > 0 and row["fraction"] == pytest.approx(row["tokens/s"] / row["upper bound"], rel=0.1)
     assert report["settings"] in capsys.readouterr().out
 
 

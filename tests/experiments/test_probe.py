@@ -55,46 +55,46 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("norm, placement", [("rmsnorm", "pre"), ("layernorm", "siamese"), ("batchnorm", "post")])
-def test_figures_match_float64(norm, placement):
+def test_statistics_match_float64(norm, placement):
     model, (tokens, targets) = make_model(norm, placement), make_batch()
     exact = copy.deepcopy(model).double().train()
     streams, loss = streams_and_loss(exact, tokens, targets)
     loss.backward()
     seen = probe(model, tokens, targets)
 
-    assert [figures.block for figures in seen] == list(range(LAYERS + 1))
+    assert [block.block for block in seen] == list(range(LAYERS + 1))
     parts: list[nn.Module] = [exact.embed_tokens, *exact.layers]
-    for figures, stream, part in zip(seen, streams, parts, strict=True):
+    for block, stream, part in zip(seen, streams, parts, strict=True):
         first, second = stream if isinstance(stream, tuple) else (stream, None)
-        assert figures.residual_rms == pytest.approx(rms(first), rel=TOLERANCE)
-        assert (figures.second_rms is None) == (second is None)
+        assert block.residual_rms == pytest.approx(rms(first), rel=TOLERANCE)
+        assert (block.second_rms is None) == (second is None)
         if second is not None:
-            assert figures.second_rms == pytest.approx(rms(second), rel=TOLERANCE)
+            assert block.second_rms == pytest.approx(rms(second), rel=TOLERANCE)
         squares = sum(float(weight.grad.square().sum()) for weight in part.parameters() if weight.grad is not None)
-        assert figures.grad_norm == pytest.approx(math.sqrt(squares), rel=TOLERANCE)
+        assert block.grad_norm == pytest.approx(math.sqrt(squares), rel=TOLERANCE)
 
-    for figures, part in zip(seen[1:], exact.layers, strict=True):
+    for block, part in zip(seen[1:], exact.layers, strict=True):
         gains = torch.cat(
             [weights for name, weights in part.named_parameters() if "norm" in name and name.endswith(".weight")]
         )
         assert len(gains) == {"pre": 2, "siamese": 6, "post": 2}[placement] * 16
         expected = gains.abs().mean().item(), gains.abs().min().item(), gains.abs().max().item()
-        assert (figures.gain_mean, figures.gain_min, figures.gain_max) == pytest.approx(expected, rel=TOLERANCE)
+        assert (block.gain_mean, block.gain_min, block.gain_max) == pytest.approx(expected, rel=TOLERANCE)
     assert (seen[0].gain_mean, seen[0].gain_min, seen[0].gain_max) == (None, None, None)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_every_kind_has_figures(kind):
+def test_every_kind_has_statistics(kind):
     seen = probe(make_model(kind), *make_batch())
-    for figures in seen[1:]:
-        assert 0 < figures.residual_rms < math.inf and 0 < figures.grad_norm < math.inf
-        gains = [gain for gain in (figures.gain_min, figures.gain_mean, figures.gain_max) if gain is not None]
+    for block in seen[1:]:
+        assert 0 < block.residual_rms < math.inf and 0 < block.grad_norm < math.inf
+        gains = [gain for gain in (block.gain_min, block.gain_mean, block.gain_max) if gain is not None]
         assert len(gains) == (0 if kind == "none" else 3) and gains == sorted(gains)
 
 
-def test_norms_without_gains_have_no_gain_figures():
+def test_norms_without_gains_have_no_gain_statistics():
     seen = probe(make_model(norm_args={"elementwise_affine": False}), *make_batch())
-    assert {figures.gain_mean for figures in seen} == {None}
+    assert {block.gain_mean for block in seen} == {None}
 
 
 def test_earlier_gradients_do_not_count_and_hooks_are_removed():
@@ -108,9 +108,9 @@ def test_earlier_gradients_do_not_count_and_hooks_are_removed():
 def test_plot_over_depth(tmp_path):
     """One arm with gains, and one without that has no end. Warnings are errors here."""
     rows = [
-        {"norm": norm, "placement": "pre", "when": when} | vars(figures)
+        {"norm": norm, "placement": "pre", "when": when} | vars(block)
         for norm, when in (("rmsnorm", "start"), ("rmsnorm", "end"), ("none", "start"))
-        for figures in probe(make_model(norm), *make_batch())
+        for block in probe(make_model(norm), *make_batch())
     ]
     plot_depth(rows, tmp_path / "probe.png")
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,7 @@
 """Products, MLP and attention of one new token against the plain modules in float64."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import fast.decode
 from config import ModelConfig
 from fast import accelerate, decode
 from model import Attention, LayerCache, Linear, Rope, SwiGLU
+
+
+def linear(x: Tensor, holder: Any) -> Any:
+    return decode.linear(x, holder, "inner")
 
 
 class RoundedCache(LayerCache):
@@ -48,11 +53,16 @@ def filled(module: Any, dtype: torch.dtype) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch) -> list[str]:
+def calls(monkeypatch) -> Iterator[list[str]]:
     """Without gradients; what the kernels are called for."""
     names: list[str] = []
     real = fast.decode.kernels
-    monkeypatch.setattr(fast.decode, "kernels", lambda: names.append("called") or real())
+
+    def noticed() -> Any:
+        names.append("called")
+        return real()
+
+    monkeypatch.setattr(fast.decode, "kernels", noticed)
     with torch.inference_mode():
         yield names
 
@@ -63,24 +73,24 @@ def calls(monkeypatch) -> list[str]:
 def test_products(dtype, inputs, outputs, rows, same_bits_on_any_threads):
     """Within 4 units of 2^-23 of the sum of the products' sizes; the same for a row alone, on any threads."""
     holder, x = Holder(inputs, outputs, dtype), draw(rows, inputs)
-    y = decode.linear(x, holder, "inner")
+    y = linear(x, holder)
     assert y is not None and y.dtype == torch.float32
     w = holder.inner.weight.double()
     assert ((y - x.double() @ w.T).abs() <= 4 * 2**-23 * (x.double().abs() @ w.abs().T)).all()
     for row in range(rows):
-        assert torch.equal(decode.linear(x[row : row + 1], holder, "inner")[0], y[row])
-    same_bits_on_any_threads(lambda: [decode.linear(x, holder, "inner")])
+        assert torch.equal(linear(x[row : row + 1], holder)[0], y[row])
+    same_bits_on_any_threads(lambda: [linear(x, holder)])
 
 
 def test_products_of_strided_rows_and_of_too_many(calls):
     holder = Holder(32, 7)
     x = draw(3, 4, 32)[:, -1]
-    assert torch.equal(decode.linear(x, holder, "inner"), decode.linear(x.contiguous(), holder, "inner"))
-    assert decode.linear(draw(32, 32), holder, "inner") is not None
-    assert decode.linear(draw(33, 32), holder, "inner") is None
-    assert decode.linear(draw(0, 32), holder, "inner") is None
-    assert decode.linear(draw(1, 31), holder, "inner") is None
-    assert decode.linear(draw(1, 32).double(), holder, "inner") is None
+    assert torch.equal(linear(x, holder), linear(x.contiguous(), holder))
+    assert linear(draw(32, 32), holder) is not None
+    assert linear(draw(33, 32), holder) is None
+    assert linear(draw(0, 32), holder) is None
+    assert linear(draw(1, 31), holder) is None
+    assert linear(draw(1, 32).double(), holder) is None
 
 
 def test_only_a_plain_linear_is_left_to_the_kernel():
@@ -89,7 +99,7 @@ def test_only_a_plain_linear_is_left_to_the_kernel():
     def refused(change: Any) -> bool:
         holder = Holder(32, 7)
         change(holder)
-        return decode.linear(x, holder, "inner") is None
+        return linear(x, holder) is None
 
     class Adapter(Linear):
         pass
@@ -175,7 +185,7 @@ def test_attention(dtype, cache_dtype, heads, kv_heads, dim, norms, same_bits_on
 
 def test_what_attention_leaves_to_the_formula(calls):
     settings = config(context=8)
-    ours = accelerate(filled(Attention(settings), torch.float32))
+    ours: Any = accelerate(filled(Attention(settings), torch.float32))
     rope, x = Rope(12, 8, 10000.0), draw(1, 3, 72)
     cache = LayerCache(8)
     ours(x[:, :1], rope(0, 1), cache)  # the first token makes the cache
@@ -199,9 +209,9 @@ def test_what_attention_leaves_to_the_formula(calls):
 def test_nan_stays_nan():
     holder, x = Holder(32, 7), draw(2, 32)
     x[0, 3] = torch.nan
-    y = decode.linear(x, holder, "inner")
+    y = linear(x, holder)
     assert y[0].isnan().all() and y[1].isfinite().all()
-    mlp = accelerate(filled(SwiGLU(config()), torch.float32))
+    mlp: Any = accelerate(filled(SwiGLU(config()), torch.float32))
     x = draw(2, 1, 72)
     x[0, 0, 3] = torch.nan
     assert mlp(x)[0].isnan().all() and mlp(x)[1].isfinite().all()

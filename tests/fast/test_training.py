@@ -223,7 +223,7 @@ def test_second_derivatives_and_batched_gradients_are_the_formulas():
         for function in (ours, formula):
             y = function(*inputs)
             first = torch.autograd.grad(y.pow(2).sum(), inputs, create_graph=True)
-            second = torch.autograd.grad(sum(grad.pow(2).sum() for grad in first), inputs)
+            second = torch.autograd.grad(torch.stack([grad.pow(2).sum() for grad in first]).sum(), inputs)
             y, incoming = function(*inputs), torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)])
             found.append([*first, *second, *torch.autograd.grad(y, inputs, incoming, is_grads_batched=True)])
         for a, b in zip(*found, strict=True):

@@ -396,7 +396,7 @@ def test_dim_below_one_is_refused(kind, dim):
 @pytest.mark.parametrize("kind", WITH_EPS)
 @pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), float("inf")])
 def test_invalid_eps_is_refused(kind, eps):
-    with pytest.raises(ValueError, match="eps of a norm must be a positive number"):
+    with pytest.raises(ValueError, match="eps of a norm must be positive and finite"):
         build_norm(kind, 8, eps=eps)
 
 
@@ -651,7 +651,8 @@ def test_new_norm_file_and_oracle_are_discovered(tmp_path):
     """Adds three kinds to a copy of the project: a correct one, one with a wrong sign, and one without an oracle."""
     for source in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(source, tmp_path)
-    shutil.copytree(ROOT / "norms", tmp_path / "norms")
+    for package in ("norms", "runtime"):
+        shutil.copytree(ROOT / package, tmp_path / package)
     tests = tmp_path / "tests" / "norms"
     tests.mkdir(parents=True)
     shutil.copy(__file__, tests)

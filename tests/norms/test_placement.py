@@ -290,7 +290,7 @@ def test_norms_are_built_with_their_site():
     [
         ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
         *(
-            ({"placement": name, "norm": "none"}, f"--norm none makes no sense with --placement {name}; choose ")
+            ({"placement": name, "norm": "none"}, f"--norm none is not supported with --placement {name}; choose ")
             for name in PLACEMENTS
             if name not in ("pre", "rezero")
         ),

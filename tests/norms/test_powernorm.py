@@ -63,8 +63,8 @@ def test_training_steps_match_the_papers_algorithm(warmup, momentum):
             gamma = sum(h * h for h in hat) / 6
             lambda_ = sum(g * h for g, h in zip(grad_hat, hat, strict=True)) / 6
             nu[f] = nu[f] * (1 - (1 - momentum) * gamma) + (1 - momentum) * lambda_
-            share = max(1 - momentum, 1 / (step + 1))  # unlike the paper: a plain average over the first batches
-            psi_squared[f] += share * (batch - psi_squared[f])
+            rate = max(1 - momentum, 1 / (step + 1))  # unlike the paper: a plain average over the first batches
+            psi_squared[f] += rate * (batch - psi_squared[f])
         assert norm.running_square.tolist() == pytest.approx(psi_squared, rel=1e-13)
         assert norm.running_projection.tolist() == pytest.approx(nu, rel=1e-11)
         assert norm.batches.item() == step + 1

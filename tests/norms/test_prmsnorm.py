@@ -45,5 +45,5 @@ def test_standard_deviation_of_the_estimate(dim, spread):
 
 @pytest.mark.parametrize("p", [0.0, -0.5, 1.01, float("nan")])
 def test_p_out_of_range_is_refused(p):
-    with pytest.raises(ValueError, match="p of prmsnorm, the share of features, must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match="p of prmsnorm, the fraction of features, must be above 0 and at most 1"):
         PartialRMSNorm(8, p=p)

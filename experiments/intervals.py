@@ -9,14 +9,14 @@ Interval = tuple[float, float | None]  # a mean and the half-width of its interv
 
 
 def mean_interval(values: list[float]) -> Interval:
-    """Mean and half-width of its 95 % confidence interval by Student's t."""
+    """Mean and half-width of its 95% confidence interval by Student's t."""
     if len(values) < 2:
         return mean(values), None
     return mean(values), t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
 def t_quantile(degrees: int) -> float:
-    """The two-sided 95 % quantile of Student's t with `degrees` degrees of freedom, by bisection."""
+    """The two-sided 95% quantile of Student's t with `degrees` degrees of freedom, by bisection."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2

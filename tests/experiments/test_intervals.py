@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from experiments.statistics import mean_interval, t_quantile
+from experiments.intervals import mean_interval, t_quantile
 
 
 @pytest.mark.parametrize(
-    "degrees, quantile",  # printed tables of the t distribution, two-sided 5 %
+    "degrees, quantile",  # printed tables of the t distribution, two-sided 5%
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (29, 2.0452), (60, 2.0003)],
 )
 def test_quantiles_match_printed_tables(degrees, quantile):
