@@ -379,7 +379,7 @@ class Clock:
 def stop_requests() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list. The loop finishes its step, saves and stops.
 
-    A second signal stops immediately. Signals that are ignored, as SIGHUP is under nohup, stay ignored.
+    A second signal stops immediately. Under nohup, SIGHUP stays ignored.
     """
     requests: list[int] = []
 
@@ -388,7 +388,8 @@ def stop_requests() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         requests.append(number)
 
-    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    hangup = getattr(signal, "SIGHUP", None)
+    handled = [number for number in STOP_SIGNALS if number != hangup or signal.getsignal(number) != signal.SIG_IGN]
     earlier = {number: signal.signal(number, request) for number in handled}
     try:
         yield requests
