@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fast import decode
+import fast.decode as decode
 from fast.native import supported
 from fast.training import causal_attention, gated_silu, linear_cross_entropy, rotate, targets_supported
 from model import Attention, LayerCache, Llama, RopeTable, SwiGLU

@@ -388,6 +388,23 @@ def test_keep_limits_the_number_of_checkpoints(command):
     assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["4", "6", "8"]
 
 
+@pytest.mark.parametrize("clip, clipped", [("0.01", True), ("0", False)])
+def test_gradients_are_clipped(clip, clipped, text, tmp_path, monkeypatch):
+    flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --optimizer adamw"
+    trainer = train.Trainer(train.resolve_run(train.parse([*flags.split(), "--clip", clip])))
+    (optimizer,), norms = trainer.optimizers, list[float]()
+    step = optimizer.step
+
+    def record_norm():
+        gradients = [weight.grad for weight in trainer.weights if weight.grad is not None]
+        norms.append(float(train.get_total_norm(gradients)))
+        return step()
+
+    monkeypatch.setattr(optimizer, "step", record_norm)
+    trainer.update(1e-3)
+    assert norms == [pytest.approx(0.01, rel=1e-3)] if clipped else norms[0] > 0.1
+
+
 def test_dropout_differs_between_steps_and_repeats_with_them(text, tmp_path):
     """On a training text of a single window, so that every step has the same batch."""
     flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --dropout 0.5"
