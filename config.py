@@ -150,7 +150,7 @@ class TrainConfig:
     device: str = option("auto", "device to train on", choices=["auto", "cpu", "cuda", "mps"])
     dtype: str = option(
         "auto",
-        "dtype of matrix products; auto is bfloat16 if the device supports it, else float32",
+        "dtype of matrix products; auto is the faster of bfloat16 and float32",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")

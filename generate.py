@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype of matrix products (default: auto, which is bfloat16 if the device supports it, else float32)",
+        help="dtype of matrix products (default: auto, which is the faster of bfloat16 and float32)",
     )
     parser.add_argument(
         "--fast",

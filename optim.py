@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from config import TrainConfig
 from model import Llama, weights_by_role
-from runtime.device import has_bfloat16
+from runtime.device import prefers_bfloat16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
@@ -94,12 +94,12 @@ class Muon(Optimizer):
 def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
     """Approximately U Vᵀ for each matrix U S Vᵀ, by a Newton-Schulz iteration.
 
-    Computed in bf16 if the device supports it (CUDA, CPUs with bf16 instructions), else fp32. The matrices have one
-    shape or its transpose, and are multiplied as one batch.
+    Computed in bf16 if that is faster on the device, else fp32. The matrices have one shape or its transpose, and are
+    multiplied as one batch.
     """
     a, b, c = NEWTON_SCHULZ
     wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]
-    dtype = torch.bfloat16 if has_bfloat16(wide[0].device) else torch.float32
+    dtype = torch.bfloat16 if prefers_bfloat16(wide[0].device) else torch.float32
     x = torch.stack(wide).to(dtype)  # N short long
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
     for _ in range(NEWTON_SCHULZ_STEPS):  # each singular value s becomes a s + b s³ + c s⁵

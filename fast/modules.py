@@ -4,7 +4,7 @@ from torch import Tensor
 
 import fast.decode as decode
 from fast.native import supported
-from fast.training import causal_attention, gated_silu, linear_cross_entropy, rotate, targets_supported
+from fast.training import causal_attention, linear_cross_entropy, rotate, targets_supported
 from model import Attention, LayerCache, Llama, RopeTable, SwiGLU
 
 
@@ -24,9 +24,7 @@ class FastAttention(Attention):
 class FastSwiGLU(SwiGLU):
     def forward(self, x: Tensor) -> Tensor:
         y = decode.mlp(self, x)
-        if y is None:
-            y = self.dropout(self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x))))
-        return y
+        return super().forward(x) if y is None else y
 
 
 class FastLlama(Llama):

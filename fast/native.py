@@ -31,8 +31,6 @@ FUNCTIONS = {  # arguments: i is int64_t, f is float, p is a pointer
     "norm_forward": "iiiiifpppp",
     "norm_backward": "iiiiifppppppp",
     "rotate_heads": "iiiiiiiifpppp",
-    "gated_silu_forward": "iippp",
-    "gated_silu_backward": "iippppp",
     "causal_softmax": "iiifpp",
     "cross_entropy": "iiiipppp",
     "transpose_sum": "iiiiipppp",

@@ -1,4 +1,4 @@
-// Forward and backward of rotation, gate, causal softmax and cross-entropy, each in one pass over memory.
+// Forward and backward of rotation, causal softmax and cross-entropy, each in one pass over memory.
 //
 // Each sum belongs to one thread and has one fixed order, so results do not depend on the number of threads.
 
@@ -38,33 +38,6 @@ void rotate_heads(int64_t batch, int64_t length, int64_t heads, int64_t half, in
     for (int64_t token = 0; token < batch * length; token++)
         SPECIALIZED(rotate_token, token, length, heads, half, batch_stride, token_stride, head_stride, sign, x, cos,
                     sin, y);
-}
-
-// --- the gate ---
-
-INLINE void gate_forward(int bf16, int64_t i, int64_t rest, const void *gate, const void *up, void *y) {
-    vec g = load_partial(bf16, gate, i, rest);
-    store_partial(bf16, y, i, g * sigmoid(g) * load_partial(bf16, up, i, rest), rest);
-}
-
-INLINE void gate_backward(int bf16, int64_t i, int64_t rest, const void *gate, const void *up, const void *grad_y,
-                          void *grad_gate, void *grad_up) {
-    vec g = load_partial(bf16, gate, i, rest), grad = load_partial(bf16, grad_y, i, rest);
-    vec open = sigmoid(g), silu = g * open;
-    store_partial(bf16, grad_gate, i, grad * load_partial(bf16, up, i, rest) * (open + silu * (1 - open)), rest);
-    store_partial(bf16, grad_up, i, grad * silu, rest);
-}
-
-// y = silu(gate) · up.
-void gated_silu_forward(int64_t size, int64_t bf16, const void *gate, const void *up, void *y) {
-#pragma omp parallel for schedule(static) if (size > ONE_THREAD)
-    FOR_VEC(i, size) SPECIALIZED(gate_forward, i, size - i, gate, up, y);
-}
-
-void gated_silu_backward(int64_t size, int64_t bf16, const void *gate, const void *up, const void *grad_y,
-                         void *grad_gate, void *grad_up) {
-#pragma omp parallel for schedule(static) if (size > ONE_THREAD)
-    FOR_VEC(i, size) SPECIALIZED(gate_backward, i, size - i, gate, up, grad_y, grad_gate, grad_up);
 }
 
 // --- causal softmax ---

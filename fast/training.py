@@ -1,4 +1,4 @@
-"""Rotation, gate, attention and loss of the model with hand-written gradients.
+"""Rotation, attention and loss of the model with hand-written gradients.
 
 Shapes: B sequences, H heads, T tokens, D features of a head; N tokens of a batch, C features, V token ids.
 """
@@ -55,42 +55,6 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     sizes = batch, length, heads, width // 2, *x.stride()[:3]
     kernels().rotate_heads(*sizes, x.dtype is torch.bfloat16, sign, *pointers)
     return y.transpose(1, 2)
-
-
-# --- the gate --------------------------------------------------------------------------------------------------------
-
-
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, rounded once."""
-    if supported(gate, up) and gate.dtype is up.dtype and gate.shape == up.shape:
-        return GatedSiLU.apply(gate, up)
-    return silu_formula(gate, up)
-
-
-def silu_formula(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-class GatedSiLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        gate, up = gate.contiguous(), up.contiguous()
-        y = torch.empty_like(gate)
-        pointers = gate.data_ptr(), up.data_ptr(), y.data_ptr()
-        kernels().gated_silu_forward(y.numel(), y.dtype is torch.bfloat16, *pointers)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        gate, up = inputs = ctx.saved_tensors
-        if torch.is_grad_enabled() or not supported(grad_y):
-            return tuple(formula_gradients(silu_formula, inputs, grad_y))
-        gate, up, grad_y = gate.contiguous(), up.contiguous(), grad_y.contiguous()
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
-        pointers = (x.data_ptr() for x in (gate, up, grad_y, grad_gate, grad_up))
-        kernels().gated_silu_backward(gate.numel(), gate.dtype is torch.bfloat16, *pointers)
-        return grad_gate, grad_up
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

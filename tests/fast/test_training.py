@@ -1,4 +1,4 @@
-"""Rotation, gate, attention and loss against the plain formulas in float64."""
+"""Rotation, attention and loss against the plain formulas in float64."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fast.training as training
 import model
-from fast.training import CausalAttention, causal_attention, cross_entropy, gated_silu, linear_cross_entropy, rotate
+from fast.training import CausalAttention, causal_attention, cross_entropy, linear_cross_entropy, rotate
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -56,34 +56,6 @@ def test_bf16_is_rounded_to_nearest_even():
     found, expected = rotate(x, (cos, torch.zeros(1, 128))), (x.float() * cos.repeat(1, 2)).bfloat16()
     finite = x.view(2, 128).isfinite().all(0).repeat(2)  # infinity · 0 is NaN
     assert torch.equal(found[..., finite], expected[..., finite]) and found[0, 0, 0, 2].isnan()
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 1), (4, 600)])
-def test_gate(dtype, shape):
-    """Rounded once: half of 2^-7 in bf16; in fp32 some units, exp is good to 2."""
-    gate, up, grad = (draw(*shape, seed=seed, dtype=dtype) for seed in range(3))
-    gate.data.mul_(8)
-    exact_gate, exact_up = double(gate, up)
-    exact = exact_gate / (1 + (-exact_gate).exp()) * exact_up
-    y = gated_silu(gate, up)
-    assert y.dtype == dtype
-    found = [y, *grads(y, grad, gate, up)]
-    wanted = [exact, *grads(exact, grad, exact_gate, exact_up)]
-    unit = 0.51 * 2.0**-7 if dtype == torch.bfloat16 else 2.0**-20
-    for ours, value in zip(found, wanted, strict=True):
-        assert ((ours - value).abs() <= unit * value.abs() + unit * 1e-2).all()
-
-
-def test_gate_far_from_zero_is_open_or_shut():
-    gate, up = torch.tensor([1e4, -1e4, math.inf, 0.0], requires_grad=True), torch.full((4,), 3.0)
-    y = gated_silu(gate, up)
-    assert y.tolist() == pytest.approx([3e4, 0.0, math.inf, 0.0], abs=1e-30)
-    (grad,) = torch.autograd.grad(y[[0, 1, 3]].sum(), gate)
-    assert [grad[i].item() for i in (0, 1, 3)] == pytest.approx([3.0, 0.0, 1.5], abs=1e-30)
-    assert gated_silu(torch.tensor([math.nan]), torch.ones(1)).isnan()
-    with pytest.raises(RuntimeError):
-        gated_silu(torch.ones(5), torch.ones(4))
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 33, 100])
@@ -194,28 +166,25 @@ def test_transposed_sum_is_exact(height, width, dtype, other):
 def test_threads_change_no_bit(dtype, same_bits_on_any_threads):
     def everything() -> list[Tensor]:
         logits, x = draw(130, 500, dtype=dtype).detach(), draw(4, 90, 4, 64, dtype=dtype)
-        q, gate = rotate(x, model.precompute_freqs_cis(64, 90)), draw(400, 258, dtype=dtype)
-        gated = gated_silu(gate, gate + 1)
+        q = rotate(x, model.precompute_freqs_cis(64, 90))
         losses = cross_entropy(logits, torch.arange(130))
         y = CausalAttention.apply(q.transpose(1, 2), q.transpose(1, 2), x.transpose(1, 2))
         scores, grad = (draw(6, 90, 90, seed=seed, dtype=dtype).detach() for seed in (3, 4))
         sizes = 6, 90, dtype == torch.bfloat16, 0.3
         training.kernels().causal_softmax(*sizes, scores.data_ptr(), grad.data_ptr())
         assert y.shape == (4, 4, 90, 64)
-        backward = grads(gated, gated, gate)
-        return [losses, logits, q, gated, *backward, scores, grad, training.transpose_sum([logits], torch.bfloat16)]
+        return [losses, logits, q, scores, grad, training.transpose_sum([logits], torch.bfloat16)]
 
     same_bits_on_any_threads(everything)
 
 
 def test_second_derivatives_and_batched_gradients_are_the_formulas():
-    x, gate, up = draw(2, 5, 3, 8), draw(4, 6), draw(4, 6, seed=1)
+    x = draw(2, 5, 3, 8)
     h, w, targets = draw(11, 6), draw(9, 6, seed=1), torch.arange(11) % 9
     q, k, v = (draw(1, 2, 5, 8, seed=seed) for seed in range(3))
     rope = model.precompute_freqs_cis(8, 5)
     for ours, formula, inputs in (
         (lambda x: rotate(x, rope), lambda x: model.rotate(x, rope), (x,)),
-        (gated_silu, training.silu_formula, (gate, up)),
         (lambda h, w: linear_cross_entropy(h, w, targets), lambda h, w: training.head_formula(h, w, targets), (h, w)),
         (CausalAttention.apply, training.attention_formula, (q, k, v)),
     ):
