@@ -106,12 +106,12 @@ def evaluation_batches(
     targets = len(tokens) - 1
     windows = targets // context  # of full length
     remainder = targets - windows * context
-    starts = np.arange(windows) * context
+    used = windows
     if windows and max_tokens is not None and targets > max_tokens:
-        used = min(windows, max(1, max_tokens // context))
-        starts, remainder = starts[np.arange(used) * windows // used], 0
-    for first in range(0, len(starts), batch_size):
-        yield _windows(tokens, starts[first : first + batch_size], context)
+        used, remainder = min(windows, max(1, max_tokens // context)), 0
+    for first in range(0, used, batch_size):
+        numbers = np.arange(first, min(first + batch_size, used), dtype=np.int64)
+        yield _windows(tokens, numbers * windows // used * context, context)
     if remainder:
         yield _windows(tokens, np.array([windows * context]), remainder)
 
@@ -136,19 +136,25 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int) -> None:
-    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists."""
+    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
+
+    What a process that was killed has left in the temporary folder is used.
+    """
     part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
-    part.mkdir()
-    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text", file=sys.stderr)
-    if tokenizer_kind == ByteTokenizer.kind:
-        tokenizer: Tokenizer = ByteTokenizer()
-    else:
+    continued = ", continuing an earlier attempt" if part.exists() else ""
+    part.mkdir(exist_ok=True)
+    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text{continued}", file=sys.stderr)
+    try:
+        tokenizer = load_tokenizer(tokenizer_kind, part)
+    except ValueError:
         print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
         tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
-    tokenizer.save(part)
+        tokenizer.save(part)
     for split in SPLITS:
-        write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+        try:
+            open_tokens(part / f"{split}.bin", corpus, tokenizer)
+        except NotPrepared:
+            write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
 

@@ -28,6 +28,10 @@ class ByteTokenizer:
         """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         return list(_utf8(text))
 
+    def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
+        """`encode` as an array."""
+        return np.frombuffer(_utf8(text), np.uint8).astype(dtype)
+
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode(errors="replace")
 
@@ -50,10 +54,11 @@ class SentencePieceTokenizer:
 
     kind = "sentencepiece"
 
-    def __init__(self, model: bytes):
+    def __init__(self, model: bytes, threads: int = -1):
+        """`threads` encode a long text; -1 means one per CPU."""
         self.model = model
         self.hash = hashlib.sha256(model).hexdigest()
-        self._processor = sentencepiece.SentencePieceProcessor()
+        self._processor = sentencepiece.SentencePieceProcessor(num_threads=threads)
         self._processor.LoadFromSerializedProto(model)
         self.vocab_size = self._processor.vocab_size()
         self.end_of_document = self._processor.eos_id()
@@ -81,6 +86,10 @@ class SentencePieceTokenizer:
                 ids += block_ids
         return ids
 
+    def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
+        """`encode` as an array."""
+        return np.array(self.encode(text), dtype)
+
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode(errors="replace")
 
@@ -89,8 +98,10 @@ class SentencePieceTokenizer:
         return b"".join([self._bytes[token] for token in ids])
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.model`, a standard SentencePiece model file."""
-        (directory / "tokenizer.model").write_bytes(self.model)
+        """Write `tokenizer.model`, a standard SentencePiece model file. It is complete as soon as it exists."""
+        part = directory / "tokenizer.model.part"
+        part.write_bytes(self.model)
+        part.replace(directory / "tokenizer.model")
 
 
 Tokenizer = ByteTokenizer | SentencePieceTokenizer

@@ -1,22 +1,30 @@
 """Token files: a header that describes the tokens of a split, then the ids.
 
 The header is 1024 bytes: a line that names the format, then JSON, then zeros. It is written last, so a truncated file
-is never mistaken for a complete one.
+is never mistaken for a complete one. Until then the header of a long file says, under another name, how much of it is
+done, so that a preparation that was killed can go on from there.
 """
 
 import json
+import os
 import zlib
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
 from data.corpus import Corpus, Split
-from data.tokenizer import Tokenizer
+from data.tokenizer import SentencePieceTokenizer, Tokenizer
+from data.workers import JOB_BYTES, MAX_WORKERS, available_cpus, encode_jobs, make_jobs, text_of
 
-MAGIC = b"normal-llama tokens\n"
+MAGIC, UNFINISHED = b"normal-llama tokens\n", b"normal-llama unfinished tokens\n"
 HEADER_BYTES = 1024
+SAVE_BYTES = 32 << 20  # of ids between two saves of a file's progress
+PARALLEL_BYTES = 16_000_000  # of text from which more processes are worth their start
 
 
 class NotPrepared(Exception):
@@ -38,46 +46,89 @@ class TokenFile:
 
 
 def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> None:
-    """Encode a split into the file at `path`, chunk by chunk."""
+    """Encode a split into the file at `path`, or continue where an earlier call was stopped.
+
+    The file is the same, whether it was stopped or not, and however many processes encode. Raises ChildProcessError
+    if one of them is killed.
+    """
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    made_from = {"dtype": dtype.str, "tokenizer": tokenizer.hash, "corpus": corpus.hash}
+    done, count = _progress(path, made_from)
     bar = tqdm(total=corpus.sizes[split], unit="B", unit_scale=True, desc=f"encoding {split}", disable=None)
     compressor = zlib.compressobj(9, wbits=31)  # same as gzip -9
-    text_bytes, gzip_bytes = 0, 0
-    with open(path, "wb") as file, bar:
-        file.write(bytes(HEADER_BYTES))
-        for document in corpus.documents(split):
-            for text in document:
-                np.array(tokenizer.encode(text), dtype).tofile(file)
-                data = text.encode()
-                if split == "val":
-                    gzip_bytes += len(compressor.compress(data))
-                text_bytes += len(data)
-                bar.update(len(data))
-            np.array([tokenizer.end_of_document], dtype).tofile(file)
-        header = {
-            "dtype": dtype.str,
-            "count": (file.tell() - HEADER_BYTES) // dtype.itemsize,
-            "tokenizer": tokenizer.hash,
-            "corpus": corpus.hash,
-            "text_bytes": text_bytes,
-            "gzip_bytes": gzip_bytes + len(compressor.flush()) if split == "val" else 0,
-        }
-        file.seek(0)
-        file.write(MAGIC + json.dumps(header).encode())
+    text_bytes, gzip_bytes, unsaved = 0, 0, 0
+    jobs = make_jobs(corpus.documents(split))
+    encoded = encode_jobs(jobs, tokenizer, dtype, _worker_count(corpus.sizes[split], tokenizer))
+    with open(path, "r+b" if done else "wb") as file, bar, closing(encoded):
+        file.truncate(HEADER_BYTES + count * dtype.itemsize)
+        file.seek(0, os.SEEK_END)
+        # What an earlier call encoded is read again, which takes much less time.
+        for number, (job, ids) in enumerate(chain(((job, b"") for job in islice(jobs, done)), encoded), 1):
+            file.write(ids)
+            count += len(ids) // dtype.itemsize
+            text = text_of(job)
+            if split == "val":
+                gzip_bytes += len(compressor.compress(text))
+            text_bytes += len(text)
+            unsaved += len(ids)
+            bar.update(len(text))
+            if unsaved >= SAVE_BYTES:
+                progress = {"count": count, "jobs": number, "job_bytes": JOB_BYTES}
+                _write_header(file, UNFINISHED, made_from | progress)
+                unsaved = 0
+        if split == "val":
+            gzip_bytes += len(compressor.flush())
+        sizes = {"text_bytes": text_bytes, "gzip_bytes": gzip_bytes}
+        _write_header(file, MAGIC, {"dtype": dtype.str, "count": count} | made_from | sizes)
+
+
+def _worker_count(text_bytes: int, tokenizer: Tokenizer) -> int:
+    """How many processes are worth starting. The byte tokenizer is faster than a pipe to another process."""
+    if text_bytes < PARALLEL_BYTES or not isinstance(tokenizer, SentencePieceTokenizer):
+        return 1
+    return min(available_cpus(), MAX_WORKERS)
+
+
+def _progress(path: Path, made_from: dict[str, str]) -> tuple[int, int]:
+    """The jobs that an earlier call has encoded into the file at `path`, and the number of their ids."""
+    try:
+        magic, header, size = _read_header(path)
+    except (OSError, ValueError):
+        return 0, 0
+    same = magic == UNFINISHED and header.items() >= (made_from | {"job_bytes": JOB_BYTES}).items()
+    if not same or size < HEADER_BYTES + header["count"] * np.dtype(header["dtype"]).itemsize:
+        return 0, 0
+    return header["jobs"], header["count"]
+
+
+def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
+    """Write the header once the ids before it are on the disk, and return to the end of the file."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.seek(0)
+    file.write((magic + json.dumps(header).encode()).ljust(HEADER_BYTES, b"\0"))
+    file.flush()
+    file.seek(0, os.SEEK_END)
+
+
+def _read_header(path: Path) -> tuple[bytes, dict[str, Any], int]:
+    """The magic line and the fields of the header, and the size of the file. Raises OSError or ValueError."""
+    with open(path, "rb") as file:
+        magic, _, fields = file.read(HEADER_BYTES).partition(b"\n")
+        return magic + b"\n", json.loads(fields.rstrip(b"\0")), os.fstat(file.fileno()).st_size
 
 
 def open_tokens(path: Path, corpus: Corpus, tokenizer: Tokenizer) -> TokenFile:
     """Memory-map a token file. Raises NotPrepared unless it is complete and made from this corpus and tokenizer."""
     try:
-        with open(path, "rb") as file:
-            raw = file.read(HEADER_BYTES)
-        magic, header = raw[: len(MAGIC)], json.loads(raw[len(MAGIC) :].rstrip(b"\0"))
-        size = path.stat().st_size
+        magic, header, size = _read_header(path)
     except (OSError, ValueError) as error:
         raise NotPrepared from error
+    if magic != MAGIC:
+        raise NotPrepared
     dtype = np.dtype(header["dtype"])
     expected_size = HEADER_BYTES + header["count"] * dtype.itemsize
-    if (magic, size, header["tokenizer"], header["corpus"]) != (MAGIC, expected_size, tokenizer.hash, corpus.hash):
+    if (size, header["tokenizer"], header["corpus"]) != (expected_size, tokenizer.hash, corpus.hash):
         raise NotPrepared
     tokens = np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(header["count"],))
     return TokenFile(tokens, header["text_bytes"], header["gzip_bytes"])

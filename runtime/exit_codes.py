@@ -39,9 +39,14 @@ class CellFailed(Exception):
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Wrap input handling: a ValueError or OSError there ends with exit code 2."""
+    """Wrap input handling: a ValueError or OSError there ends with exit code 2.
+
+    That a process we started was killed is not bad input; it ends with exit code 1.
+    """
     try:
         yield
+    except ChildProcessError as error:
+        _exit(FAILED, str(error))
     except (ValueError, OSError) as error:
         _exit(BAD_INPUT, str(error))
 

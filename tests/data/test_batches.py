@@ -7,16 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from data import tokens as token_files
+from data import workers
 from data.batches import Prepared, evaluation_batches, prepare, training_batch
 from data.corpus import SPLITS, open_corpus
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from data.tokens import HEADER_BYTES, open_tokens, write_tokens
+from data.tokens import HEADER_BYTES, NotPrepared, open_tokens, write_tokens
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"def f{number}(x):\n    return x + {number}  # é\n" * 3 for number in range(200)]
@@ -108,6 +112,61 @@ def test_evaluation_of_at_most_max_tokens(max_tokens, expected):
     assert len(list(evaluation_batches(tokens[:4], 8, 3, max_tokens=2))) == 1, "shorter than a window"
 
 
+@pytest.mark.parametrize("count", [3 * 2**30, 2**32 + 100_000])
+@pytest.mark.parametrize("wide", [False, True])
+def test_windows_past_two_billion_tokens(tmp_path, source, count, wide):
+    """A sparse token file, of which only the windows that will be read are written. Starts are computed in Python."""
+
+    class Wide(ByteTokenizer):
+        vocab_size = 70_000
+
+    tokenizer, context, path = Wide() if wide else ByteTokenizer(), 16, tmp_path / "train.bin"
+    size = 4 if wide else 2
+    corpus = open_corpus([str(source)], tmp_path)
+    write_tokens(path, corpus, "train", tokenizer)
+    small = len(open_tokens(path, corpus, tokenizer).tokens)
+    header = path.read_bytes()[:HEADER_BYTES].replace(b'"count": %d' % small, b'"count": %d' % count)
+    rng = np.random.default_rng(count)
+    content: dict[int, list[int]] = {}
+
+    def write(start: int, length: int) -> None:
+        content[start] = rng.integers(1, 60_000, length).tolist()
+        file.seek(HEADER_BYTES + size * start)
+        file.write(np.array(content[start], f"<u{size}").tobytes())
+
+    draws = [int(np.random.Philox(key=np.array([3, step], np.uint64)).random_raw(1)[0]) for step in range(40)]
+    starts = [draw % (count - context) for draw in draws]
+    with open(path, "wb") as file:
+        file.write(header[:HEADER_BYTES])
+        file.truncate(HEADER_BYTES + size * count)
+        for start in starts:
+            write(start, context + 1)
+        targets = count - 1
+        evaluated = [number * (targets // context) // 6 * context for number in range(6)]
+        for start in evaluated:
+            write(start, context + 1)
+    tokens = open_tokens(path, corpus, tokenizer).tokens
+    assert len(tokens) == count and tokens.itemsize == size
+    assert max(starts) > 0.9 * count and sum(start >= 2**31 for start in starts) > 5
+    for step, start in enumerate(starts):
+        inputs, shifted = training_batch(tokens, seed=3, step=step, rows=range(1), context=context)
+        assert [*inputs[0].tolist(), int(shifted[0, -1])] == content[start], step
+    batches = evaluation_batches(tokens, context, 4, max_tokens=6 * context)
+    rows = [row for batch in batches for row in zip(*batch, strict=True)]
+    assert [[*inputs.tolist(), int(targets[-1])] for inputs, targets in rows] == [content[start] for start in evaluated]
+
+
+def test_an_evaluation_of_some_windows_does_not_list_them_all(tmp_path):
+    """2**31 windows would take 16 GiB."""
+    with open(tmp_path / "tokens", "wb") as file:
+        file.truncate(2**33)
+    tokens = np.memmap(tmp_path / "tokens", "<u2", mode="r")
+    tracemalloc.start()
+    assert sum(inputs.numel() for inputs, _ in evaluation_batches(tokens, 2, 8, max_tokens=64)) == 64
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+
+
 # --- prepared folders -------------------------------------------------------------------------------------------------
 
 
@@ -160,8 +219,8 @@ def test_large_vocabularies_use_uint32(source, tmp_path):
     class Wide(ByteTokenizer):
         vocab_size = 70_000
 
-        def encode(self, text):
-            return [69_000 + byte for byte in text.encode()]
+        def encode_array(self, text, dtype):
+            return np.array([69_000 + byte for byte in text.encode()], dtype)
 
     corpus = open_corpus([str(source)], tmp_path)
     write_tokens(tmp_path / "val.bin", corpus, "val", Wide())
@@ -278,6 +337,87 @@ def test_a_killed_preparation_leaves_no_folder_that_looks_complete(tmp_path):
     prepared = prepare([str(source)], "bytes", 0, tmp_path / "cache", 16)
     assert len(prepared.train.tokens) + len(prepared.val.tokens) == source.stat().st_size + 2
     assert not part.exists()
+
+
+def stopped_after(chunks: int):
+    """A byte tokenizer that is interrupted after it has encoded so many chunks."""
+
+    class Stopped(ByteTokenizer):
+        encoded = 0
+
+        def encode_array(self, text, dtype):
+            if self.encoded == chunks:
+                raise KeyboardInterrupt
+            self.encoded += 1
+            return super().encode_array(text, dtype)
+
+    return Stopped()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_token_file_is_continued_where_it_was_stopped(source, tmp_path, monkeypatch, split):
+    monkeypatch.setattr(workers, "JOB_BYTES", 500)
+    monkeypatch.setattr(token_files, "SAVE_BYTES", 2000)
+    corpus, path = open_corpus([str(source)], tmp_path), tmp_path / "tokens.bin"
+    write_tokens(path, corpus, split, ByteTokenizer())
+    expected, chunks = path.read_bytes(), len(list(corpus.documents(split)))
+    path.unlink()
+    encoded, attempts = 0, 0
+    while not path.exists() or path.read_bytes() != expected:
+        attempts += 1
+        assert attempts < 40, "the attempts lead nowhere"
+        tokenizer = stopped_after(35)  # of some 50 bytes each
+        with suppress(KeyboardInterrupt):
+            write_tokens(path, corpus, split, tokenizer)
+        encoded += tokenizer.encoded
+        with suppress(NotPrepared):
+            assert open_tokens(path, corpus, tokenizer) and path.read_bytes() == expected
+    assert attempts > 1 if split == "train" else attempts == 1
+    assert chunks <= encoded < 2 * chunks
+
+
+@pytest.mark.parametrize("change", ["size", "tokenizer", "corpus", "jobs", "name"])
+def test_an_unfinished_file_that_does_not_fit_is_started_again(source, tmp_path, monkeypatch, change):
+    monkeypatch.setattr(workers, "JOB_BYTES", 500)
+    monkeypatch.setattr(token_files, "SAVE_BYTES", 2000)
+    corpus, path = open_corpus([str(source)], tmp_path), tmp_path / "tokens.bin"
+    write_tokens(path, corpus, "train", ByteTokenizer())
+    expected = path.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        path.unlink()
+        write_tokens(path, corpus, "train", stopped_after(100))
+    content = path.read_bytes()
+    assert content.startswith(b"normal-llama unfinished tokens\n{")
+    changed = {
+        "size": content[:3000],
+        "tokenizer": content.replace(ByteTokenizer.hash.encode(), b"0" * 64),
+        "corpus": content.replace(corpus.hash.encode(), b"0" * 64),
+        "jobs": content.replace(b'"job_bytes": ', b'"job_bytes": 1'),
+        "name": content.replace(b"unfinished", b"unknown"),
+    }[change]
+    assert changed != content
+    path.write_bytes(changed)
+    counting = stopped_after(10**9)
+    write_tokens(path, corpus, "train", counting)
+    assert path.read_bytes() == expected
+    assert counting.encoded == len(list(corpus.documents("train")))
+
+
+def test_finished_parts_of_an_earlier_attempt_are_used(source, capfd):
+    prepare_from(source)
+    folder = folder_of(source)
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    part = folder.rename(folder.with_name(folder.name + ".part"))
+    truncate_header(part)
+    kept = {name: (part / name).stat() for name in ("train.bin", "tokenizer.model")}
+    capfd.readouterr()
+    prepare_from(source)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+    for name, stat in kept.items():
+        now = (folder / name).stat()
+        assert (now.st_ino, now.st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns), name
+    message = capfd.readouterr().err
+    assert "continuing an earlier attempt" in message and "training a tokenizer" not in message
 
 
 def test_two_concurrent_preparations_succeed(tmp_path):
