@@ -1,4 +1,4 @@
-"""Measure speed: `python bench.py norms|train|generate|growth|gpu`. The measurements are in `experiments/`."""
+"""Measure speed: `python bench.py norms|train|generate|growth|prepare|gpu`. The measurements are in `experiments/`."""
 
 import argparse
 import json
@@ -21,6 +21,7 @@ from experiments.benchmarks import (
     bench_train,
 )
 from experiments.growth import GrowthConfig, bench_growth
+from experiments.preparation import PrepareConfig, bench_prepare
 from runtime.device import describe, pick_device
 from runtime.exit_codes import bad_input, exit_codes
 from runtime.run_dir import RUNS, write_atomically
@@ -31,6 +32,7 @@ COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
     "train": (bench_train, StepConfig),
     "generate": (bench_generate, GenerateConfig),
     "growth": (bench_growth, GrowthConfig),
+    "prepare": (bench_prepare, PrepareConfig),
     "gpu": (gpu.bench_gpu, gpu.GPUConfig),
 }
 

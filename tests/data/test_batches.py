@@ -356,8 +356,8 @@ def stopped_after(chunks: int):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_token_file_is_continued_where_it_was_stopped(source, tmp_path, monkeypatch, split):
-    monkeypatch.setattr(workers, "JOB_BYTES", 500)
-    monkeypatch.setattr(token_files, "SAVE_BYTES", 2000)
+    monkeypatch.setattr(workers, "JOB_BYTES", 100)
+    monkeypatch.setattr(token_files, "SAVE_BYTES", 200)
     corpus, path = open_corpus([str(source)], tmp_path), tmp_path / "tokens.bin"
     write_tokens(path, corpus, split, ByteTokenizer())
     expected, chunks = path.read_bytes(), len(list(corpus.documents(split)))
@@ -366,14 +366,14 @@ def test_a_token_file_is_continued_where_it_was_stopped(source, tmp_path, monkey
     while not path.exists() or path.read_bytes() != expected:
         attempts += 1
         assert attempts < 40, "the attempts lead nowhere"
-        tokenizer = stopped_after(35)  # of some 50 bytes each
+        tokenizer = stopped_after(8)
         with suppress(KeyboardInterrupt):
             write_tokens(path, corpus, split, tokenizer)
         encoded += tokenizer.encoded
         with suppress(NotPrepared):
             assert open_tokens(path, corpus, tokenizer) and path.read_bytes() == expected
-    assert attempts > 1 if split == "train" else attempts == 1
-    assert chunks <= encoded < 2 * chunks
+    assert attempts > 2
+    assert chunks <= encoded < chunks + attempts, "each attempt encodes at most one document again"
 
 
 @pytest.mark.parametrize("change", ["size", "tokenizer", "corpus", "jobs", "name"])
