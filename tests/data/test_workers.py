@@ -179,6 +179,7 @@ def test_a_stopped_command_leaves_no_process_and_says_why(text, tokenizer, tmp_p
     assert wait_until_encoding(process, tmp_path / "train.bin"), "ended before it could be stopped"
     children = children_of(process)
     assert len(children) == 2
+    assert all(os.getsid(child) == child for child in children), "Ctrl-C must not reach them"
     if how == "child":
         os.kill(children[0], signal.SIGKILL)
     elif how == "SIGINT":
