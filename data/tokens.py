@@ -62,7 +62,7 @@ def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer)
     with open(path, "r+b" if done else "wb") as file, bar, closing(encoded):
         file.truncate(HEADER_BYTES + count * dtype.itemsize)
         file.seek(0, os.SEEK_END)
-        # What an earlier call encoded is read again, which takes much less time.
+        # What an earlier call encoded is read again, and validation text compressed again, but not encoded again.
         for number, (job, ids) in enumerate(chain(((job, b"") for job in islice(jobs, done)), encoded), 1):
             file.write(ids)
             count += len(ids) // dtype.itemsize
