@@ -8,7 +8,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,7 +291,7 @@ class Trainer:
     def log_evaluation(self) -> None:
         run = self.run
         with self.clock.paused():
-            val_loss, val_bpb = evaluate(self.model, run)
+            val_loss, val_bpb = evaluate(self.model, run, self.loss)
             if not math.isfinite(val_loss):
                 raise NotFinite(self.step)
             self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
@@ -399,11 +399,11 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def evaluate(model: Llama, run: Run) -> tuple[float, float]:
+def evaluate(model: Llama, run: Run, loss_of_batch: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes.
+    the same ones. Special tokens add their loss and no bytes. `loss_of_batch` is `model.loss`, compiled or not.
     """
     training = model.training
     model.eval()
@@ -412,7 +412,7 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
     for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, run.config.eval_tokens):
         with autocast(run.device, run.dtype):
-            loss = model.loss(inputs.to(run.device), targets.to(run.device))
+            loss = loss_of_batch(inputs.to(run.device), targets.to(run.device))
         nats += float(loss) * targets.numel()
         tokens += targets.numel()
         utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
@@ -427,7 +427,7 @@ def evaluate_only(run: Run) -> None:
         model, _ = load_model(checkpoint, run.device)
         if run.config.fast:
             accelerate(model)
-    val_loss, val_bpb = evaluate(model, run)
+    val_loss, val_bpb = evaluate(model, run, model.loss)
     print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
 
