@@ -112,9 +112,9 @@ def test_training_options_match_eager(changes, options):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("kind", ["rmsnorm", "powernorm"])
-def test_training_with_inductor_matches_eager(kind):
-    assert_training_matches(settings(kind), backend="inductor")
+@pytest.mark.parametrize("kind, placement", [("rmsnorm", "siamese"), ("powernorm", "pre")])
+def test_training_with_inductor_matches_eager(kind, placement):
+    assert_training_matches(settings(kind, placement), backend="inductor")
 
 
 # --- the number of compilations --------------------------------------------------------------------------------------
