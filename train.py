@@ -399,13 +399,13 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def evaluate(model: Llama, run: Run, loss_of_batch: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
+def evaluate(model: Llama, run: Run, compiled_loss: Callable | None = None) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes. `loss_of_batch` is `model.loss`, compiled or not.
+    the same ones. Special tokens add their loss and no bytes. `compiled_loss` is used in place of `model.loss`.
     """
-    training = model.training
+    loss_of_batch, training = compiled_loss or model.loss, model.training
     model.eval()
     nats, tokens, utf8_bytes = 0.0, 0, 0
     context = run.model_config.context
@@ -427,7 +427,7 @@ def evaluate_only(run: Run) -> None:
         model, _ = load_model(checkpoint, run.device)
         if run.config.fast:
             accelerate(model)
-    val_loss, val_bpb = evaluate(model, run, model.loss)
+    val_loss, val_bpb = evaluate(model, run)
     print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
 

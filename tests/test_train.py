@@ -126,7 +126,7 @@ def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
     model, losses = train.load_model(find_checkpoint(str(run.folder)), run.device)[0], []
     for batch_tokens in (1, 96, 1 << 12):
         monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
-        losses.append(train.evaluate(model, run, model.loss))
+        losses.append(train.evaluate(model, run))
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
@@ -422,7 +422,7 @@ def test_evaluation_is_deterministic_and_without_dropout(command):
     run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
     model, _ = train.load_model(find_checkpoint(str(run.folder)), run.device)
     state = torch.get_rng_state()
-    losses = {train.evaluate(model.train(mode), run, model.loss) for mode in (True, False)}
+    losses = {train.evaluate(model.train(mode), run) for mode in (True, False)}
     assert len(losses) == 1
     assert torch.equal(torch.get_rng_state(), state)
 
