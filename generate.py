@@ -22,6 +22,7 @@ from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.acceleration import accelerate, resolve_fast
 from runtime.checkpoint import find_checkpoint, load_model
+from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype
 from runtime.exit_codes import bad_input, exit_codes
 
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
             sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
             device = pick_device(flags.device)
             dtype = pick_dtype(flags.dtype, device)
-            fast = resolve_fast(flags.fast, device, flags.dtype)
+            fast = resolve_fast(flags.fast, device, flags.dtype, flags.compile)
             prompt = read_prompt(flags.prompt)
             checkpoint = find_checkpoint(flags.checkpoint)
             model, tokenizer = load_model(checkpoint, device)
@@ -74,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
         cast_matrices(model, dtype)
         if fast:
             accelerate(model)
+        if flags.compile:
+            compile_decoding(model)
         with autocast(device, dtype):
             stream = stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop)
             print_samples(prompt, stream, flags.samples)
@@ -107,7 +110,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fast",
         action=argparse.BooleanOptionalAction,
-        help="use the CPU kernels in fast/ (default: on a CPU, if they can be built)",
+        help="use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)",
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="use torch.compile, with a CUDA graph on CUDA; takes a minute before the first token (default: off)",
     )
     return parser.parse_args(arguments)
 

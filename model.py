@@ -125,7 +125,7 @@ class Attention(nn.Module):
         mask, dropout = None, self.dropout.p if self.training else 0.0
         if cache is not None:
             k, v = cache.extend(k, v)  # B K S D
-            mask = causal_mask(q.shape[2], k.shape[2], q.device)
+            mask = cache.mask(q.shape[2])
         y = F.scaled_dot_product_attention(  # softmax(q kᵀ / √D + mask) v
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=cache is None, enable_gqa=self.grouped
         )  # B H T D
@@ -182,7 +182,10 @@ class Rope(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, start: int, length: int) -> RopeTable:
+    def forward(self, start: int | Tensor, length: int) -> RopeTable:
+        if isinstance(start, Tensor):  # its value is unknown here; see runtime/decoding.py
+            positions = start + torch.arange(length, device=start.device)
+            return self.cos[positions], self.sin[positions]
         if start + length > self.context:
             raise ValueError(f"{start + length} tokens exceed the model's context of {self.context}")
         return self.cos[start : start + length], self.sin[start : start + length]
@@ -246,10 +249,10 @@ class LayerCache:
         self.length = new.stop
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-
-def causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
-    """Which of `total` tokens each of the last `new` may attend to, (new, total). None if `new` is 1: it may all."""
-    return None if new == 1 else torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+    def mask(self, new: int) -> Tensor | None:
+        """Which of the S tokens each of the last `new` may attend to, (new, S). None if `new` is 1: it may all."""
+        total, device = self.length, self.keys.device
+        return None if new == 1 else torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
 # --- gradient checkpointing ------------------------------------------------------------------------------------------
@@ -261,6 +264,8 @@ def recomputed(block: nn.Module, x: Tensor, rope: RopeTable) -> Tensor:
     The second forward must not update running statistics again, so it gets the buffers from before the first.
     """
     before, first = dict(block.named_buffers()), True
+    if not before:
+        return checkpoint(block, x, rope, use_reentrant=False)  # torch.compile cannot trace the closure below
 
     def forward(x: Tensor) -> Tensor:
         nonlocal first

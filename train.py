@@ -8,7 +8,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,7 +291,7 @@ class Trainer:
     def log_evaluation(self) -> None:
         run = self.run
         with self.clock.paused():
-            val_loss, val_bpb = evaluate(self.model, run)
+            val_loss, val_bpb = evaluate(self.model, run, self.loss)
             if not math.isfinite(val_loss):
                 raise NotFinite(self.step)
             self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
@@ -399,20 +399,20 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def evaluate(model: Llama, run: Run) -> tuple[float, float]:
+def evaluate(model: Llama, run: Run, compiled_loss: Callable | None = None) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes.
+    the same ones. Special tokens add their loss and no bytes. `compiled_loss` is used in place of `model.loss`.
     """
-    training = model.training
+    loss_of_batch, training = compiled_loss or model.loss, model.training
     model.eval()
     nats, tokens, utf8_bytes = 0.0, 0, 0
     context = run.model_config.context
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
     for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, run.config.eval_tokens):
         with autocast(run.device, run.dtype):
-            loss = model.loss(inputs.to(run.device), targets.to(run.device))
+            loss = loss_of_batch(inputs.to(run.device), targets.to(run.device))
         nats += float(loss) * targets.numel()
         tokens += targets.numel()
         utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())

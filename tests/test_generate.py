@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -317,6 +318,18 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, capsys):
     assert "12 tokens in" in output.err and "tokens/s" in output.err and "step-000001 on cpu in float32" in output.err
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="Inductor needs a C++ compiler")
+def test_compiled_generation_prints_the_same_text(run, capsys):
+    texts = []
+    for flag in ("--no-compile", "--compile"):
+        command.main(
+            ["--checkpoint", str(run), "--temperature", "0", "--tokens", "12", "--no-fast", flag, *CPU_FLOAT32]
+        )
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) > 4
+
+
 def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsys, monkeypatch):
     monkeypatch.chdir(run.parent.parent)
     (run.parent.parent / "runs").symlink_to(run.parent)
@@ -360,6 +373,7 @@ INVALID_FLAGS = {
     "--tokens 48": "--tokens 48 after a prompt of 1 tokens exceeds the model's context of 48; use at most 47",
     "--checkpoint nowhere": "nowhere is not a directory; name a run of train.py",
     "--dtype int4": "argument --dtype: invalid choice: 'int4'",
+    "--fast --compile": "the kernels of --fast cannot be used: they need --no-compile; use --no-fast",
     "--tempo 3": "unrecognized arguments: --tempo 3",
 }
 

@@ -497,23 +497,6 @@ def test_block_forward_has_two_statements():
     assert isinstance(function, ast.FunctionDef) and len(function.body) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["pre", "siamese"])
-def test_compiled_model_matches_eager(placement):
-    model = random_weights_model(dataclasses.replace(SMALL, placement=placement))
-    compiled = torch.compile(model.loss)
-    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
-    losses = []
-    for loss in (model.loss, compiled):
-        model.zero_grad()
-        value = loss(inputs, targets)
-        value.backward()
-        losses.append(
-            (value.detach(), [torch.clone(weight.grad) for weight in model.parameters() if weight.grad is not None])
-        )
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("norm, norm_args", [("rmsnorm", {}), ("batchnorm", {}), ("powernorm", {"warmup": 0})])
 def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
     """Loss, gradients and running statistics of two batches with dropout.
