@@ -15,6 +15,7 @@ from norms import KINDS, TRAITS, build_norm, is_a, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
+DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
 MAX_WEIGHTS = 10**12  # 4 TB in fp32, more than any single device has
 
 
@@ -147,11 +148,17 @@ class TrainConfig:
     momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
-    device: str = option("auto", "device to train on", choices=["auto", "cpu", "cuda", "mps"])
+    device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option(
         "auto",
         "dtype of matrix products; auto is the faster of bfloat16 and float32",
         choices=["auto", "float32", "bfloat16", "float16"],
+    )
+    tf32: bool = option(
+        False, "allow TF32 in float32 matrix products on a GPU: faster, 10 bits of mantissa; no effect with bfloat16"
+    )
+    deterministic: bool = option(
+        False, "use deterministic kernels only: slower, and a resumed run on CUDA ends with the same bits"
     )
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
     compile: bool = option(None, "use torch.compile (default: on CUDA for runs of at least 500 steps)")

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from config import Parser, add_options, check_sizes, option, require
+from config import DEVICES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.acceleration import accelerate, resolve_fast
 from runtime.checkpoint import find_checkpoint, load_model
 from runtime.decoding import compile_decoding
-from runtime.device import autocast, pick_device, pick_dtype
+from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.exit_codes import bad_input, exit_codes
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
@@ -98,9 +98,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=int, default=1, metavar="INT", help="number of samples (default: 1)")
     add_options(parser, Sampling)
-    parser.add_argument(
-        "--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="device to run on (default: auto)"
-    )
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help=f"{DEVICES} (default: auto)")
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -199,11 +197,14 @@ def generate(
     random state is touched. Raises ValueError, before the first token, if the context is too short.
     """
     device = model.embed_tokens.weight.device
-    tokens = torch.tensor([prompt or [end_of_document]], device=device).expand(samples, -1)  # B T
-    generators = [make_generator(sampling.seed, sample) for sample in range(samples)]
+    count = max_new_tokens(prompt, sampling, model.config.context)
+    tokens = to_device(torch.tensor([prompt or [end_of_document]]), device).expand(samples, -1)  # B T
+    sampler = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
+    points = to_device(random_points(sampling.seed, samples, count), sampler)
     cache, ended = model.new_cache(), [False] * samples
-    for _ in range(max_new_tokens(prompt, sampling, model.config.context)):
-        drawn = draw(model.next_logits(tokens, cache), sampling, generators)  # B
+    for index in range(count):
+        drawn = draw(model.next_logits(tokens, cache), sampling, points[index])  # B
+        # Reading the ids is the only time that Python waits for the device.
         ids = [end_of_document if done else token for done, token in zip(ended, drawn.tolist(), strict=True)]
         yield ids
         ended = [token == end_of_document for token in ids]
@@ -218,11 +219,17 @@ def make_generator(seed: int, sample: int) -> Generator:
     return Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Tensor:
-    """One id for each row of `logits` (B, V), with that row's generator."""
+def random_points(seed: int, samples: int, count: int) -> Tensor:
+    """A uniform number from [0, 1) for each token of each sample, float64 (count, samples)."""
+    generators = [make_generator(seed, sample) for sample in range(samples)]
+    return torch.stack([torch.rand(count, dtype=torch.float64, generator=each) for each in generators], 1)
+
+
+def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
+    """One id for each row of `logits` (B, V), selected by that row's number in `points` (B), on its device."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    logits = apply_temperature(logits.cpu().double(), sampling.temperature)
+    logits = apply_temperature(logits.to(points.device).double(), sampling.temperature)
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
@@ -230,7 +237,6 @@ def draw(logits: Tensor, sampling: Sampling, generators: list[Generator]) -> Ten
     if sampling.min_p:
         logits = keep_min_p(logits, sampling.min_p)
     # Inverse transform sampling: one uniform number per row; torch.multinomial draws V of them.
-    points = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
     sums = logits.exp().cumsum(-1)  # unnormalized
     # 1 - points is in (0, 1], so a token of probability 0 is never drawn.
     return torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)

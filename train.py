@@ -28,7 +28,18 @@ from norms import TRAITS
 from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime.acceleration import accelerate, resolve_fast, unavailable
 from runtime.checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
-from runtime.device import autocast, compile_by_default, describe, peak_flops, peak_memory, pick_device, pick_dtype
+from runtime.device import (
+    allow_tf32,
+    autocast,
+    compile_by_default,
+    describe,
+    deterministic,
+    peak_flops,
+    peak_memory,
+    pick_device,
+    pick_dtype,
+    to_device,
+)
 from runtime.exit_codes import NotFinite, Stopped, bad_input, exit_codes
 from runtime.run_dir import (
     Log,
@@ -131,7 +142,7 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
         raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     fast = resolve_fast(config.fast, device, dtype, compiled)
     return model_config, dataclasses.replace(
-        config, device=device.type, dtype=dtype, compile=compiled, fast=fast, out=""
+        config, device=str(device), dtype=dtype, compile=compiled, fast=fast, out=""
     )
 
 
@@ -165,6 +176,7 @@ class Trainer:
 
     def __init__(self, run: Run, resume: bool = False):
         self.run = run
+        allow_tf32(run.config.tf32)
         self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.model.recompute = run.config.recompute
         if run.config.fast:
@@ -186,7 +198,7 @@ class Trainer:
         if self.step >= config.steps:
             print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
-        with self.opened_log(), stop_requests() as stop:
+        with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
                 self.step += 1
@@ -232,7 +244,7 @@ class Trainer:
         torch.manual_seed(config.seed + 1_000_003 * self.step)  # the same dropout in a resumed run
         rows = range(config.batch_size)
         batch = training_batch(run.data.train.tokens, config.seed, self.step, rows, run.model_config.context)
-        inputs, targets = (ids.to(run.device).split(config.micro_batch_size) for ids in batch)
+        inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
         loss = torch.zeros((), device=run.device)
         for micro_inputs, micro_targets in zip(inputs, targets, strict=True):
             with autocast(run.device, run.dtype):
@@ -256,11 +268,12 @@ class Trainer:
         write_atomically(run_file, json.dumps(description, indent=2) + "\n")
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
         self.clock = Clock(self.seconds)
+        named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
+        modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
                 f"{description['parameters']:,} parameters, {run.model_config.norm} {run.model_config.placement}-norm, "
-                f"on {description['device']} in {run.config.dtype}{' with fast kernels' if run.config.fast else ''}; "
-                f"the run is {run.folder}"
+                f"on {description['device']} in {run.config.dtype}{''.join(modes)}; the run is {run.folder}"
             )
             try:
                 yield
@@ -297,7 +310,7 @@ class Trainer:
             self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
             plot_loss(self.log.rows, run.folder / "loss.png")
             prompt = run.data.val.tokens[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
-            with autocast(run.device, run.dtype):
+            with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
                 self.log.add_sample(self.step, sample_text(self.model, run.data.tokenizer, prompt, SAMPLE))
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
@@ -407,21 +420,23 @@ def evaluate(model: Llama, run: Run, compiled_loss: Callable | None = None) -> t
     """
     loss_of_batch, training = compiled_loss or model.loss, model.training
     model.eval()
-    nats, tokens, utf8_bytes = 0.0, 0, 0
+    losses, sizes, utf8_bytes = [], [], 0
     context = run.model_config.context
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
     for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, run.config.eval_tokens):
         with autocast(run.device, run.dtype):
-            loss = loss_of_batch(inputs.to(run.device), targets.to(run.device))
-        nats += float(loss) * targets.numel()
-        tokens += targets.numel()
+            losses.append(loss_of_batch(to_device(inputs, run.device), to_device(targets, run.device)))
+        sizes.append(targets.numel())
         utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
     model.train(training)
-    return nats / tokens, nats / math.log(2) / utf8_bytes
+    # The losses stay on the device until here, since reading one waits for it.
+    nats = sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes, strict=True))
+    return nats / sum(sizes), nats / math.log(2) / utf8_bytes
 
 
 def evaluate_only(run: Run) -> None:
     """Print the loss of the newest checkpoint."""
+    allow_tf32(run.config.tf32)
     with bad_input():
         checkpoint = find_checkpoint(str(run.folder))
         model, _ = load_model(checkpoint, run.device)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from config import ModelConfig, TrainConfig, check_sizes, option, require
+from config import DEVICES, ModelConfig, TrainConfig, check_sizes, option, require
 from generate import Sampling, cast_matrices, generate
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
@@ -37,7 +37,7 @@ class BenchConfig:
     """Options of every measurement. Raises ValueError, in one line that names the flag, for bad values."""
 
     rounds: int = option(7, "measured rounds")
-    device: str = option("auto", "device to measure", choices=["auto", "cpu", "cuda", "mps"])
+    device: str = option("auto", DEVICES, metavar="DEVICE")
     out: str = option("", "JSON file for the report (default: bench-COMMAND.json under runs/)", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ def time_alternately(calls: dict[str, Call], rounds: int, device: torch.device) 
 
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+        torch.accelerator.synchronize(device)
 
 
 def model_dtypes(device: torch.device) -> list[torch.dtype]:

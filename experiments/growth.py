@@ -64,7 +64,7 @@ def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
         vocab_size=2048,
         batch_size=16,
         rounds=config.rounds,
-        device=device.type,
+        device=str(device),
     )
     costs = measure_costs(base)
     plot_costs(costs, base, Path(config.plot))

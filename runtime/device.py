@@ -1,13 +1,16 @@
 """Hardware properties: devices, dtypes and peak speed."""
 
 import contextlib
+import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 try:
     import resource
@@ -29,15 +32,20 @@ COMPILE_STEPS = 500  # `torch.compile` takes about a minute, which shorter runs 
 
 
 def pick_device(name: str) -> torch.device:
-    """The device `name` ("cpu", "cuda", "mps"), or the fastest available one for "auto".
+    """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto".
 
-    Raises ValueError if this machine does not have it.
+    Raises ValueError if there is no such name, or if this machine does not have it.
     """
+    if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
+        raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device in available if available[device])
-    if not available[name]:
+    kind, _, index = name.partition(":")
+    if not available[kind]:
         raise ValueError(f"--device {name}: torch {torch.__version__} finds no such device; try --device cpu")
+    if index and int(index) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"--device {name}: the last of this machine's GPUs is cuda:{count - 1}")
     return torch.device(name)
 
 
@@ -56,7 +64,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def has_bfloat16(device: torch.device) -> bool:
     """Whether `device` has instructions for bfloat16 matrix products."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
     if device.type == "cpu":
         return _cpu_has_bfloat16()
     return True
@@ -89,6 +97,29 @@ def compile_by_default(device: torch.device, steps: int) -> bool:
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Matrix products in `dtype`. Parameters, norms and the residual stream stay in float32."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def to_device(ids: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`. Python does not wait for it on CUDA, where copies from pinned memory are asynchronous."""
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether a GPU may round the inputs of float32 matrix products to TF32. It applies to the whole process."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+@contextlib.contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Whether only deterministic kernels are used inside. Where CUDA has none, torch raises RuntimeError."""
+    if enabled:  # cuBLAS reads this when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def describe(device: torch.device) -> str:

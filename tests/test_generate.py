@@ -31,6 +31,7 @@ from generate import (
     keep_top_p,
     make_generator,
     max_new_tokens,
+    random_points,
     sample_text,
     stream_text,
 )
@@ -106,7 +107,8 @@ FILTERS = [
 def test_draw_follows_the_filtered_probabilities(sampling):
     logits = torch.tensor([1.0, 0.0, 2.5, -1.0, 2.0, 1.5, 0.5, -2.0])
     expected, count = reference_probabilities(logits.numpy().astype(float), sampling), 20_000
-    ids = draw(logits.expand(count, -1), sampling, [make_generator(0, 0)] * count)
+    points = torch.rand(count, dtype=torch.float64, generator=make_generator(0, 0))
+    ids = draw(logits.expand(count, -1), sampling, points)
     frequencies = np.bincount(ids.numpy(), minlength=8) / count
     assert not frequencies[expected == 0].any()
     # within five standard deviations
@@ -149,7 +151,7 @@ def test_top_p_on_a_large_vocabulary(spread, p):
 def test_tiny_temperatures_are_greedy():
     logits = torch.tensor([[3.0, 5.0, -2.0]])
     for temperature in (0.0, 5e-324, 1e-300, 1e-9):
-        assert draw(logits, Sampling(temperature=temperature), [make_generator(0, 0)]).tolist() == [1]
+        assert draw(logits, Sampling(temperature=temperature), random_points(0, 1, 1)[0]).tolist() == [1]
     torch.testing.assert_close(apply_temperature(logits, 4.0).softmax(-1), (logits / 4).softmax(-1))
 
 
@@ -185,6 +187,17 @@ def test_sample_does_not_depend_on_the_number_of_samples(model):
     assert batch[0][: len(alone)] == alone
     pair = [list(row) for row in zip(*generate(model, [7], sampling, END, samples=2), strict=True)]
     assert batch[1][: len(pair[1])] == pair[1]
+
+
+def test_random_numbers_are_those_of_one_draw_per_token():
+    """A sample has one number per token, whatever the number of tokens and of samples."""
+    points = random_points(3, samples=4, count=50)
+    assert points.dtype == torch.float64 and points.shape == (50, 4) and len(points.unique()) == 200
+    for sample in range(4):
+        generator = make_generator(3, sample)
+        one_by_one = [torch.rand(1, dtype=torch.float64, generator=generator) for _ in range(50)]
+        assert torch.equal(points[:, sample], torch.cat(one_by_one))
+    assert torch.equal(random_points(3, samples=2, count=7), points[:7, :2])
 
 
 def test_empty_prompt_starts_with_end_of_document(model):
@@ -372,6 +385,8 @@ INVALID_FLAGS = {
     "--seed -1": "--seed must be 0 or more, not -1",
     "--tokens 48": "--tokens 48 after a prompt of 1 tokens exceeds the model's context of 48; use at most 47",
     "--checkpoint nowhere": "nowhere is not a directory; name a run of train.py",
+    "--device abacus": "--device 'abacus': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
+    "--device cuda:-1": "--device 'cuda:-1': choose auto",
     "--dtype int4": "argument --dtype: invalid choice: 'int4'",
     "--fast --compile": "the kernels of --fast cannot be used: they need --no-compile; use --no-fast",
     "--tempo 3": "unrecognized arguments: --tempo 3",

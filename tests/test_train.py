@@ -303,6 +303,45 @@ def test_learning_rate_schedules():
     assert {learning_rate(constant, step) for step in range(100)} == {1.0}
 
 
+@pytest.mark.parametrize("flags, on", [("--tf32 --deterministic", True), ("", False)])
+def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, monkeypatch):
+    """They are recorded and said. Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
+    seen, sampled = set(), set()
+    accumulate, sample_text = train.Trainer.accumulate_gradients, train.sample_text
+
+    def record_modes(trainer):
+        seen.add((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
+        return accumulate(trainer)
+
+    def record_sampling(*args):
+        sampled.add(torch.are_deterministic_algorithms_enabled())
+        return sample_text(*args)
+
+    monkeypatch.setattr(train.Trainer, "accumulate_gradients", record_modes)
+    monkeypatch.setattr(train, "sample_text", record_sampling)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.get_float32_matmul_precision()
+    try:
+        run = command(f"--steps 3 --eval-every 1 {flags}")
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if on else None)
+    finally:
+        torch.set_float32_matmul_precision(before)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    assert seen == {("high" if on else "highest", on)} and sampled == {False}
+    assert not torch.are_deterministic_algorithms_enabled()
+    settings = json.loads((run / "run.json").read_text())["training"]
+    assert settings["tf32"] is settings["deterministic"] is on
+    assert (", TF32 allowed, deterministic; the run is" in capsys.readouterr().out) is on
+
+
+def test_the_index_of_a_gpu_is_kept(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in ("cuda", "cuda:1"):
+        assert train.resolve(train.parse(["--device", name, "--steps", "2"]))[1].device == name
+
+
 # --- stopping and resuming -------------------------------------------------------------------------------------------
 
 
@@ -577,6 +616,8 @@ INVALID_FLAGS = {
     "--eval-only": "there is no run",
     "--config missing.json": "missing.json",
     "--device cuda": "--device cuda",
+    "--device cuda:1": "--device cuda:1: torch",
+    "--device cuda1": "--device 'cuda1': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
     "--nonsense": "--nonsense",
     "--norm batchnorm --context 1 --batch-size 1": "at least 2 tokens",
     "--tokenizer sentencepiece --vocab-size 1": "--vocab-size 1 cannot hold every byte",

@@ -138,7 +138,7 @@ def test_help_describes_every_option(command, capsys):
         ("generate --tokens 256", "--tokens 256 must be below --context 256"),
         ("generate --heads 5", "heads"),
         ("norms --rows many", "invalid int value: 'many'"),
-        ("norms --device abacus", "invalid choice: 'abacus'"),
+        ("norms --device abacus", "--device 'abacus': choose auto, cpu, cuda, mps, or"),
         ("norms --out README.md/report.json", "README.md"),
         ("norms --out tests", "tests is a folder"),
         ("growth --plot tests", "tests is a folder"),

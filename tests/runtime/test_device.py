@@ -1,9 +1,10 @@
+import os
 import platform
 
 import pytest
 import torch
 
-from runtime.device import has_bfloat16, pick_dtype, prefers_bfloat16
+from runtime.device import deterministic, has_bfloat16, pick_device, pick_dtype, prefers_bfloat16, to_device
 
 CPU = torch.device("cpu")
 
@@ -23,3 +24,46 @@ def test_a_dtype_that_is_named_is_taken():
     else:
         with pytest.raises(ValueError, match="--dtype float32"):
             pick_dtype("bfloat16", CPU)
+
+
+NO_DEVICES = ["", "gpu", "cuda:", "cuda:-1", "cuda:01", "cuda:x", "cpu:0", "CPU", " cuda", "cuda:1\n"]
+
+
+@pytest.mark.parametrize("name", NO_DEVICES)
+def test_a_name_that_is_no_device_is_refused(name):
+    with pytest.raises(ValueError, match="choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1"):
+        pick_device(name)
+
+
+def test_one_of_several_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda")
+    assert pick_device("cuda:1") == torch.device("cuda", 1)
+    for name in ("cuda:2", "cuda:9999999999999999999999"):
+        with pytest.raises(ValueError, match=f"--device {name}: the last of this machine's GPUs is cuda:1"):
+            pick_device(name)
+
+
+def test_a_gpu_on_a_machine_without_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "cuda:0", "cuda:3"):
+        with pytest.raises(ValueError, match=f"--device {name}: torch .* finds no such device; try --device cpu"):
+            pick_device(name)
+
+
+def test_deterministic_kernels_are_a_setting_of_the_block(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # what the user has set stays
+    with deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        with deterministic(False):
+            assert not torch.are_deterministic_algorithms_enabled()
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_copy_to_the_cpu_is_not_pinned():
+    ids = torch.arange(3)
+    assert to_device(ids, CPU) is ids
