@@ -1,4 +1,4 @@
-"""Measure speed: `python bench.py norms|train|generate|growth|gpu`. The measurements are in `experiments/`."""
+"""Measure speed: `python bench.py norms|train|generate|growth|plan|gpu`. The measurements are in `experiments/`."""
 
 import argparse
 import json
@@ -21,6 +21,7 @@ from experiments.benchmarks import (
     bench_train,
 )
 from experiments.growth import GrowthConfig, bench_growth
+from experiments.plan import PlanConfig, bench_plan
 from runtime.device import describe, pick_device
 from runtime.exit_codes import bad_input, exit_codes
 from runtime.run_dir import RUNS, write_atomically
@@ -31,6 +32,7 @@ COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
     "train": (bench_train, StepConfig),
     "generate": (bench_generate, GenerateConfig),
     "growth": (bench_growth, GrowthConfig),
+    "plan": (bench_plan, PlanConfig),
     "gpu": (gpu.bench_gpu, gpu.GPUConfig),
 }
 
