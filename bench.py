@@ -1,4 +1,4 @@
-"""Measure speed: `python bench.py norms|train|generate|growth|prepare|gpu`. The measurements are in `experiments/`."""
+"""Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
 import argparse
 import json
@@ -21,6 +21,7 @@ from experiments.benchmarks import (
     bench_train,
 )
 from experiments.growth import GrowthConfig, bench_growth
+from experiments.plan import PlanConfig, bench_plan
 from experiments.preparation import PrepareConfig, bench_prepare
 from runtime.device import describe, pick_device
 from runtime.exit_codes import bad_input, exit_codes
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
     "generate": (bench_generate, GenerateConfig),
     "growth": (bench_growth, GrowthConfig),
     "prepare": (bench_prepare, PrepareConfig),
+    "plan": (bench_plan, PlanConfig),
     "gpu": (gpu.bench_gpu, gpu.GPUConfig),
 }
 

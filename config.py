@@ -165,6 +165,7 @@ class TrainConfig:
     fast: bool = option(
         None, "use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)"
     )
+    shard: bool = option(False, "shard weights, gradients and optimizer state over the ranks (FSDP2)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "tokens of the validation text per evaluation, in evenly spaced windows")
     save_every: int = option(250, "steps between checkpoints; also after the last step")
@@ -196,7 +197,8 @@ class TrainConfig:
 
 FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
 
-# What differs from the defaults above, which are the preset `tiny`.
+# What differs from the defaults above, which are the preset `tiny`. By `train.py --plan`, `small` and `124m` fit on a
+# GPU of 24 GB, `1b` on one of 80 GB, and `7b`, LLaMA's shape with twice its context, on 8 of 80 GB.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
@@ -212,6 +214,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, vocab_size=32000, rope_theta=5e5,
         batch_size=512, micro_batch_size=8, lr=4e-4, optimizer="adamw", steps=50000, eval_every=1000, save_every=1000,
         eval_tokens=1 << 20,
+    ),
+    "7b": dict(
+        dim=4096, layers=32, heads=32, hidden_dim=11008, context=4096, vocab_size=32000, tie_embeddings=False,
+        batch_size=512, micro_batch_size=2, lr=3e-4, optimizer="adamw", steps=100000, eval_every=1000, save_every=1000,
+        eval_tokens=1 << 20, shard=True, recompute=True,
     ),
 }  # fmt: skip
 
@@ -237,7 +244,12 @@ class Parser(argparse.ArgumentParser):
 
 def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
     """Add `--preset`, `--config` and a flag for every field of both configurations; no help for those in `hidden`."""
-    parser.add_argument("--preset", choices=PRESETS, help="preset options (default: tiny on a CPU, small elsewhere)")
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="preset options (default: tiny on a CPU, small elsewhere); small and 124m need a GPU of 24 GB, 1b one of "
+        "80 GB, 7b 8 of 80 GB",
+    )
     parser.add_argument("--config", metavar="RUN.JSON", help="configuration of an earlier run to start from")
     add_options(parser.add_argument_group("model"), ModelConfig, hidden)
     add_options(parser.add_argument_group("training"), TrainConfig, hidden)

@@ -11,17 +11,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
-from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, read_run
+from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, read_run, require
 from data.batches import Prepared, evaluation_batches, prepare, training_batch
+from data.tokenizer import ByteTokenizer
+from data.tokens import TokenFile
 from generate import Sampling, sample_text
 from model import Llama
 from norms import TRAITS
@@ -29,6 +33,7 @@ from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime.acceleration import accelerate, resolve_fast, unavailable
 from runtime.checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
 from runtime.device import (
+    CARDS,
     allow_tf32,
     autocast,
     compile_by_default,
@@ -41,6 +46,7 @@ from runtime.device import (
     to_device,
 )
 from runtime.exit_codes import NotFinite, Stopped, bad_input, exit_codes
+from runtime.plan import Plan, make_plan
 from runtime.run_dir import (
     Log,
     check_run_dir,
@@ -66,6 +72,10 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
+    if flags.plan:
+        with bad_input():
+            print(plan(flags))
+        return
     with exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with bad_input():
             run = resolve_run(flags)
@@ -83,8 +93,39 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out (default: the newest run)")
     parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint of the run in --out")
+    parser.add_argument("--plan", action="store_true", help="only print memory and speed of a step on --card")
+    parser.add_argument("--ranks", type=int, metavar="INT", help="number of GPUs for --plan (default: 1)")
+    parser.add_argument("--card", choices=CARDS, help="GPU for --plan (default: h100)")
     add_flags(parser)
-    return parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
+    if not flags.plan and (flags.ranks is not None or flags.card):
+        parser.error("--ranks and --card are for --plan; torchrun --nproc-per-node sets the ranks of a run")
+    return flags
+
+
+def plan(flags: argparse.Namespace) -> Plan:
+    """Memory and speed of a step on a GPU, from the trainer itself with tensors that have no data.
+
+    Raises ValueError for incompatible options.
+    """
+    require(not (flags.resume or flags.eval_only), "--plan is for new runs; leave out --resume and --eval-only")
+    model_config, config = configs_from(flags, "cuda")
+    ranks, card = 1 if flags.ranks is None else flags.ranks, flags.card or "h100"
+    require(ranks >= 1, f"--ranks must be at least 1, not {ranks}")
+    require(config.batch_size % ranks == 0, f"--batch-size {config.batch_size} is not divisible by --ranks {ranks}")
+    require(config.dtype != "float32", "--plan is for half precision; leave out --dtype float32")
+    rows = config.batch_size // ranks
+    micro = min(config.micro_batch_size, rows)
+    require(rows % micro == 0, f"--micro-batch-size {micro} does not divide the {rows} sequences of a rank")
+    nothing = TokenFile(np.zeros(model_config.context + 1, np.uint16), 0, 0)
+    simulated_config = dataclasses.replace(
+        config, batch_size=min(rows, 2 * micro), micro_batch_size=micro, device="cpu", compile=False, fast=False
+    )
+    run = Run(
+        Path(), model_config, simulated_config, torch.device("cpu"), torch.bfloat16,
+        Prepared(nothing, nothing, ByteTokenizer(), "", "", 0, 0),
+    )  # fmt: skip
+    return make_plan(partial(Trainer, run), flops_per_token, card, ranks, rows // micro, config.shard)
 
 
 @dataclass

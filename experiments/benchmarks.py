@@ -30,6 +30,8 @@ Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product bounds training speed
 WARMUP_ROUNDS = 2
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+COMPILED_NORMS = ("rmsnorm", "layernorm")  # those that PyTorch has a kernel for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class NormsConfig(BenchConfig):
 
     rows: int = option(8192, "number of tokens")
     dim: int = option(768, "features per token")
+    compile: bool = option(False, "also measure RMSNorm and LayerNorm under torch.compile")
     rounds: int = option(15, "measured rounds")
 
     def __post_init__(self) -> None:
@@ -72,6 +75,9 @@ class RandomModelConfig(BenchConfig):
     hidden_dim: int = option(768, "width of the MLP's hidden layer")
     vocab_size: int = option(32000, "number of token ids")
     context: int = option(256, "maximum sequence length in tokens")
+    dtype: str = option(
+        "all", "dtype to measure; all is float32, and bfloat16 if the device has it", choices=["all", *DTYPES]
+    )
 
     def model_config(self) -> ModelConfig:
         names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
@@ -130,6 +136,10 @@ def model_dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.bfloat16, torch.float32] if has_bfloat16(device) else [torch.float32]
 
 
+def measured_dtypes(config: RandomModelConfig, device: torch.device) -> list[torch.dtype]:
+    return model_dtypes(device) if config.dtype == "all" else [DTYPES[config.dtype]]
+
+
 def variants(fast: bool) -> dict[str, bool]:
     """Names of the variants to measure, and whether each is accelerated."""
     return {"plain": False, "fast": True} if fast else {"plain": False}
@@ -170,7 +180,7 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
     }
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(config.rows, config.dim, device=device, dtype=dtype, requires_grad=True)
-        grad_y, norms = torch.randn_like(x), make_norms(config.dim, device, dtype, fast)
+        grad_y, norms = torch.randn_like(x), make_norms(config.dim, device, dtype, fast, config.compile)
         calls: dict[str, Call] = {"copy": x.detach().clone}
         for name, norm in norms.items():
             calls[f"{name} forward"] = partial(norm, x)
@@ -189,22 +199,33 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
     return report
 
 
-def make_norms(dim: int, device: torch.device, dtype: torch.dtype, fast: bool) -> dict[str, nn.Module]:
+def make_norms(
+    dim: int, device: torch.device, dtype: torch.dtype, fast: bool, compiled: bool = False
+) -> dict[str, nn.Module]:
     """Every kind, with parameters in fp32 as in training, and PyTorch's own norms.
 
-    If `fast`, kinds that `accelerate` changes are included a second time, accelerated.
+    If `fast`, kinds that `accelerate` changes are included a second time, accelerated; if `compiled`,
+    `COMPILED_NORMS`, compiled.
     """
     norms: dict[str, nn.Module] = {}
     for kind in sorted(kind for kind in KINDS if not TRAITS[kind].identity):
         norms[kind] = build_norm(kind, dim)
         if fast and type(accelerated := accelerate(build_norm(kind, dim))) is not KINDS[kind]:
             norms[f"{kind}, fast"] = accelerated
+    if compiled:
+        norms |= {f"{kind}, compiled": compile_norm(kind, dim) for kind in COMPILED_NORMS}
     norms["F.layer_norm"] = TorchNorm(F.layer_norm, dim, bias=True)
     norms["F.rms_norm"] = TorchNorm(F.rms_norm, dim, bias=False)
     if dtype != torch.float32:  # PyTorch's kernel for F.rms_norm needs parameters in the dtype of x
         norms["F.rms_norm"].to(dtype)
         norms["F.layer_norm, all bf16"] = TorchNorm(F.layer_norm, dim, bias=True).to(dtype)
     return {name: norm.to(device) for name, norm in norms.items()}
+
+
+def compile_norm(kind: str, dim: int) -> nn.Module:
+    norm = build_norm(kind, dim)
+    norm.compile()
+    return norm
 
 
 class TorchNorm(nn.Module):
@@ -240,7 +261,7 @@ def bench_train(config: StepConfig, device: torch.device) -> Report:
         "rows": [],
     }
     before = peak_memory(device)
-    for dtype in model_dtypes(device):
+    for dtype in measured_dtypes(config, device):
         calls: dict[str, Call] = {}
         for name, accelerated in variants(fast).items():
             model = Llama(config.model_config()).to(device)
@@ -253,6 +274,7 @@ def bench_train(config: StepConfig, device: torch.device) -> Report:
         matrix = torch.randn(size, size, device=device, dtype=dtype)
         seconds = time_alternately(calls | {"product": partial(torch.mm, matrix, matrix)}, config.rounds, device)
         bound = 2 * size**3 / seconds["product"] / flops_per_token(model)
+        report[f"product in {short_name(dtype)}, TFLOP/s"] = 2 * size**3 / seconds["product"] / 1e12
         for name in calls:
             speed = config.batch_size * config.context / seconds[name]
             row = {"step": name, "dtype": short_name(dtype), "tokens/s": round(speed)}
@@ -288,7 +310,7 @@ def training_step(loss: Callable, optimizers: list[Optimizer], tokens: Tensor, d
 
 def bench_generate(config: GenerateConfig, device: torch.device) -> Report:
     """Measure greedy generation, plain and fast, compared with the time to read the weights once per token."""
-    fast, dtypes = resolve_fast(None, device), model_dtypes(device)
+    fast, dtypes = resolve_fast(None, device), measured_dtypes(config, device)
     report: Report = {
         "settings": format_settings(config),
         "fast": fast_status(fast),

@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,16 +18,30 @@ try:
 except ImportError:  # missing on Windows
     resource = None  # type: ignore[assignment]
 
-# Peak dense bf16 speed in FLOP/s by GPU, from the vendors' data sheets, for model FLOPs utilization (MFU).
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165e12,
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by a part of its name in CUDA, with the limits from its vendor's data sheet.
+
+    flops: dense bf16 FLOP/s.
+    bandwidth, memory: of the device memory, in bytes/s and in bytes.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+
+
+CARDS = {
+    "a100": Card("A100", 312e12, 2.039e12, 80e9),
+    "h100-pcie": Card("H100 PCIe", 756e12, 2.0e12, 80e9),
+    "h100": Card("H100", 989e12, 3.35e12, 80e9),
+    "h200": Card("H200", 989e12, 4.8e12, 141e9),
+    "l4": Card("L4", 121e12, 0.3e12, 24e9),
+    "l40s": Card("L40S", 362e12, 0.864e12, 48e9),
+    "rtx-3090": Card("RTX 3090", 71e12, 0.936e12, 24e9),
+    "rtx-4090": Card("RTX 4090", 165e12, 1.008e12, 24e9),
 }
 COMPILE_STEPS = 500  # `torch.compile` takes about a minute, which shorter runs do not amortize
 
@@ -140,7 +155,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((PEAK_FLOPS[gpu] for gpu in sorted(PEAK_FLOPS, key=len, reverse=True) if gpu in name), None)
+    cards = [card for card in CARDS.values() if card.name in name]
+    return max(cards, key=lambda card: len(card.name)).flops if cards else None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,7 +1,11 @@
 """The GPU benchmark suite: how its parts are run, and that their flags are valid. No GPU is needed."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,13 +13,16 @@ import pytest
 import ablate
 import bench
 import train
+from config import configs_from
 from experiments import gpu
 
+ROOT = Path(__file__).parents[2]
 
-def test_a_part_reports_a_row_per_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "PARTS", {"good": ["-c 'print(6 * 7)'", "-c 'exit(3)'"], "other": ["-c pass"]})
-    rows = gpu.run_parts(["good"], tmp_path / "out")
-    assert [row["ended"] for row in rows] == ["exit 0", "exit 3"]
+
+def test_a_part_reports_a_row_per_command_and_failures_stop_nothing(tmp_path):
+    parts = {"good": ["-c 'print(6 * 7)'", "-c 'exit(3)'"], "other": ["-c pass"]}
+    rows = gpu.run_parts(parts, tmp_path / "out")
+    assert [row["ended"] for row in rows] == ["exit 0", "exit 3", "exit 0"]
     assert gpu.exit_code(rows) == 1 and gpu.exit_code(rows[:1]) == 0
     assert json.loads((tmp_path / "out" / "gpu.json").read_text()) == rows
     assert "42" in (tmp_path / "out" / "good.txt").read_text()
@@ -25,23 +32,94 @@ def test_a_relative_folder_is_relative_to_the_caller(tmp_path, monkeypatch):
     """Although the commands run in the project's folder."""
     monkeypatch.chdir(tmp_path)
     program = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
-    monkeypatch.setattr(gpu, "PARTS", {"good": [f"-c '{program}' {{out}}/made"]})
-    (row,) = gpu.run_parts(["good"], Path("out"))
+    (row,) = gpu.run_parts({"good": [f"-c '{program}' {{out}}/made"]}, Path("out"))
     assert row["ended"] == "exit 0" and (tmp_path / "out" / "made").exists()
 
 
-def test_a_part_stops_when_its_time_is_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "PARTS", {"long": ["-c 'import time; print(1, flush=True); time.sleep(60)'"]})
-    monkeypatch.setattr(gpu, "PART_SECONDS", 1.5)
-    (row,) = gpu.run_parts(["long"], tmp_path)
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_a_part_out_of_time_leaves_no_process(tmp_path, monkeypatch):
+    """Neither the command nor a process it has started, although both ignore SIGTERM."""
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    child = f"{ignore} time.sleep(60)"
+    program = f"{ignore} import subprocess, sys; "
+    program += f"print(subprocess.Popen([sys.executable, '-c', '{child}']).pid, flush=True); time.sleep(60)"
+    monkeypatch.setattr(gpu, "PART_SECONDS", 2)
+    monkeypatch.setattr(gpu, "STOP_SECONDS", 0.5)
+    (row,) = gpu.run_parts({"long": [f"-c {shlex.quote(program)}"]}, tmp_path)
     assert row["ended"] == "out of time" and row["seconds"] < 30
-    assert "1" in (tmp_path / "long.txt").read_text().splitlines()
+    pid = int((tmp_path / "long.txt").read_text().splitlines()[1])
+    deadline = time.monotonic() + 10
+    while running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
-@pytest.mark.parametrize("command", [command for commands in gpu.PARTS.values() for command in commands])
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return state not in ("", "Z")
+
+
+def test_another_call_takes_another_folder(tmp_path):
+    first = gpu.unused_folder(tmp_path / "gpu")
+    assert first == tmp_path / "gpu" and first.is_dir()
+    assert gpu.unused_folder(tmp_path / "gpu") == first  # still empty
+    (first / "gpu.json").touch()
+    second = gpu.unused_folder(tmp_path / "gpu")
+    assert second == tmp_path / "gpu-2"
+    (second / "gpu.json").touch()
+    assert gpu.unused_folder(tmp_path / "gpu") == tmp_path / "gpu-3"
+
+
+def test_time_to_the_loss():
+    rows = [{"seconds": 1.0}, {"val_loss": 1.6}, {"seconds": 2.0}, {"val_loss": 1.46}, {"seconds": 3.0}]
+    assert gpu.reached(rows) == "val_loss 1.4600 after 2.0 s"
+    assert gpu.reached(rows[:2]) == "val_loss 1.6000, above 1.4697"
+    assert gpu.reached([]) == ""
+
+
+CONFIGS = [gpu.GPUConfig(), gpu.GPUConfig(toy=True, device="cpu"), gpu.GPUConfig(text=__file__)]
+COMMANDS = [command for config in CONFIGS for part in gpu.commands(config).values() for command in part]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_valid(command, tmp_path):
+    """The parsers and the checks of the commands accept it, but for the device, which may be missing here."""
     program, *arguments = shlex.split(command.format(out=tmp_path))
     if program == "bench.py":
         bench.make_config(bench.parse(arguments))
-    elif program != "-m":
-        {"train.py": train.parse, "ablate.py": ablate.parse}[program](arguments)
+    elif program == "train.py":
+        configs_from(train.parse(arguments), "cuda")
+    elif program == "ablate.py":
+        _, train_flags = ablate.parse(arguments)
+        configs_from(train.parse(train_flags), "cuda")
+    else:
+        assert arguments[0] == "pytest"
+
+
+def test_a_rehearsal_has_every_part():
+    full, toy = (gpu.commands(config) for config in CONFIGS[:2])
+    assert list(full) == list(toy) == list(gpu.PARTS)
+    for name in full:
+        programs = [{command.split()[0] for command in parts[name]} for parts in (full, toy)]
+        assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize(("flags", "named"), [("--device cpu", "--toy"), ("--text missing.txt --toy", "--text")])
+def test_bad_input_ends_in_one_line(flags, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["gpu", *flags.split()])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and named in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_suite_rehearsed(tmp_path):
+    """Every command at toy sizes, on the CPU. It needs a C++ compiler for --compile."""
+    text = tmp_path / "text of two {words}.txt"
+    text.write_text("To be, or not to be, that is the question.\n" * 200)
+    flags = ["--toy", "--device", "cpu", "--text", str(text), "--folder", str(tmp_path / "gpu")]
+    done = subprocess.run([sys.executable, "bench.py", "gpu", *flags, "--out", str(tmp_path / "gpu.json")], cwd=ROOT)
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert done.returncode == 0 and {row["ended"] for row in rows} == {"exit 0"}
+    assert {row["part"] for row in rows} == set(gpu.PARTS)
