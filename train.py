@@ -92,18 +92,26 @@ class Run:
 
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
+    restarted = distributed.restarted()
     with distributed.together():
-        out, model_config, config, device, data = resolve_settings(flags)
+        out, model_config, config, device, data = resolve_settings(flags, restarted)
     name = f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
     folder = distributed.from_main(make_run_dir, out, name)
     return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data)
 
 
-def resolve_settings(flags: argparse.Namespace) -> tuple[Path | None, ModelConfig, TrainConfig, torch.device, Prepared]:
-    """Everything of a run but its folder: --out or None. The cheap checks come first."""
+def resolve_settings(
+    flags: argparse.Namespace, restarted: bool = False
+) -> tuple[Path | None, ModelConfig, TrainConfig, torch.device, Prepared]:
+    """Everything of a run but its folder: --out or None. The cheap checks come first.
+
+    A restart by torchrun continues the run that it finds in --out, or starts it.
+    """
     out = Path(flags.out) if getattr(flags, "out", "") else None
-    if distributed.may_restart():
-        resume_after_restart(flags, out)
+    if distributed.may_restart() and out is None:
+        raise ValueError("torchrun --max-restarts needs --out: a restart finds its run there")
+    if restarted and out and (out / "run.json").exists():
+        flags.resume, flags.preset = not flags.eval_only, None
     existing = flags.resume or flags.eval_only
     if existing:
         if flags.preset:
@@ -124,14 +132,6 @@ def resolve_settings(flags: argparse.Namespace) -> tuple[Path | None, ModelConfi
     if existing:
         check_same_text(flags.config, data)
     return out, model_config, config, device, data
-
-
-def resume_after_restart(flags: argparse.Namespace, out: Path | None) -> None:
-    """A restart by torchrun continues the run it left, or starts it if it had not started."""
-    if out is None:
-        raise ValueError("torchrun --max-restarts needs --out: a restart finds its run there")
-    if distributed.restarted() and (out / "run.json").exists():
-        flags.resume, flags.preset = not flags.eval_only, None
 
 
 def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:

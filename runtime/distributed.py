@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model import Llama
 
 T = TypeVar("T")
-TORCHRUN_KILLS_AFTER = 30  # seconds
+TORCHRUN_NOTICES = 3  # seconds; it looks every 0.1 s
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -37,15 +37,23 @@ def joined() -> Iterator[None]:
     cards = torch.cuda.device_count()
     if local_rank() < cards:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cards else "gloo")
+    store, _, _ = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # After a restart, torchrun's store still has the addresses of the ranks that are gone. Only on one machine do
+        # all ranks know how many restarts there were.
+        store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
     try:
         yield
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        # Another rank is gone. torchrun kills all ranks when it sees that, and reports the one that ended first: wait,
-        # so that this is the other one.
-        time.sleep(TORCHRUN_KILLS_AFTER)
+        # Another rank is gone. torchrun reports the rank that it sees end first, and ends the others: wait, so that it
+        # reports the one with the cause.
+        time.sleep(TORCHRUN_NOTICES)
         raise
     dist.destroy_process_group()
 
@@ -69,8 +77,8 @@ def is_main() -> bool:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this process in place of one that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun has started the ranks again after one failed. Only some machines may have counted that."""
+    return largest(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
 
 
 def may_restart() -> bool:

@@ -6,9 +6,13 @@ import hashlib
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -148,6 +152,7 @@ CASES = {  # name: flags; every one with DDP and FSDP2
     "accumulated": "--steps 8 --optimizer adamw --micro-batch-size 2 --no-tie-embeddings --vocab-size 257",
     "dyt": "--steps 8 --optimizer adamw --norm dyt --recompute --kv-heads 1 --clip 0.5",
 }
+LONG = "--steps 80 --save-every 10 --eval-every 40 --dropout 0.1"
 BAD = {
     "--batch-size 7": "error: --batch-size 7 is not divisible by the number of ranks, 2",
     "--micro-batch-size 3 --batch-size 6 --steps 2": "",  # a rank's share, in one micro-batch
@@ -170,7 +175,7 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
         for engine in ("ddp", "fsdp")
     }
     commands |= {f"bad {flags}": f"{common} --steps 2 {flags} --out {folder}/bad-{len(flags)}" for flags in BAD}
-    commands["dropout"] = f"{common} --steps 2 --dropout 0.5 --out {folder}/dropout"
+    commands["undisturbed"] = f"{common} {LONG} --out {folder}/undisturbed"
     commands["diverges"] = f"{common} --norm none --lr 1e9 --clip 0 --warmup 0 --steps 20 --out {folder}/diverges"
     return records | dict(zip(commands, run_on(2, list(commands.values()), folder / "two"), strict=True))
 
@@ -243,8 +248,7 @@ def test_divergence_ends_every_rank(trained, folder):
     assert not (folder / "diverges/checkpoints").exists()
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_each_rank_draws_its_own_dropout(shard, monkeypatch):
+def test_each_rank_draws_its_own_dropout(monkeypatch):
     """A function of seed, step and rank; rank 0 has what one process has."""
     seeds = []
     for rank in range(4):
@@ -263,6 +267,171 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one(engine, trained, folder, commo
         losses.append(series(run, "train_loss", "val_loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert json.loads((folder / f"{engine}-muon/run.json").read_text())["training"]["shard"] is False
+
+
+# --- ranks that fail, and signals ------------------------------------------------------------------------------------
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that a torchrun has started."""
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def processes_of(out: Path) -> list[str]:
+    """Every process that has the run directory in its command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            found += [path.parent.name] if str(out).encode() in path.read_bytes() else []
+    return found
+
+
+@contextmanager
+def started(out: Path, flags: str, options: str = "", ranks: int = 2) -> Iterator[subprocess.Popen]:
+    """train.py under torchrun. Whatever is left of it is killed at the end."""
+    command = torchrun(ranks, ROOT / "train.py", *flags.split(), "--out", out, options=options)
+    pipe = subprocess.PIPE
+    launcher = subprocess.Popen(command, env=environment(), cwd=out.parent, stdout=pipe, stderr=pipe, text=True)
+    try:
+        yield launcher
+    finally:
+        for pid in processes_of(out):
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        launcher.communicate()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+def same_bits(run: Path, expected: Path) -> bool:
+    names = ("model.safetensors", "optimizer.safetensors")
+    folders = find_checkpoint(str(run)), find_checkpoint(str(expected))
+    return all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in names)
+
+
+def test_a_killed_rank_is_restarted_and_the_run_goes_on(trained, folder, common):
+    out = folder / "killed"
+    with started(out, f"{common} {LONG}", "--max-restarts 1") as launcher:
+        wait_until(lambda: any(out.glob("checkpoints/step-*")))
+        os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 0, errors
+        assert processes_of(out) == []
+    assert same_bits(out, folder / "undisturbed")
+    steps = series(out, "step")
+    assert steps == sorted(steps) and steps[-1] == series(folder / "undisturbed", "step")[-1]
+    assert json.loads((out / "run.json").read_text())["resumed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_ranks_killed_at_random_moments(engine, folder, common):
+    """From the start of the interpreters to the end of the run; any rank; sometimes twice."""
+    draw, seconds = random.Random(engine), []
+    flags = f"{common} {LONG} {'--shard' * (engine == 'fsdp')}"
+    out = folder / f"{engine}-undisturbed"
+    with started(out, flags) as launcher:
+        began = time.monotonic()
+        _, errors = launcher.communicate(timeout=200)
+        seconds.append(time.monotonic() - began)
+        assert launcher.returncode == 0, errors
+    for attempt in range(10):
+        out = folder / f"{engine}-killed-{attempt}"
+        kills = 0
+        with started(out, flags, "--max-restarts 3") as launcher:
+            for _ in range(draw.choice([1, 1, 2])):
+                time.sleep(draw.uniform(0.2, 1) * seconds[0])
+                if launcher.poll() is None and (ranks := ranks_of(launcher)):
+                    os.kill(draw.choice(ranks), signal.SIGKILL)
+                    kills += 1
+            _, errors = launcher.communicate(timeout=200)
+            assert launcher.returncode == 0, errors
+            assert processes_of(out) == []
+        print(f"{engine} {attempt}: {kills} kills")
+        assert same_bits(out, folder / f"{engine}-undisturbed")
+
+
+def test_a_stop_request_to_one_rank_stops_all_after_the_same_step(folder, common):
+    """All exit with 143, which torchrun shows; the checkpoint is complete, and rank 0 says how to go on."""
+    out = folder / "stopped"
+    with started(out, f"{common} {LONG} --save-every 1000") as launcher:
+        wait_until(lambda: (out / "metrics.jsonl").exists() and len(series(out, "train_loss")) > 1)
+        os.kill(ranks_of(launcher)[1], signal.SIGTERM)
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 1 and "exitcode  : 143" in errors
+        assert processes_of(out) == []
+    assert errors.count("stopped by SIGTERM; continue with --resume") == 1
+    assert "Traceback" not in errors.partition("torchrun")[0].partition("torch/distributed")[0]
+    state = json.loads((find_checkpoint(str(out)) / "trainer.json").read_text())
+    assert state["step"] >= 20
+
+
+def test_restarts_need_out(monkeypatch, common):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    errors = StringIO()
+    with redirect_stderr(errors), pytest.raises(SystemExit) as exited:
+        train.main(common.split())
+    assert exited.value.code == 2 and "--max-restarts needs --out" in errors.getvalue()
+
+
+@pytest.mark.parametrize("left", ["nothing", "a folder", "a checkpoint"])
+def test_a_restart_goes_on_from_whatever_is_left(left, monkeypatch, folder, common):
+    """Also with --preset, which --resume alone refuses."""
+    out = folder / f"restarted-after-{left.replace(' ', '-')}"
+    flags = f"--preset tiny {common} --steps 6 --save-every 2 --out {out}"
+    if left == "a folder":
+        out.mkdir()
+        (out / ".lock").touch()
+    elif left == "a checkpoint":
+        train.main(flags.split())
+        shutil.rmtree(find_checkpoint(str(out)))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train.main(flags.split())
+    assert find_checkpoint(str(out)).name == "step-000006"
+    assert ("resumed" in json.loads((out / "run.json").read_text())) == (left == "a checkpoint")
+
+
+# --- more steps and ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fifty_steps_on_two_and_four_ranks(optimizer, folder, common):
+    flags = f"{common} --steps 50 --lr 0.003 --optimizer {optimizer} --eval-every 10"
+    one = folder / f"fifty-{optimizer}"
+    rows = train_and_record(f"{flags} --out {one}".split())["rows"]
+    for ranks in (2, 4):
+        commands = [f"{flags} {shard} --out {one}-{ranks}{shard}" for shard in ("", "--shard")]
+        for shard, records in zip(
+            ("", "--shard"), run_on(ranks, commands, folder / f"{optimizer}-{ranks}"), strict=True
+        ):
+            run = Path(f"{one}-{ranks}{shard}")
+            for figure in ("train_loss", "val_loss"):
+                ours, theirs = series(run, figure), series(one, figure)
+                difference = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+                print(f"{optimizer} {ranks} ranks {shard or 'DDP'} {figure}: {difference:.1e}")
+                assert ours == pytest.approx(theirs, rel=1e-5)
+            for step, expected in rows.items():
+                assert [row for record in records for row in record["rows"][str(step)]] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["", "--shard"])
+def test_a_checkpoint_of_two_ranks_resumes_on_four(shard, folder, common):
+    runs = {ranks: folder / f"resumed-on-{ranks}{shard}" for ranks in (2, 4)}
+    flags = f"{common} --schedule constant --eval-every 5 {shard}"
+    run_on(2, [f"{flags} --steps 10 --out {run}" for run in runs.values()], folder / f"first-ten{shard}")
+    for ranks, run in runs.items():
+        run_on(ranks, [f"--resume --steps 20 --out {run} {shard}"], folder / f"last-ten-{ranks}{shard}")
+    assert series(runs[4], "train_loss", "val_loss") == pytest.approx(
+        series(runs[2], "train_loss", "val_loss"), rel=1e-5
+    )
 
 
 if __name__ == "__main__":
