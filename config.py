@@ -132,8 +132,10 @@ class TrainConfig:
     )
     tokenizer: str = option("sentencepiece", "kind of tokenizer", choices=["sentencepiece", "bytes"])
     steps: int = option(500, "optimizer steps")
-    batch_size: int = option(8, "sequences in one optimizer step")
-    micro_batch_size: int = option(None, "sequences per forward pass; divides --batch-size (default: --batch-size)")
+    batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
+    micro_batch_size: int = option(
+        None, "sequences per forward pass; divides --batch-size and each rank's share of it (default: --batch-size)"
+    )
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
@@ -165,7 +167,9 @@ class TrainConfig:
     fast: bool = option(
         None, "use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)"
     )
-    shard: bool = option(False, "shard weights, gradients and optimizer state over the ranks (FSDP2)")
+    shard: bool = option(
+        False, "with several ranks of torchrun, each keeps a part of every weight (FSDP2) instead of all (DDP)"
+    )
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "tokens of the validation text per evaluation, in evenly spaced windows")
     save_every: int = option(250, "steps between checkpoints; also after the last step")

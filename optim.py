@@ -10,6 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from config import TrainConfig
 from model import Llama, weights_by_role
+from runtime import distributed
 from runtime.device import prefers_bfloat16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values end between 0.7 and 1.2
@@ -77,8 +78,10 @@ class Muon(Optimizer):
                 if weight.grad is not None:
                     by_shape.setdefault(tuple(sorted(weight.shape)), []).append(weight)
             for (_, longer), weights in by_shape.items():
-                updates = orthogonalize([self.nesterov(weight, momentum) for weight in weights])
+                # A part of a matrix cannot be orthogonalized: every rank does all whole matrices and keeps its parts.
+                updates = orthogonalize([distributed.whole(self.nesterov(weight, momentum)) for weight in weights])
                 for weight, update in zip(weights, updates, strict=True):
+                    update = distributed.sharded_like(update, weight)
                     weight.mul_(1 - lr * decay).add_(update, alpha=-lr * 0.2 * math.sqrt(longer))
 
     def nesterov(self, weight: Tensor, momentum: float) -> Tensor:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import operator
 import platform
 import signal
 import sys
@@ -30,6 +31,7 @@ from generate import Sampling, sample_text
 from model import Llama
 from norms import TRAITS
 from optim import hidden_matrices, learning_rate, make_optimizers
+from runtime import distributed
 from runtime.acceleration import accelerate, resolve_fast, unavailable
 from runtime.checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
 from runtime.device import (
@@ -45,7 +47,7 @@ from runtime.device import (
     pick_dtype,
     to_device,
 )
-from runtime.exit_codes import NotFinite, Stopped, bad_input, exit_codes
+from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
 from runtime.plan import Plan, make_plan
 from runtime.run_dir import (
     Log,
@@ -71,20 +73,21 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    flags = parse(arguments)
-    if flags.plan:
-        with bad_input():
-            print(plan(flags))
-        return
-    with exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
+    with distributed.joined(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
+        with distributed.printed_by_main():
+            flags = parse(arguments)
+        if flags.plan:
+            with bad_input():
+                print(plan(flags))
+            return
         with bad_input():
             run = resolve_run(flags)
         if flags.eval_only:
             evaluate_only(run)
             return
-        with locked(run.folder):
+        with distributed.held_by_main(locked(run.folder), RunInUse):
             with bad_input():
-                check_run_dir(run.folder, flags.resume)
+                distributed.from_main(check_run_dir, run.folder, flags.resume)
                 trainer = Trainer(run, flags.resume)
             trainer.train()
 
@@ -141,8 +144,27 @@ class Run:
 
 
 def resolve_run(flags: argparse.Namespace) -> Run:
-    """Turn flags into a run, with the cheap checks first. Raises ValueError for incompatible options."""
+    """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
+    restarted = distributed.restarted()
+    with distributed.together():
+        out, model_config, config, device, data = resolve_settings(flags, restarted)
+    name = f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
+    folder = distributed.from_main(make_run_dir, out, name)
+    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data)
+
+
+def resolve_settings(
+    flags: argparse.Namespace, restarted: bool = False
+) -> tuple[Path | None, ModelConfig, TrainConfig, torch.device, Prepared]:
+    """Everything of a run but its folder: --out or None. The cheap checks come first.
+
+    A restart by torchrun continues the run that it finds in --out, or starts it.
+    """
     out = Path(flags.out) if getattr(flags, "out", "") else None
+    if distributed.may_restart() and out is None:
+        raise ValueError("torchrun --max-restarts needs --out: a restart finds its run there")
+    if restarted and out and (out / "run.json").exists():
+        flags.resume, flags.preset = not flags.eval_only, None
     existing = flags.resume or flags.eval_only
     if existing:
         if flags.preset:
@@ -162,8 +184,7 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
     if existing:
         check_same_text(flags.config, data)
-    folder = make_run_dir(out, f"{data.corpus_name}-{model_config.norm}-{model_config.placement}")
-    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data)
+    return out, model_config, config, device, data
 
 
 def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
@@ -181,9 +202,15 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
         raise ValueError(f"--recompute and --compile do not work together with --norm {model_config.norm}")
     if not traits.per_token and config.micro_batch_size * model_config.context < 2:
         raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
-    fast = resolve_fast(config.fast, device, dtype, compiled)
+    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype)
+    distributed.check_device(device)
+    distributed.check_batch(config.batch_size, config.micro_batch_size)
+    if not traits.per_token and distributed.world_size() > 1:
+        raise ValueError(f"--norm {model_config.norm} trains on one rank: others would have other statistics")
+    wants_fast = False if shard and not getattr(flags, "fast", False) else config.fast
+    fast = resolve_fast(wants_fast, device, dtype, compiled, shard)
     return model_config, dataclasses.replace(
-        config, device=str(device), dtype=dtype, compile=compiled, fast=fast, out=""
+        config, device=str(device), dtype=dtype, compile=compiled, fast=fast, shard=shard, out=""
     )
 
 
@@ -222,14 +249,16 @@ class Trainer:
         self.model.recompute = run.config.recompute
         if run.config.fast:
             accelerate(self.model)
+        self.parallel = distributed.Parallel(self.model, run.config.shard)
         self.weights = list(self.model.parameters())
         self.optimizers = make_optimizers(self.model, run.config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        self.loss = torch.compile(self.model.loss) if run.config.compile else self.model.loss
+        self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
         self.meter = Meter(run.device)
         self.step, self.seconds = 0, 0.0
-        if resume and (checkpoint := latest_checkpoint(run.folder)):
-            state = load_training_state(checkpoint, self.model, self.optimizers)
+        if resume and (checkpoint := distributed.from_main(latest_checkpoint, run.folder)):
+            with distributed.together():
+                state = load_training_state(checkpoint, self.model, self.optimizers)
             self.step, self.seconds = state["step"], state["seconds"]
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
@@ -237,7 +266,8 @@ class Trainer:
     def train(self) -> None:
         config = self.run.config
         if self.step >= config.steps:
-            print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
+            if distributed.is_main():
+                print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
             while self.step < config.steps:
@@ -250,11 +280,11 @@ class Trainer:
                     self.log_training()
                 if evaluation_due:
                     self.log_evaluation()
-                requests = list(stop)
-                if save_due or requests:
+                signum = distributed.largest(stop[0] if stop else 0)
+                if save_due or signum:
                     self.save()
-                if requests and not last:
-                    raise Stopped(requests[0])
+                if signum and not last:
+                    raise Stopped(signum)
         self.print_summary()
 
     def update(self, rate: float) -> None:
@@ -263,7 +293,7 @@ class Trainer:
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = get_total_norm(weight.grad for weight in self.weights if weight.grad is not None)
+        grad_norm = distributed.whole(get_total_norm(weight.grad for weight in self.weights if weight.grad is not None))
         if clip:
             clip_grads_with_norm_(self.weights, clip, grad_norm)
         overflow = scaled and not grad_norm.isfinite()  # expected in float16: skip the step and reduce the scale
@@ -280,26 +310,32 @@ class Trainer:
         self.meter.add(self.step + 1, loss, grad_norm, loss if scaled else loss + grad_norm)
 
     def accumulate_gradients(self) -> Tensor:
-        """Accumulate the gradients of this step's batch over its micro-batches. Returns the mean loss."""
+        """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
         run, config = self.run, self.run.config
-        torch.manual_seed(config.seed + 1_000_003 * self.step)  # the same dropout in a resumed run
-        rows = range(config.batch_size)
+        torch.manual_seed(distributed.seed(config.seed + 1_000_003 * self.step))  # the same dropout in a resumed run
+        rows = distributed.rows(config.batch_size)
         batch = training_batch(run.data.train.tokens, config.seed, self.step, rows, run.model_config.context)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
         loss = torch.zeros((), device=run.device)
-        for micro_inputs, micro_targets in zip(inputs, targets, strict=True):
+        for micro_inputs, micro_targets in self.parallel.micro_batches(list(zip(inputs, targets, strict=True))):
             with autocast(run.device, run.dtype):
                 micro_loss = self.loss(micro_inputs, micro_targets) / len(inputs)
             self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
-        return loss
+        return distributed.mean(loss)
 
     # Logging, evaluation, saving.
 
     @contextmanager
     def opened_log(self) -> Iterator[None]:
-        """Write run.json, open the log and the progress bar, and log a divergence, which ends the run."""
-        run = self.run
+        """Write run.json, open the log and the progress bar, and log a divergence, which ends the run.
+
+        Only rank 0 does.
+        """
+        run, self.clock = self.run, Clock(self.seconds)
+        if not distributed.is_main():
+            yield
+            return
         description = describe_run(run, self.model)
         run_file = run.folder / "run.json"
         if run_file.exists():  # keep the first command, and list those that resumed it
@@ -308,7 +344,6 @@ class Trainer:
             description |= {"command": earlier["command"], "resumed": [*earlier.get("resumed", []), resumed]}
         write_atomically(run_file, json.dumps(description, indent=2) + "\n")
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
-        self.clock = Clock(self.seconds)
         named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
         modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
@@ -325,6 +360,8 @@ class Trainer:
     def log_training(self) -> None:
         config = self.run.config
         steps, loss, grad_norm = self.meter.read()
+        if not distributed.is_main():
+            return
         tokens_per_step = config.batch_size * self.run.model_config.context
         speed = steps * tokens_per_step / self.clock.lap()
         self.log.add(
@@ -348,16 +385,20 @@ class Trainer:
             val_loss, val_bpb = evaluate(self.model, run, self.loss)
             if not math.isfinite(val_loss):
                 raise NotFinite(self.step)
-            self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
-            plot_loss(self.log.rows, run.folder / "loss.png")
             prompt = run.data.val.tokens[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
             with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
-                self.log.add_sample(self.step, sample_text(self.model, run.data.tokenizer, prompt, SAMPLE))
+                sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
+            if not distributed.is_main():
+                return
+            self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
+            plot_loss(self.log.rows, run.folder / "loss.png")
+            self.log.add_sample(self.step, sample)
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
     def save(self) -> None:
         """Write a checkpoint. Raises NotFinite if a weight is not finite."""
-        if not torch.stack([weight.detach().isfinite().all() for weight in self.weights]).all():
+        finite = torch.stack([distributed.local(weight.detach()).isfinite().all() for weight in self.weights]).all()
+        if distributed.largest(int(not finite)):
             raise NotFinite(self.step)
         with self.clock.paused():
             run = self.run
@@ -365,8 +406,11 @@ class Trainer:
             save_checkpoint(
                 run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep
             )
+            distributed.wait_for_all()  # until rank 0 has written it
 
     def print_summary(self) -> None:
+        if not distributed.is_main():
+            return
         run, last = self.run, self.log.rows[-1]
         gzip_bpb = 8 * run.data.val_gzip_bytes / run.data.val_bytes
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
@@ -433,12 +477,13 @@ class Clock:
 def stop_requests() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list. The loop finishes its step, saves and stops.
 
-    A second signal stops immediately. Under nohup, SIGHUP stays ignored.
+    A second signal stops immediately, but not with several ranks, where each may get those of the terminal and of
+    torchrun, which kills them after 30 s. Under nohup, SIGHUP stays ignored.
     """
     requests: list[int] = []
 
     def request(number: int, frame: object) -> None:
-        if requests:
+        if requests and distributed.world_size() == 1:
             raise KeyboardInterrupt
         requests.append(number)
 
@@ -453,38 +498,43 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def evaluate(model: Llama, run: Run, compiled_loss: Callable | None = None) -> tuple[float, float]:
+def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes. `compiled_loss` is used in place of `model.loss`.
+    the same ones. Special tokens add their loss and no bytes. `loss` may be a compiled or parallel `model.loss`.
     """
-    loss_of_batch, training = compiled_loss or model.loss, model.training
+    loss, training = loss or model.loss, model.training
     model.eval()
-    losses, sizes, utf8_bytes = [], [], 0
+    losses, sizes, utf8_bytes = [], [], 0.0
     context = run.model_config.context
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
-    for inputs, targets in evaluation_batches(run.data.val.tokens, context, batch_size, run.config.eval_tokens):
+    batches = evaluation_batches(run.data.val.tokens, context, batch_size, run.config.eval_tokens)
+    for (inputs, targets), counts in distributed.shares(batches):
         with autocast(run.device, run.dtype):
-            losses.append(loss_of_batch(to_device(inputs, run.device), to_device(targets, run.device)))
-        sizes.append(targets.numel())
-        utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
-    model.train(training)
+            batch_loss = loss(to_device(inputs, run.device), to_device(targets, run.device))
+        if counts:
+            losses.append(batch_loss)
+            sizes.append(targets.numel())
+            utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
     # The losses stay on the device until here, since reading one waits for it.
-    nats = sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes, strict=True))
-    return nats / sum(sizes), nats / math.log(2) / utf8_bytes
+    nats = sum(map(operator.mul, torch.stack(losses).tolist() if losses else [], sizes))
+    nats, tokens, utf8_bytes = distributed.totals(nats, sum(sizes), utf8_bytes)
+    model.train(training)
+    return nats / tokens, nats / math.log(2) / utf8_bytes
 
 
 def evaluate_only(run: Run) -> None:
     """Print the loss of the newest checkpoint."""
     allow_tf32(run.config.tf32)
-    with bad_input():
+    with bad_input(), distributed.together():
         checkpoint = find_checkpoint(str(run.folder))
         model, _ = load_model(checkpoint, run.device)
         if run.config.fast:
             accelerate(model)
     val_loss, val_bpb = evaluate(model, run)
-    print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
+    if distributed.is_main():
+        print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
 
 def flops_per_token(model: Llama) -> float:
@@ -504,6 +554,7 @@ def describe_run(run: Run, model: Llama) -> dict[str, Any]:
         "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": describe(run.device),
+        "ranks": distributed.world_size(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
 

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from config import ModelConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import Llama
+from runtime import distributed
 from runtime.run_dir import newest_run
 
 CONFIG, MODEL, OPTIMIZER, TRAINER, MANIFEST = (
@@ -45,16 +46,20 @@ def save_checkpoint(
     """Save the complete state after `step` steps, and delete the oldest checkpoints until `keep` are left.
 
     `trainer` is anything JSON can hold. A checkpoint of the same step is replaced. Raises OSError if the disk is full;
-    earlier checkpoints are intact then.
+    earlier checkpoints are intact then. Every rank must call it; rank 0 writes whole tensors.
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
+    states = {MODEL: _stored_state(model), OPTIMIZER: _optimizer_state(model, optimizers)}
+    tensors = {name: _gathered(state) for name, state in states.items()}
+    if not distributed.is_main():
+        return finished
     _clear(checkpoints)  # left by a process that was killed while saving
     unfinished = checkpoints / f".{finished.name}-unfinished"
     unfinished.mkdir(parents=True)
     earlier = [path for path in list_checkpoints(run) if _step(path) < step]
     try:
-        _write_files(unfinished, step, model, tokenizer, optimizers, trainer)
+        _write_files(unfinished, model, tokenizer, tensors, {"step": step, "optimizers": _kinds(optimizers)} | trainer)
         if finished.exists():  # a directory cannot replace another one that has files
             _retire(finished)
         unfinished.rename(finished)
@@ -67,18 +72,28 @@ def save_checkpoint(
 
 
 def _write_files(
-    folder: Path, step: int, model: Llama, tokenizer: Tokenizer, optimizers: list[Optimizer], trainer: dict
+    folder: Path, model: Llama, tokenizer: Tokenizer, tensors: dict[str, dict[str, Tensor]], trainer: dict
 ) -> None:
     config = {"model": dataclasses.asdict(model.config), "tokenizer": tokenizer.kind}
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
-    _save_tensors(_stored_state(model), folder / MODEL)
+    for name, state in tensors.items():
+        _save_tensors(state, folder / name)
     tokenizer.save(folder)
-    _save_tensors(_optimizer_state(model, optimizers), folder / OPTIMIZER)
-    (folder / TRAINER).write_text(json.dumps({"step": step, "optimizers": _kinds(optimizers)} | trainer, indent=1))
+    (folder / TRAINER).write_text(json.dumps(trainer, indent=1))
     manifest = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in (*folder.iterdir(), folder):
         _sync(path)
+
+
+def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with the sharded tensors gathered, one after another, in rank 0's main memory."""
+    gathered = {}
+    for name, tensor in state.items():
+        full = distributed.whole(tensor)
+        if distributed.is_main():
+            gathered[name] = tensor if full is tensor else full.cpu()
+    return gathered
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -165,7 +180,8 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     if trainer["optimizers"] != _kinds(optimizers):
         there, here = ", ".join(trainer["optimizers"]), ", ".join(_kinds(optimizers))
         raise ValueError(f"{checkpoint / OPTIMIZER} is of another optimizer: {there}, not {here}")
-    model.load_state_dict(_read_weights(checkpoint, model))
+    weights, expected = _read_weights(checkpoint, model), model.state_dict()
+    model.load_state_dict({name: distributed.sharded_like(weights[name], expected[name]) for name in weights})
     states: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(checkpoint / OPTIMIZER).items():
         name, _, state = key.rpartition(".")
@@ -175,7 +191,13 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     for optimizer in optimizers:
         packed = optimizer.state_dict()
         parameters = (weight for group in optimizer.param_groups for weight in group["params"])
-        packed["state"] = {index: states.pop(names[id(weight)], {}) for index, weight in enumerate(parameters)}
+        packed["state"] = {
+            index: {
+                key: distributed.sharded_like(tensor, weight) if tensor.shape == weight.shape else tensor
+                for key, tensor in states.pop(names[id(weight)], {}).items()
+            }
+            for index, weight in enumerate(parameters)
+        }
         packed["state"] = {index: state for index, state in packed["state"].items() if state}
         optimizer.load_state_dict(packed)
     assert not states, f"no optimizer updates {_abridged(states)}"

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from runtime import distributed
+
 FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
 
 
@@ -39,7 +41,7 @@ class CellFailed(Exception):
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Wrap input handling: a ValueError or OSError there ends with exit code 2.
+    """Wrap input handling: a ValueError or OSError there ends with exit code 2. All ranks must have the same error.
 
     That a process we started was killed is not bad input; it ends with exit code 1.
     """
@@ -48,7 +50,7 @@ def bad_input() -> Iterator[None]:
     except ChildProcessError as error:
         _exit(FAILED, str(error))
     except (ValueError, OSError) as error:
-        _exit(BAD_INPUT, str(error))
+        _exit_together(BAD_INPUT, str(error))
 
 
 @contextmanager
@@ -57,11 +59,11 @@ def exit_codes(memory_options: str) -> Iterator[None]:
     try:
         yield
     except RunInUse as error:
-        _exit(IN_USE, str(error))
+        _exit_together(IN_USE, str(error))
     except NotFinite as error:
-        _exit(NOT_FINITE, str(error))
+        _exit_together(NOT_FINITE, str(error))
     except Stopped as error:
-        _exit(128 + error.signum, str(error))
+        _exit_together(128 + error.signum, str(error))
     except CellFailed as error:
         _exit(error.code, str(error))
     except KeyboardInterrupt:
@@ -72,6 +74,12 @@ def exit_codes(memory_options: str) -> Iterator[None]:
         _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
     except OSError as error:  # usually a full disk; every finished checkpoint is intact
         _exit(FAILED, str(error))
+
+
+def _exit_together(code: int, line: str) -> None:
+    """Exit for a reason that every rank has. Rank 0 says it, before torchrun sees any of them end."""
+    with distributed.printed_by_main():
+        _exit(code, line)
 
 
 def _exit(code: int, line: str) -> None:

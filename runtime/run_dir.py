@@ -36,7 +36,7 @@ def check_run_dir(folder: Path, exists: bool) -> None:
             raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")
     elif (folder / "run.json").exists():
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
-    elif folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
+    elif folder.is_dir() and any(path.name not in (".lock", "run.json.part") for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK):

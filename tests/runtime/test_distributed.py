@@ -1,0 +1,438 @@
+"""train.py on several ranks. Run by torchrun, this file trains several runs in turn, since starting ranks takes longer
+than training.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from config import ModelConfig
+from experiments.communication import collectives, sent_per_rank
+from model import Llama
+from runtime import distributed
+from runtime.checkpoint import find_checkpoint
+
+ROOT = Path(__file__).parents[2]
+SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
+COMMON = f"{SIZES} --no-fast --eval-tokens 2000 --eval-every 5 --save-every 100"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes it finds in /proc")
+
+
+# --- in the ranks ----------------------------------------------------------------------------------------------------
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """The bytes of the whole tensors in each kind of collective."""
+
+    KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        within_a_rank = func.__name__.startswith(("wait", "_wrap"))
+        if func.namespace in ("c10d", "_c10d_functional") and not within_a_rank:
+            name = func.__name__.replace("allreduce", "all_reduce").replace("allgather", "all_gather")
+            kind = next((kind for kind in self.KINDS if kind in name), name)
+            leaves = torch.utils._pytree.tree_leaves((args, result))
+            sizes = [x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor)]
+            self.bytes[kind] = self.bytes.get(kind, 0) + max(sizes, default=0)
+        return result
+
+
+def train_and_record(flags: list[str]) -> dict[str, Any]:
+    """Run train.py in this process: its exit code, what it says, the rows of each step, and collectives in the last."""
+    rows: dict[int, list[str]] = {}
+    recorded: dict[str, int] = {}
+    batch, update, errors, code = train.training_batch, train.Trainer.update, StringIO(), 0
+
+    def record_rows(tokens, seed, step, *rest):
+        inputs, targets = batch(tokens, seed, step, *rest)
+        both = zip(inputs, targets, strict=True)
+        rows[step] = [hashlib.sha256(x.numpy().tobytes() + y.numpy().tobytes()).hexdigest() for x, y in both]
+        return inputs, targets
+
+    def record_collectives(trainer, rate):
+        with CollectiveRecorder() as recorder:
+            update(trainer, rate)
+        recorded.clear()
+        recorded.update(recorder.bytes)
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
+        patch.setattr(train, "training_batch", record_rows)
+        patch.setattr(train.Trainer, "update", record_collectives)
+        try:
+            train.main(flags)
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+    return {"code": code, "errors": errors.getvalue(), "rows": rows, "collectives": recorded}
+
+
+def train_all(commands: Path, records: Path) -> None:
+    with distributed.joined():
+        results = [train_and_record(flags.split()) for flags in commands.read_text().splitlines()]
+        (records / f"rank{distributed.rank()}.json").write_text(json.dumps(results))
+
+
+# --- around the ranks ------------------------------------------------------------------------------------------------
+
+
+def torchrun(ranks: int, *arguments: object, options: str = "") -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, *options.split(), *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run_on(ranks: int, commands: list[str], folder: Path) -> list[list[dict[str, Any]]]:
+    """Train each of `commands` on so many ranks. Returns what each rank recorded of each command."""
+    folder.mkdir()
+    (folder / "commands").write_text("\n".join(commands))
+    done = subprocess.run(
+        torchrun(ranks, __file__, folder / "commands", folder),
+        env=environment(),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return [list(records) for records in zip(*by_rank, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def common(folder: Path) -> str:
+    """Flags of all runs, with a text of sentences of six words."""
+    draw = random.Random(0)
+    words = ["the", "cat", "dog", "sees", "hears", "a", "bird", "and", "sings", "sleeps"]
+    text = folder / "text.txt"
+    text.write_text("".join(" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(1500)))
+    return f"{COMMON} --data {text} --cache-dir {folder / 'cache'}"
+
+
+def series(run: Path, *names: str) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows for name in names if name in row]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(find_checkpoint(str(run)) / "model.safetensors")
+
+
+CASES = {  # name: flags; every one with DDP and FSDP2
+    "muon": "--steps 8",
+    "accumulated": "--steps 8 --optimizer adamw --micro-batch-size 2 --no-tie-embeddings --vocab-size 257",
+    "dyt": "--steps 8 --optimizer adamw --norm dyt --recompute --kv-heads 1 --clip 0.5",
+}
+LONG = "--steps 80 --save-every 10 --eval-every 40 --dropout 0.1"
+BAD = {
+    "--batch-size 7": "error: --batch-size 7 is not divisible by the number of ranks, 2",
+    "--micro-batch-size 3 --batch-size 6 --steps 2": "",  # a rank's share, in one micro-batch
+    "--micro-batch-size 4 --batch-size 12": "error: --micro-batch-size 4 does not divide the 6 sequences of each of 2",
+    "--norm powernorm": "error: --norm powernorm trains on one rank",
+    "--nonsense": "unrecognized arguments: --nonsense",
+    "--shard --fast": "error: the kernels of --fast cannot be used: they need --no-shard",
+    "--data missing.txt": "missing.txt",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
+    """Each case on one rank, here, and on two, with DDP and FSDP2: what each rank recorded."""
+    commands = {f"one {name}": f"{common} {flags} --out {folder}/one-{name}" for name, flags in CASES.items()}
+    records = {name: [train_and_record(command.split())] for name, command in commands.items()}
+    commands = {
+        f"{engine} {name}": f"{common} {flags} --out {folder}/{engine}-{name} {'--shard' * (engine == 'fsdp')}"
+        for name, flags in CASES.items()
+        for engine in ("ddp", "fsdp")
+    }
+    commands |= {f"bad {flags}": f"{common} --steps 2 {flags} --out {folder}/bad-{len(flags)}" for flags in BAD}
+    commands["undisturbed"] = f"{common} {LONG} --out {folder}/undisturbed"
+    commands["diverges"] = f"{common} --norm none --lr 1e9 --clip 0 --warmup 0 --steps 20 --out {folder}/diverges"
+    return records | dict(zip(commands, run_on(2, list(commands.values()), folder / "two"), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_two_ranks_train_as_one(engine, name, trained, folder):
+    """The order of sums differs, so the last digits may. Two micro-batches on one rank differ as much."""
+    one, two = folder / f"one-{name}", folder / f"{engine}-{name}"
+    assert [record["code"] for record in trained[f"{engine} {name}"]] == [0, 0]
+    for figure in ("train_loss", "val_loss", "val_bpb", "grad_norm"):
+        assert series(two, figure) == pytest.approx(series(one, figure), rel=1e-5), figure
+    assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
+    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+    found, expected = weights(two), weights(one)
+    assert found.keys() == expected.keys()
+    for key in expected:  # after 8 steps with learning rates of 0.015
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_ranks_share_the_rows_of_each_step(engine, name, trained):
+    (one,), ranks = trained[f"one {name}"], trained[f"{engine} {name}"]
+    assert len(one["rows"]) == 8
+    for step, expected in one["rows"].items():
+        assert [row for rank in ranks for row in rank["rows"][str(step)]] == expected
+        assert len(ranks[0]["rows"][str(step)]) == 4
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_communication_is_as_computed(engine, name, trained, folder):
+    """Beyond the formula there are only scalars: loss, stop requests, gradient norms."""
+    run = json.loads((folder / f"{engine}-{name}" / "run.json").read_text())
+    config, training = ModelConfig(**run["model"]), run["training"]
+    micro_batches = 4 // min(4, training["micro_batch_size"])
+    expected = collectives(config, 2, engine == "fsdp", micro_batches, training["optimizer"])
+    for record in trained[f"{engine} {name}"]:
+        for kind in expected.keys() | record["collectives"].keys():
+            assert 0 <= record["collectives"].get(kind, 0) - expected.get(kind, 0) < 1024, kind
+
+
+def test_communication_of_a_known_model():
+    config = ModelConfig(dim=64, layers=2, heads=2, vocab_size=1001)
+    with torch.device("meta"):
+        model = Llama(config)
+    size = 4 * sum(weight.numel() for weight in model.parameters())
+    assert collectives(config, 8, shard=False, micro_batches=4) == {"all_reduce": size}
+    assert sent_per_rank({"all_reduce": size}, 8) == 2 * 7 / 8 * size
+    padding = 4 * 7 * 64  # 1001 rows, padded to 1008
+    blocks = 4 * sum(weight.numel() for weight in model.layers.parameters())
+    sharded = collectives(config, 8, shard=True, micro_batches=4)
+    assert sharded == {"all_gather": 4 * (size + padding + blocks), "reduce_scatter": size + padding}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_input_is_said_once_and_every_rank_exits_with_2(flags, trained, folder):
+    ranks, message = trained[f"bad {flags}"], BAD[flags]
+    assert [rank["code"] for rank in ranks] == ([2, 2] if message else [0, 0])
+    assert message in ranks[0]["errors"]
+    assert ranks[1]["errors"] == ""
+    if message:
+        assert not (folder / f"bad-{len(flags)}").exists()
+
+
+def test_divergence_ends_every_rank(trained, folder):
+    assert [rank["code"] for rank in trained["diverges"]] == [5, 5]
+    assert "not finite" in trained["diverges"][0]["errors"] and trained["diverges"][1]["errors"] == ""
+    assert not (folder / "diverges/checkpoints").exists()
+
+
+def test_each_rank_draws_its_own_dropout(monkeypatch):
+    """A function of seed, step and rank; rank 0 has what one process has."""
+    seeds = []
+    for rank in range(4):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        seeds += [distributed.seed(1_000_003 * step) for step in range(4)]
+    assert len(set(seeds)) == 16 and seeds[:2] == [0, 1_000_003]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_checkpoint_of_two_ranks_resumes_on_one(engine, trained, folder, common):
+    """On one rank, the run of two goes on as the run of one does."""
+    losses = []
+    for run in (folder / "one-muon", folder / f"{engine}-muon"):
+        train.main(f"--resume --steps 14 --schedule constant --out {run}".split())
+        losses.append(series(run, "train_loss", "val_loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert json.loads((folder / f"{engine}-muon/run.json").read_text())["training"]["shard"] is False
+
+
+# --- ranks that fail, and signals ------------------------------------------------------------------------------------
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that a torchrun has started."""
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def processes_of(out: Path) -> list[str]:
+    """Every process that has the run directory in its command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            found += [path.parent.name] if str(out).encode() in path.read_bytes() else []
+    return found
+
+
+@contextmanager
+def started(out: Path, flags: str, options: str = "", ranks: int = 2) -> Iterator[subprocess.Popen]:
+    """train.py under torchrun. Whatever is left of it is killed at the end."""
+    command = torchrun(ranks, ROOT / "train.py", *flags.split(), "--out", out, options=options)
+    pipe = subprocess.PIPE
+    launcher = subprocess.Popen(command, env=environment(), cwd=out.parent, stdout=pipe, stderr=pipe, text=True)
+    try:
+        yield launcher
+    finally:
+        for pid in processes_of(out):
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        launcher.communicate()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+def same_bits(run: Path, expected: Path) -> bool:
+    names = ("model.safetensors", "optimizer.safetensors")
+    folders = find_checkpoint(str(run)), find_checkpoint(str(expected))
+    return all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in names)
+
+
+def test_a_killed_rank_is_restarted_and_the_run_goes_on(trained, folder, common):
+    out = folder / "killed"
+    with started(out, f"{common} {LONG}", "--max-restarts 1") as launcher:
+        wait_until(lambda: any(out.glob("checkpoints/step-*")))
+        os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 0, errors
+        assert processes_of(out) == []
+    assert same_bits(out, folder / "undisturbed")
+    steps = series(out, "step")
+    assert steps == sorted(steps) and steps[-1] == series(folder / "undisturbed", "step")[-1]
+    assert json.loads((out / "run.json").read_text())["resumed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_ranks_killed_at_random_moments(engine, folder, common):
+    """From the start of the interpreters to the end of the run; any rank; sometimes twice."""
+    draw, seconds = random.Random(engine), []
+    flags = f"{common} {LONG} {'--shard' * (engine == 'fsdp')}"
+    out = folder / f"{engine}-undisturbed"
+    with started(out, flags) as launcher:
+        began = time.monotonic()
+        _, errors = launcher.communicate(timeout=200)
+        seconds.append(time.monotonic() - began)
+        assert launcher.returncode == 0, errors
+    for attempt in range(10):
+        out = folder / f"{engine}-killed-{attempt}"
+        kills = 0
+        with started(out, flags, "--max-restarts 3") as launcher:
+            for _ in range(draw.choice([1, 1, 2])):
+                time.sleep(draw.uniform(0.2, 1) * seconds[0])
+                if launcher.poll() is None and (ranks := ranks_of(launcher)):
+                    os.kill(draw.choice(ranks), signal.SIGKILL)
+                    kills += 1
+            _, errors = launcher.communicate(timeout=200)
+            assert launcher.returncode == 0, errors
+            assert processes_of(out) == []
+        print(f"{engine} {attempt}: {kills} kills")
+        assert same_bits(out, folder / f"{engine}-undisturbed")
+
+
+def test_a_stop_request_to_one_rank_stops_all_after_the_same_step(folder, common):
+    """All exit with 143, which torchrun shows; the checkpoint is complete, and rank 0 says how to go on."""
+    out = folder / "stopped"
+    with started(out, f"{common} {LONG} --save-every 1000") as launcher:
+        wait_until(lambda: (out / "metrics.jsonl").exists() and len(series(out, "train_loss")) > 1)
+        os.kill(ranks_of(launcher)[1], signal.SIGTERM)
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 1 and "exitcode  : 143" in errors
+        assert processes_of(out) == []
+    assert errors.count("stopped by SIGTERM; continue with --resume") == 1
+    assert "Traceback" not in errors.partition("torchrun")[0].partition("torch/distributed")[0]
+    state = json.loads((find_checkpoint(str(out)) / "trainer.json").read_text())
+    assert state["step"] >= 20
+
+
+def test_restarts_need_out(monkeypatch, common):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    errors = StringIO()
+    with redirect_stderr(errors), pytest.raises(SystemExit) as exited:
+        train.main(common.split())
+    assert exited.value.code == 2 and "--max-restarts needs --out" in errors.getvalue()
+
+
+@pytest.mark.parametrize("left", ["nothing", "a folder", "a checkpoint"])
+def test_a_restart_goes_on_from_whatever_is_left(left, monkeypatch, folder, common):
+    """Also with --preset, which --resume alone refuses."""
+    out = folder / f"restarted-after-{left.replace(' ', '-')}"
+    flags = f"--preset tiny {common} --steps 6 --save-every 2 --out {out}"
+    if left == "a folder":
+        out.mkdir()
+        (out / ".lock").touch()
+    elif left == "a checkpoint":
+        train.main(flags.split())
+        shutil.rmtree(find_checkpoint(str(out)))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train.main(flags.split())
+    assert find_checkpoint(str(out)).name == "step-000006"
+    assert ("resumed" in json.loads((out / "run.json").read_text())) == (left == "a checkpoint")
+
+
+# --- more steps and ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fifty_steps_on_two_and_four_ranks(optimizer, folder, common):
+    flags = f"{common} --steps 50 --lr 0.003 --optimizer {optimizer} --eval-every 10"
+    one = folder / f"fifty-{optimizer}"
+    rows = train_and_record(f"{flags} --out {one}".split())["rows"]
+    for ranks in (2, 4):
+        commands = [f"{flags} {shard} --out {one}-{ranks}{shard}" for shard in ("", "--shard")]
+        for shard, records in zip(
+            ("", "--shard"), run_on(ranks, commands, folder / f"{optimizer}-{ranks}"), strict=True
+        ):
+            run = Path(f"{one}-{ranks}{shard}")
+            for figure in ("train_loss", "val_loss"):
+                ours, theirs = series(run, figure), series(one, figure)
+                difference = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+                print(f"{optimizer} {ranks} ranks {shard or 'DDP'} {figure}: {difference:.1e}")
+                assert ours == pytest.approx(theirs, rel=1e-5)
+            for step, expected in rows.items():
+                assert [row for record in records for row in record["rows"][str(step)]] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["", "--shard"])
+def test_a_checkpoint_of_two_ranks_resumes_on_four(shard, folder, common):
+    runs = {ranks: folder / f"resumed-on-{ranks}{shard}" for ranks in (2, 4)}
+    flags = f"{common} --schedule constant --eval-every 5 {shard}"
+    run_on(2, [f"{flags} --steps 10 --out {run}" for run in runs.values()], folder / f"first-ten{shard}")
+    for ranks, run in runs.items():
+        run_on(ranks, [f"--resume --steps 20 --out {run} {shard}"], folder / f"last-ten-{ranks}{shard}")
+    assert series(runs[4], "train_loss", "val_loss") == pytest.approx(
+        series(runs[2], "train_loss", "val_loss"), rel=1e-5
+    )
+
+
+if __name__ == "__main__":
+    train_all(Path(sys.argv[1]), Path(sys.argv[2]))
