@@ -27,7 +27,7 @@ def test_preparing_bytes_is_measured(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_encoding_is_measured_with_one_process_and_several(tmp_path, monkeypatch):
-    report = report_of("--megabytes 10 --vocab-size 500", tmp_path, monkeypatch)
+    report = report_of("--megabytes 20 --vocab-size 500", tmp_path, monkeypatch)
     assert report["processes"] > 1
     assert len(report["rows"]) == 6 and all(row["MB/s"] > 0 for row in report["rows"])
 
