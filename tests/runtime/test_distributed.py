@@ -366,7 +366,7 @@ def test_ranks_killed_at_random_moments(engine, folder, common):
         kills = 0
         with started(out, flags, "--max-restarts 3") as launcher:
             for _ in range(draw.choice([1, 1, 2])):
-                time.sleep(draw.uniform(0.2, 1) * seconds[0])
+                time.sleep(draw.uniform(0.1, 0.7) * seconds[0])
                 if launcher.poll() is None and (ranks := ranks_of(launcher)):
                     os.kill(draw.choice(ranks), signal.SIGKILL)
                     kills += 1
