@@ -56,6 +56,9 @@ def joined() -> Iterator[None]:
         time.sleep(TORCHRUN_NOTICES)
         raise
     dist.destroy_process_group()
+    # A thread of Gloo that frees its last tensor while Python shuts down seems to be what has aborted a finished rank
+    # on a busy machine. It needs some microseconds.
+    time.sleep(0.2)
 
 
 def rank() -> int:

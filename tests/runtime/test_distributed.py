@@ -28,6 +28,7 @@ from experiments.communication import collectives, sent_per_rank
 from model import Llama
 from runtime import distributed
 from runtime.checkpoint import find_checkpoint
+from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
@@ -177,7 +178,10 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     commands |= {f"bad {flags}": f"{common} --steps 2 {flags} --out {folder}/bad-{len(flags)}" for flags in BAD}
     commands["undisturbed"] = f"{common} {LONG} --out {folder}/undisturbed"
     commands["diverges"] = f"{common} --norm none --lr 1e9 --clip 0 --warmup 0 --steps 20 --out {folder}/diverges"
-    return records | dict(zip(commands, run_on(2, list(commands.values()), folder / "two"), strict=True))
+    commands["in use"] = f"{common} --steps 2 --out {folder}/used"
+    (folder / "used").mkdir()
+    with locked(folder / "used"):
+        return records | dict(zip(commands, run_on(2, list(commands.values()), folder / "two"), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -246,6 +250,23 @@ def test_divergence_ends_every_rank(trained, folder):
     assert [rank["code"] for rank in trained["diverges"]] == [5, 5]
     assert "not finite" in trained["diverges"][0]["errors"] and trained["diverges"][1]["errors"] == ""
     assert not (folder / "diverges/checkpoints").exists()
+
+
+def test_a_run_in_use_is_refused_by_every_rank(trained):
+    assert [rank["code"] for rank in trained["in use"]] == [4, 4]
+    assert "in use" in trained["in use"][0]["errors"] and trained["in use"][1]["errors"] == ""
+
+
+@pytest.mark.parametrize("batches", range(8))
+def test_each_batch_of_an_evaluation_counts_once(batches, monkeypatch):
+    """And every rank gets equally many: a forward pass of a sharded model needs them all."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        shares.append(list(distributed.shares(iter(range(batches)))))
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(batch for share in shares for batch, counts in share if counts) == list(range(batches))
 
 
 def test_each_rank_draws_its_own_dropout(monkeypatch):
@@ -345,7 +366,7 @@ def test_ranks_killed_at_random_moments(engine, folder, common):
         kills = 0
         with started(out, flags, "--max-restarts 3") as launcher:
             for _ in range(draw.choice([1, 1, 2])):
-                time.sleep(draw.uniform(0.2, 1) * seconds[0])
+                time.sleep(draw.uniform(0.1, 0.7) * seconds[0])
                 if launcher.poll() is None and (ranks := ranks_of(launcher)):
                     os.kill(draw.choice(ranks), signal.SIGKILL)
                     kills += 1
@@ -366,7 +387,6 @@ def test_a_stop_request_to_one_rank_stops_all_after_the_same_step(folder, common
         assert launcher.returncode == 1 and "exitcode  : 143" in errors
         assert processes_of(out) == []
     assert errors.count("stopped by SIGTERM; continue with --resume") == 1
-    assert "Traceback" not in errors.partition("torchrun")[0].partition("torch/distributed")[0]
     state = json.loads((find_checkpoint(str(out)) / "trainer.json").read_text())
     assert state["step"] >= 20
 
