@@ -8,7 +8,7 @@ devices, over Gloo or NCCL.
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from itertools import islice
 from typing import Any, TypeVar
@@ -228,13 +228,14 @@ def seed(of_step: int) -> int:
     return of_step + (rank() << 48)
 
 
-def shares(batches: Iterator[T]) -> Iterator[tuple[T, bool]]:
+def shares(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """This rank's part of `batches`, and whether each counts.
 
     Every rank gets equally many, because the forward pass of a sharded model needs them all: a rank that has run out
     gets one that another rank counts.
     """
-    while group := list(islice(batches, world_size())):
+    remaining = iter(batches)
+    while group := list(islice(remaining, world_size())):
         mine = rank() < len(group)
         yield group[rank() if mine else 0], mine
 
