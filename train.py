@@ -504,7 +504,7 @@ def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[floa
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
     the same ones. Special tokens add their loss and no bytes. `loss` may be a compiled or parallel `model.loss`.
     """
-    loss, training = loss or model.loss, model.training
+    loss, training = model.loss if loss is None else loss, model.training
     model.eval()
     losses, sizes, utf8_bytes = [], [], 0.0
     context = run.model_config.context
