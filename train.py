@@ -112,6 +112,7 @@ def plan(flags: argparse.Namespace) -> Plan:
     Raises ValueError for incompatible options.
     """
     require(not (flags.resume or flags.eval_only), "--plan is for new runs; leave out --resume and --eval-only")
+    require(distributed.world_size() == 1, "--plan takes one process; leave out torchrun and use --ranks")
     model_config, config = configs_from(flags, "cuda")
     ranks, card = 1 if flags.ranks is None else flags.ranks, flags.card or "h100"
     require(ranks >= 1, f"--ranks must be at least 1, not {ranks}")

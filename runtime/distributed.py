@@ -187,6 +187,8 @@ def check_device(device: torch.device) -> None:
     """Raise ValueError unless each rank can have a `device` of its own."""
     if world_size() > 1 and device.type == "mps":
         raise ValueError("--device mps trains on one rank; use --device cpu")
+    if world_size() > 1 and device.index is not None:
+        raise ValueError(f"--device {device} is one GPU for all ranks; use --device cuda, and each has its own")
     if device.type == "cuda" and local_rank() >= torch.cuda.device_count() > 0 and world_size() > 1:
         raise ValueError(
             f"--device cuda: torchrun starts more ranks than the {torch.cuda.device_count()} GPUs of a machine; "

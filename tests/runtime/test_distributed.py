@@ -164,6 +164,7 @@ BAD = {
     "--nonsense": "unrecognized arguments: --nonsense",
     "--shard --fast": "error: the kernels of --fast cannot be used: they need --no-shard",
     "--data missing.txt": "missing.txt",
+    "--plan": "error: --plan takes one process",
 }
 
 
@@ -268,6 +269,14 @@ def test_divergence_ends_every_rank(trained, folder):
 def test_a_run_in_use_is_refused_by_every_rank(trained):
     assert [rank["code"] for rank in trained["in use"]] == [4, 4]
     assert "in use" in trained["in use"][0]["errors"] and trained["in use"][1]["errors"] == ""
+
+
+def test_ranks_do_not_share_a_gpu(monkeypatch):
+    distributed.check_device(torch.device("cuda:1"))
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    distributed.check_device(torch.device("cpu"))
+    with pytest.raises(ValueError, match="--device cuda:1 is one GPU for all ranks; use --device cuda"):
+        distributed.check_device(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize("batches", range(8))
