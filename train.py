@@ -112,6 +112,7 @@ def plan(flags: argparse.Namespace) -> Plan:
     Raises ValueError for incompatible options.
     """
     require(not (flags.resume or flags.eval_only), "--plan is for new runs; leave out --resume and --eval-only")
+    require(distributed.world_size() == 1, "--plan takes one process; leave out torchrun and use --ranks")
     model_config, config = configs_from(flags, "cuda")
     ranks, card = 1 if flags.ranks is None else flags.ranks, flags.card or "h100"
     require(ranks >= 1, f"--ranks must be at least 1, not {ranks}")
@@ -504,7 +505,7 @@ def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[floa
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
     the same ones. Special tokens add their loss and no bytes. `loss` may be a compiled or parallel `model.loss`.
     """
-    loss, training = loss or model.loss, model.training
+    loss, training = model.loss if loss is None else loss, model.training
     model.eval()
     losses, sizes, utf8_bytes = [], [], 0.0
     context = run.model_config.context

@@ -22,6 +22,9 @@ from model import Llama
 
 T = TypeVar("T")
 TORCHRUN_NOTICES = 3  # seconds; it looks every 0.1 s
+# A thread of Gloo that frees its last tensor while Python shuts down seems to be what has aborted a rank on a busy
+# machine. It needs some microseconds.
+GLOO_ENDS = 0.2  # seconds
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -55,10 +58,11 @@ def joined() -> Iterator[None]:
         # reports the one with the cause.
         time.sleep(TORCHRUN_NOTICES)
         raise
+    except SystemExit:
+        time.sleep(GLOO_ENDS)
+        raise
     dist.destroy_process_group()
-    # A thread of Gloo that frees its last tensor while Python shuts down seems to be what has aborted a finished rank
-    # on a busy machine. It needs some microseconds.
-    time.sleep(0.2)
+    time.sleep(GLOO_ENDS)
 
 
 def rank() -> int:
@@ -187,6 +191,8 @@ def check_device(device: torch.device) -> None:
     """Raise ValueError unless each rank can have a `device` of its own."""
     if world_size() > 1 and device.type == "mps":
         raise ValueError("--device mps trains on one rank; use --device cpu")
+    if world_size() > 1 and device.index is not None:
+        raise ValueError(f"--device {device} is one GPU for all ranks; use --device cuda, and each has its own")
     if device.type == "cuda" and local_rank() >= torch.cuda.device_count() > 0 and world_size() > 1:
         raise ValueError(
             f"--device cuda: torchrun starts more ranks than the {torch.cuda.device_count()} GPUs of a machine; "

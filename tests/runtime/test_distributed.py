@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def train_and_record(flags: list[str]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
         patch.setattr(train, "training_batch", record_rows)
         patch.setattr(train.Trainer, "update", record_collectives)
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         try:
             train.main(flags)
         except SystemExit as exited:
@@ -162,6 +164,7 @@ BAD = {
     "--nonsense": "unrecognized arguments: --nonsense",
     "--shard --fast": "error: the kernels of --fast cannot be used: they need --no-shard",
     "--data missing.txt": "missing.txt",
+    "--plan": "error: --plan takes one process",
 }
 
 
@@ -177,6 +180,9 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     }
     commands |= {f"bad {flags}": f"{common} --steps 2 {flags} --out {folder}/bad-{len(flags)}" for flags in BAD}
     commands["undisturbed"] = f"{common} {LONG} --out {folder}/undisturbed"
+    for engine in ("ddp", "fsdp"):
+        shard = "--shard" * (engine == "fsdp")
+        commands[f"{engine} compiled"] = f"{common} {CASES['muon']} --compile {shard} --out {folder}/{engine}-compiled"
     commands["diverges"] = f"{common} --norm none --lr 1e9 --clip 0 --warmup 0 --steps 20 --out {folder}/diverges"
     commands["in use"] = f"{common} --steps 2 --out {folder}/used"
     (folder / "used").mkdir()
@@ -198,6 +204,14 @@ def test_two_ranks_train_as_one(engine, name, trained, folder):
     assert found.keys() == expected.keys()
     for key in expected:  # after 8 steps with learning rates of 0.015
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_compiled_ranks_train_and_evaluate_as_one(engine, trained, folder):
+    assert [record["code"] for record in trained[f"{engine} compiled"]] == [0, 0]
+    for figure in ("train_loss", "val_loss", "grad_norm"):
+        expected = series(folder / "one-muon", figure)
+        assert series(folder / f"{engine}-compiled", figure) == pytest.approx(expected, rel=1e-5), figure
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -255,6 +269,14 @@ def test_divergence_ends_every_rank(trained, folder):
 def test_a_run_in_use_is_refused_by_every_rank(trained):
     assert [rank["code"] for rank in trained["in use"]] == [4, 4]
     assert "in use" in trained["in use"][0]["errors"] and trained["in use"][1]["errors"] == ""
+
+
+def test_ranks_do_not_share_a_gpu(monkeypatch):
+    distributed.check_device(torch.device("cuda:1"))
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    distributed.check_device(torch.device("cpu"))
+    with pytest.raises(ValueError, match="--device cuda:1 is one GPU for all ranks; use --device cuda"):
+        distributed.check_device(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize("batches", range(8))
