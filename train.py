@@ -117,7 +117,7 @@ def plan(flags: argparse.Namespace) -> Plan:
     ranks, card = 1 if flags.ranks is None else flags.ranks, flags.card or "h100"
     require(ranks >= 1, f"--ranks must be at least 1, not {ranks}")
     require(config.batch_size % ranks == 0, f"--batch-size {config.batch_size} is not divisible by --ranks {ranks}")
-    require(config.dtype != "float32", "--plan is for half precision; leave out --dtype float32")
+    require(config.dtype != "float32", "--plan is for half precision; add --dtype bfloat16")
     rows = config.batch_size // ranks
     micro = min(config.micro_batch_size, rows)
     require(rows % micro == 0, f"--micro-batch-size {micro} does not divide the {rows} sequences of a rank")
@@ -159,12 +159,12 @@ def resolve_settings(
 ) -> tuple[Path | None, ModelConfig, TrainConfig, torch.device, Prepared]:
     """Everything of a run but its folder: --out or None. The cheap checks come first.
 
-    A restart by torchrun continues the run that it finds in --out, or starts it.
+    A restart by torchrun continues the run in --out if the same launch has started it, or starts a run.
     """
     out = Path(flags.out) if getattr(flags, "out", "") else None
     if distributed.may_restart() and out is None:
         raise ValueError("torchrun --max-restarts needs --out: a restart finds its run there")
-    if restarted and out and (out / "run.json").exists():
+    if restarted and out and started_by_this_launch(out / "run.json"):
         flags.resume, flags.preset = not flags.eval_only, None
     existing = flags.resume or flags.eval_only
     if existing:
@@ -186,6 +186,11 @@ def resolve_settings(
     if existing:
         check_same_text(flags.config, data)
     return out, model_config, config, device, data
+
+
+def started_by_this_launch(run_file: Path) -> bool:
+    """Whether torchrun, before it restarted the ranks, has started the run or resumed it."""
+    return run_file.exists() and json.loads(run_file.read_text()).get("launch") == distributed.launch()
 
 
 def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
@@ -556,6 +561,7 @@ def describe_run(run: Run, model: Llama) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": describe(run.device),
         "ranks": distributed.world_size(),
+        "launch": distributed.launch(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
 

@@ -187,7 +187,7 @@ def stop(process: subprocess.Popen) -> None:
             else:
                 process.kill()  # Windows has no process groups
             process.wait(STOP_SECONDS)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
+        except (ProcessLookupError, PermissionError, subprocess.TimeoutExpired):  # macOS refuses a group of zombies
             pass
 
 

@@ -155,7 +155,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    cards = [card for card in CARDS.values() if card.name in name]
+    cards = [card for card in CARDS.values() if re.search(rf"\b{card.name}\b(?! NVL)", name)]
     return max(cards, key=lambda card: len(card.name)).flops if cards else None
 
 

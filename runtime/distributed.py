@@ -88,6 +88,11 @@ def restarted() -> bool:
     return largest(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
 
 
+def launch() -> str | None:
+    """The id of torchrun's job, which a restart keeps. None without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
 def may_restart() -> bool:
     """Whether torchrun has --max-restarts."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
@@ -114,7 +119,7 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
     errors: list[Any] = [None] * world_size()
     dist.all_gather_object(errors, error and (type(error), str(error)))
     for kind, message in filter(None, errors):
-        raise kind(message) from error
+        raise (ValueError if issubclass(kind, ValueError) else kind)(message) from error
 
 
 def from_main(function: Callable[..., T], *arguments: Any) -> T:

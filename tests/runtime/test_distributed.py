@@ -424,6 +424,8 @@ def test_restarts_need_out(monkeypatch, common):
 @pytest.mark.parametrize("left", ["nothing", "a folder", "a checkpoint"])
 def test_a_restart_goes_on_from_whatever_is_left(left, monkeypatch, folder, common):
     """Also with --preset, which --resume alone refuses."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this launch")
     out = folder / f"restarted-after-{left.replace(' ', '-')}"
     flags = f"--preset tiny {common} --steps 6 --save-every 2 --out {out}"
     if left == "a folder":
@@ -437,6 +439,22 @@ def test_a_restart_goes_on_from_whatever_is_left(left, monkeypatch, folder, comm
     train.main(flags.split())
     assert find_checkpoint(str(out)).name == "step-000006"
     assert ("resumed" in json.loads((out / "run.json").read_text())) == (left == "a checkpoint")
+
+
+def test_a_restart_does_not_go_on_with_the_run_of_another_launch(monkeypatch, folder, common, capsys):
+    out = folder / "of-another-launch"
+    flags = f"{common} --steps 2 --save-every 2 --out {out}"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "an earlier launch")
+    train.main(flags.split())
+    before = (out / "run.json").read_text()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this launch")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(SystemExit) as refused:
+        train.main(flags.split())
+    assert refused.value.code == 2 and "already holds a run" in capsys.readouterr().err
+    assert (out / "run.json").read_text() == before
 
 
 # --- more steps and ranks --------------------------------------------------------------------------------------------
