@@ -154,7 +154,11 @@ def text(tmp_path_factory) -> Path:
 
 def start_encoding(text: Path, folder: Path) -> subprocess.Popen:
     command = [sys.executable, "-c", ENCODE, str(text), str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job ignores it, and its children do
+    try:
+        return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_until_encoding(process: subprocess.Popen, path: Path, size: int = 1 << 17) -> bool:
