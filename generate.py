@@ -114,7 +114,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="use torch.compile, with a CUDA graph on CUDA; takes a minute before the first token (default: off)",
+        help="use torch.compile, with a CUDA graph on CUDA; the first token waits for the compiler (default: off)",
     )
     return parser.parse_args(arguments)
 

@@ -182,10 +182,7 @@ class Rope(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, start: int | Tensor, length: int) -> RopeTable:
-        if isinstance(start, Tensor):  # its value is unknown here; see runtime/decoding.py
-            positions = start + torch.arange(length, device=start.device)
-            return self.cos[positions], self.sin[positions]
+    def forward(self, start: int, length: int) -> RopeTable:
         if start + length > self.context:
             raise ValueError(f"{start + length} tokens exceed the model's context of {self.context}")
         return self.cos[start : start + length], self.sin[start : start + length]

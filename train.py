@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import math
-import operator
 import platform
 import signal
 import sys
@@ -524,7 +523,8 @@ def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[floa
             sizes.append(targets.numel())
             utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
     # The losses stay on the device until here, since reading one waits for it.
-    nats = sum(map(operator.mul, torch.stack(losses).tolist() if losses else [], sizes))
+    values = torch.stack(losses).tolist() if losses else []
+    nats = sum(value * size for value, size in zip(values, sizes, strict=True))
     nats, tokens, utf8_bytes = distributed.totals(nats, sum(sizes), utf8_bytes)
     model.train(training)
     return nats / tokens, nats / math.log(2) / utf8_bytes

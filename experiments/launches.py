@@ -19,6 +19,9 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor
+
+# Private: torch has no public way to generate code for a card that is absent, or to read that code. There is no
+# fallback; this script measures one version of torch, and nothing imports it.
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -30,10 +33,10 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import PRESETS, ModelConfig
 from model import Llama
+from runtime.plan import Trace
 
 CARD = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, warp_size=32,
@@ -84,24 +87,6 @@ def pretend_card() -> None:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool, **_: Any) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) if q.shape != x.shape else x for x in (k, v))
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-
-
-class Kernels(TorchDispatchMode):
-    """Counts operations that launch a kernel: all but views and allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        returns = func._schema.returns
-        view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
-        name = func.overloadpacket.__name__
-        nothing = (
-            view or func.namespace != "aten" or name.startswith("empty") or name in ("_unsafe_view", "promote_types")
-        )
-        self.count += not nothing
-        return func(*args, **(kwargs or {}))
 
 
 def launches(code: str) -> int:
@@ -157,16 +142,15 @@ def training_step(preset: str, layers: int, compiled: bool) -> tuple[int, int]:
         shape = PRESETS[preset].get("micro_batch_size", 8), model.config.context
         tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")
         loss = torch.compile(model.loss, backend=count_compiled(counts), fullgraph=True) if compiled else model.loss
-        kernels = Kernels() if not compiled else SimpleNamespace(count=0)
         with torch.autocast("cuda", torch.bfloat16):
             if compiled:
                 loss(tokens, tokens).backward()
                 return counts[0], counts[1]
-            with kernels:  # type: ignore[union-attr]
+            with Trace() as trace:
                 value = loss(tokens, tokens)
-                forward = kernels.count
+                forward = len(trace.launches)
                 value.backward()
-    return forward, kernels.count - forward
+    return forward, len(trace.launches) - forward
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from model import LayerCache, Llama
+from model import LayerCache, Llama, Rope, RopeTable
 
 
 class StaticCache(nn.Module, LayerCache):
@@ -47,6 +47,16 @@ class StaticCache(nn.Module, LayerCache):
         return positions <= self.length + positions[:new, None]
 
 
+class StaticRope(Rope):
+    """Accepts a start that is a tensor. Its value is not read, so nothing checks it against the context."""
+
+    def forward(self, start: int | Tensor, length: int) -> RopeTable:
+        if not isinstance(start, Tensor):
+            return super().forward(start, length)
+        positions = start + torch.arange(length, device=start.device)
+        return self.cos[positions], self.sin[positions]
+
+
 class CompiledLlama(Llama):
     """A `Llama` whose steps of one token are compiled. The prompt runs through the plain model, in one pass."""
 
@@ -69,7 +79,7 @@ class CompiledLlama(Llama):
 def compile_decoding(model: Llama) -> None:
     """Make `model.next_logits` use compiled code, in place. The first token after a prompt waits for the compiler."""
     on_cuda = model.embed_tokens.weight.device.type == "cuda"
-    model.__class__ = CompiledLlama
+    model.__class__, model.rope.__class__ = CompiledLlama, StaticRope
     assert isinstance(model, CompiledLlama)
     plain_step = super(CompiledLlama, model).next_logits
     model.step = torch.compile(plain_step, mode="reduce-overhead" if on_cuda else None)
