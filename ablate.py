@@ -1,6 +1,6 @@
 """Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
 
-`experiments/ablation.py` makes the runs and `experiments/report.py` reports on them.
+`experiments/grid.py` makes the runs and `experiments/ablation.py` reports on them.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from config import Parser, add_flags
-from experiments.ablation import resolve_ablation, run_grid, write_probes, write_report
+from experiments.ablation import resolve_ablation, run_ablation
 from norms.placement import PLACEMENTS
 from runtime.exit_codes import bad_input, exit_codes
 from runtime.run_dir import locked
@@ -21,10 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
         with bad_input():
             ablation = resolve_ablation(flags, train_flags)
         with locked(ablation.folder):
-            outcomes = run_grid(ablation)
-            write_report(ablation, outcomes, shlex.join(["python", "ablate.py", *arguments]))
-            if ablation.probe:
-                write_probes(ablation, outcomes)
+            run_ablation(ablation, shlex.join(["python", "ablate.py", *arguments]))
     print(f"see {ablation.folder}/table.md")
 
 

@@ -20,7 +20,9 @@ import torch
 import ablate
 from config import ModelConfig
 from data.batches import evaluation_batches, prepare
-from experiments.ablation import finished_outcome, resolve_ablation, resolve_arms
+from experiments.ablation import resolve_ablation
+from experiments.grid import resolve_arms
+from experiments.outcome import Arm
 from experiments.probe import probe
 from model import Llama
 from runtime.exit_codes import CellFailed
@@ -266,8 +268,10 @@ def test_a_folder_with_other_files_is_refused(command, capsys, tmp_path):
 
 
 def test_unsupported_arms_are_skipped_with_the_reason(capsys):
-    arms = resolve_arms(["none", "rmsnorm"], ["post", "mix"], ["--layers", "1", "--device", "cpu"])
-    assert [(arm.norm, arm.placement) for arm in arms] == [("rmsnorm", "post")]
+    wanted = [Arm.of(norm=norm, placement=place) for norm in ("none", "rmsnorm") for place in ("post", "mix")]
+    assert list(resolve_arms(wanted, ["--layers", "1", "--device", "cpu"])) == [
+        Arm.of(norm="rmsnorm", placement="post")
+    ]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all(line.startswith("skipped: --") for line in lines)
 
@@ -291,9 +295,9 @@ def test_flags_of_train_py_are_passed_on_in_order():
 def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text):
     ablation = resolve_ablation(*ablate.parse(arguments(text, grid, GRID)))
     cell = ablation.reported[0]
-    assert not finished_outcome(ablation, cell, code=0).diverged
+    assert not ablation.grid.finished_outcome(cell, code=0).diverged
     with pytest.raises(CellFailed):
-        finished_outcome(ablation, cell, code=1)
+        ablation.grid.finished_outcome(cell, code=1)
 
 
 @pytest.mark.slow

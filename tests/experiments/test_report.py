@@ -6,36 +6,32 @@ import math
 
 import pytest
 
-from experiments.report import (
-    Outcome,
-    arms_table,
-    best_lr,
-    lr_table,
-    paired_differences,
-    plot_curves,
-    plot_differences,
-    read_outcome,
-    to_csv,
-)
+from experiments.outcome import Arm, Outcome, best_lr, paired_differences, read_outcome
+from experiments.plots import plot_curves, plot_differences
+from experiments.report import arms_table, lr_table, to_csv
+
+RMSNORM = Arm.of(norm="rmsnorm", placement="pre")
 
 
 def outcome(
     norm: str = "rmsnorm", seed: int = 0, val_bpb: float | None = 2.0, *, lr: float = 0.01, diverged: bool = False
 ) -> Outcome:
     """A run of 20 steps. With `val_bpb` None, its loss was not finite at step 7."""
+    arm = Arm.of(norm=norm, placement="pre")
     if val_bpb is None:
-        return Outcome(norm, "pre", lr, seed, True, 7, None, None, None, None, [{"step": 7, "not_finite": True}])
+        return Outcome(arm, lr, seed, True, 7, None, None, None, None, None, [{"step": 7, "not_finite": True}])
     log = [
         {"step": 10, "train_loss": 3.0 + seed, "seconds": 1.5, "tokens_per_second": 1000.0},
         {"step": 20, "val_loss": val_bpb, "val_bpb": val_bpb},
     ]
-    return Outcome(norm, "pre", lr, seed, diverged, 20, val_bpb, val_bpb, 1000.0 + seed, 1.5, log)
+    return Outcome(arm, lr, seed, diverged, 20, val_bpb, val_bpb, val_bpb, 1000.0 + seed, 1.5, log)
 
 
 # --- outcomes --------------------------------------------------------------------------------------------------------
 
 TRAINING = {"step": 10, "train_loss": 5.0, "seconds": 1.0, "tokens_per_second": 300.0}
 LATER = {"step": 20, "train_loss": 4.0, "seconds": 2.5, "tokens_per_second": 100.0}
+EARLY_EVALUATION = {"step": 10, "val_loss": 3.5, "val_bpb": 2.2}
 EVALUATION = {"step": 20, "val_loss": 4.0, "val_bpb": 2.5}
 NOT_FINITE = {"step": 20, "not_finite": True}
 
@@ -43,23 +39,27 @@ NOT_FINITE = {"step": 20, "not_finite": True}
 @pytest.mark.parametrize(
     "log, expected",
     [
-        pytest.param([TRAINING, LATER, EVALUATION], (False, 20, 4.0, 2.5, 200.0, 2.5), id="finished"),
         pytest.param(
-            [TRAINING, LATER, EVALUATION | {"val_loss": 5.6}], (True, 20, 5.6, 2.5, 200.0, 2.5), id="above uniform"
+            [TRAINING, EARLY_EVALUATION, LATER, EVALUATION], (False, 20, 4.0, 2.5, 3.5, 200.0, 2.5), id="done"
         ),
-        pytest.param([TRAINING, NOT_FINITE], (True, 20, None, None, 300.0, 1.0), id="not finite"),
-        pytest.param([NOT_FINITE | {"step": 3}], (True, 3, None, None, None, None), id="not finite from the start"),
-        pytest.param([TRAINING, LATER, EVALUATION, NOT_FINITE], (True, 20, None, None, 200.0, 2.5), id="not saved"),
+        pytest.param(
+            [TRAINING, EARLY_EVALUATION, LATER, EVALUATION | {"val_loss": 5.6}],
+            (True, 20, 5.6, 2.5, 3.5, 200.0, 2.5),
+            id="above",
+        ),
+        pytest.param([TRAINING, NOT_FINITE], (True, 20, None, None, None, 300.0, 1.0), id="not finite"),
+        pytest.param([NOT_FINITE | {"step": 3}], (True, 3, None, None, None, None, None), id="at once"),
+        pytest.param([TRAINING, LATER, EVALUATION, NOT_FINITE], (True, 20, None, None, 4.0, 200.0, 2.5), id="unsaved"),
     ],
 )
 def test_a_complete_log_is_an_outcome(log, expected):
-    found = read_outcome("rmsnorm", "pre", 0.01, 3, log, steps=20, uniform_loss=math.log(257))
-    assert found == Outcome("rmsnorm", "pre", 0.01, 3, *[*expected, log])
+    found = read_outcome(RMSNORM, 0.01, 3, log, steps=20, uniform_loss=math.log(257))
+    assert found == Outcome(RMSNORM, 0.01, 3, *[*expected, log])
 
 
 @pytest.mark.parametrize("log", [[], [TRAINING], [TRAINING, LATER], [TRAINING, EVALUATION | {"step": 10}]])
 def test_an_incomplete_log_is_none(log):
-    assert read_outcome("rmsnorm", "pre", 0.01, 3, log, steps=20, uniform_loss=math.log(257)) is None
+    assert read_outcome(RMSNORM, 0.01, 3, log, steps=20, uniform_loss=math.log(257)) is None
 
 
 # --- paired differences ----------------------------------------------------------------------------------------------

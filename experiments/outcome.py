@@ -1,0 +1,134 @@
+"""An arm of a comparison, and the outcome of one of its runs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from statistics import mean, median
+from typing import Any
+
+from config import FIELDS, require
+
+Log = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A value for each factor, in the order of the report's columns. A norm may have arguments: `dyt:alpha=0.8`."""
+
+    factors: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, **factors: str) -> "Arm":
+        """`Arm.of(norm="dyt:alpha=0.8", placement="pre", batch_size="4")`."""
+        return cls(tuple(factors.items()))
+
+    def __getitem__(self, factor: str) -> str:
+        return dict(self.factors)[factor]
+
+    @property
+    def name(self) -> str:
+        """The norm, the placement, and other factors with their names."""
+        return " ".join(
+            value if factor in ("norm", "placement") else f"{factor}={value}" for factor, value in self.factors
+        )
+
+    @property
+    def flags(self) -> list[str]:
+        return [flag for factor, value in self.factors for flag in factor_flags(factor, value)]
+
+
+def factor_flags(factor: str, value: str) -> list[str]:
+    """The flags of `train.py` for a factor. Raises ValueError for an unknown one or a bad truth value."""
+    require(factor in FIELDS, f"unknown factor {factor!r}; it is an option of train.py, such as optimizer")
+    flag = f"--{factor.replace('_', '-')}"
+    if factor == "norm":
+        kind, _, norm_args = value.partition(":")
+        return [flag, kind, *(f"--norm-arg={pair}" for pair in norm_args.split(",") if pair)]
+    if FIELDS[factor].type is bool:
+        require(value in ("true", "false"), f"factor {factor} takes true or false, not {value!r}")
+        return [flag if value == "true" else flag.replace("--", "--no-", 1)]
+    return [flag, value]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one run.
+
+    A run diverged if its loss or a gradient was not finite at `step`, or if its final loss is above that of a uniform
+    prediction. Losses are None if the last step was never evaluated.
+    """
+
+    arm: Arm
+    lr: float
+    seed: int
+    diverged: bool
+    step: int
+    val_loss: float | None  # nats per token
+    val_bpb: float | None  # bits per UTF-8 byte
+    best_val_loss: float | None  # the lowest of all evaluations
+    tokens_per_second: float | None  # median over the run
+    seconds: float | None
+    log: Log = field(repr=False)  # the rows of its metrics.jsonl
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Its row in `runs.csv`."""
+        rest = (column.name for column in fields(self) if column.name not in ("arm", "log"))
+        return {**dict(self.arm.factors), **{name: getattr(self, name) for name in rest}}
+
+    def __str__(self) -> str:
+        result = f"diverged at step {self.step}" if self.diverged else f"val_bpb {self.val_bpb:.4f}"
+        return f"{self.arm.name}, lr {self.lr:g}, seed {self.seed}: {result}"
+
+
+def read_outcome(arm: Arm, lr: float, seed: int, log: Log, steps: int, uniform_loss: float) -> Outcome | None:
+    """The outcome of a run of `steps` steps, or None if its log does not reach the end.
+
+    `uniform_loss` is the loss of a uniform prediction, in nats per token.
+    """
+    last = log[-1] if log else {}
+    finished = last.get("step") == steps and "val_loss" in last
+    if not finished and "not_finite" not in last:
+        return None
+    training = [row for row in log if "train_loss" in row]
+    return Outcome(
+        arm,
+        lr,
+        seed,
+        diverged=not finished or last["val_loss"] > uniform_loss,
+        step=last["step"],
+        val_loss=last.get("val_loss"),
+        val_bpb=last.get("val_bpb"),
+        best_val_loss=min((row["val_loss"] for row in log if "val_loss" in row), default=None),
+        tokens_per_second=median(row["tokens_per_second"] for row in training) if training else None,
+        seconds=training[-1]["seconds"] if training else None,
+        log=log,
+    )
+
+
+def final_bpb(runs: Iterable[Outcome]) -> dict[int, float]:
+    """val_bpb by seed, of the runs that did not diverge."""
+    return {run.seed: run.val_bpb for run in runs if not run.diverged and run.val_bpb is not None}
+
+
+def paired_differences(arm: list[Outcome], baseline: list[Outcome]) -> list[float]:
+    """val_bpb of `arm` minus that of `baseline`, for each seed with which neither diverged."""
+    arm_bpb, baseline_bpb = final_bpb(arm), final_bpb(baseline)
+    return [arm_bpb[seed] - baseline_bpb[seed] for seed in arm_bpb if seed in baseline_bpb]
+
+
+def best_lr(runs: list[Outcome]) -> float:
+    """The learning rate with the fewest diverged `runs` of an arm and, to break ties, the lowest mean val_bpb."""
+
+    def rank(lr: float) -> tuple[float, float, float]:
+        at_lr = [run for run in runs if run.lr == lr]
+        bpb = final_bpb(at_lr).values()
+        return 1 - len(bpb) / len(at_lr), mean(bpb) if bpb else 0.0, lr
+
+    return min({run.lr for run in runs}, key=rank)
+
+
+def by_arm(outcomes: Iterable[Outcome]) -> dict[Arm, list[Outcome]]:
+    arms: dict[Arm, list[Outcome]] = {}
+    for outcome in outcomes:
+        arms.setdefault(outcome.arm, []).append(outcome)
+    return arms
