@@ -1,0 +1,65 @@
+"""Claim 18. Derf loses with Muon what it wins with AdamW."""
+
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
+from experiments.claims.figures import plot_differences
+from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, make_runs, nats, paired
+from experiments.claims.verdict import ALPHA
+from experiments.statistics import differences_of_differences, estimate, holm
+
+MUON = {"optimizer": "muon"}
+ARMS = tuple({"norm": norm, "placement": "pre"} | optimizer for optimizer in ({}, MUON) for norm in ("rmsnorm", "derf"))
+
+
+def split(measured: Measured) -> dict[tuple[str, str], Runs]:
+    """The reported runs by norm and optimizer."""
+    runs: dict[tuple[str, str], Runs] = {}
+    for norm in ("rmsnorm", "derf"):
+        mine = Runs(measured["runs"]).where(norm=norm)
+        runs[norm, "muon"] = Runs(row for row in mine.rows if row["arm"].get("optimizer") == "muon")
+        runs[norm, "adamw"] = Runs(row for row in mine.rows if "optimizer" not in row["arm"])
+    return runs
+
+
+def judge(measured: Measured) -> Judgement:
+    runs = split(measured)
+    diverged = sum(found.diverged for found in runs.values())
+    if diverged:
+        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+    with_adamw, with_muon = (
+        estimate(paired(runs["derf", optimizer], runs["rmsnorm", optimizer])) for optimizer in ("adamw", "muon")
+    )
+    interaction = estimate(
+        differences_of_differences(
+            *(runs[norm, optimizer].losses() for optimizer in ("muon", "adamw") for norm in ("derf", "rmsnorm"))
+        )
+    )
+    p_adamw, p_interaction = holm([with_adamw.p, interaction.p])
+    assert p_adamw is not None and p_interaction is not None
+    ours = f"interaction {nats(interaction)}; with AdamW {with_adamw:+.4f}, with Muon {with_muon:+.4f}"
+    wins, loses = (found.mean < 0 for found in (with_adamw, interaction))
+    if p_adamw < ALPHA and wins and p_interaction < ALPHA and not loses:
+        return Judgement(CONFIRMED, ours, "Derf wins with AdamW, and Muon takes from it", p_interaction)
+    if p_adamw < ALPHA and not wins:
+        return Judgement(REFUTED, ours, "Derf does not win with AdamW: it has nothing to lose", p_adamw)
+    if p_interaction < ALPHA and loses:
+        return Judgement(REFUTED, ours, "Derf gains from Muon more than RMSNorm does", p_interaction)
+    return Judgement(OPEN, ours, "one of the two differences may be 0", p_interaction)
+
+
+CLAIM = Claim(
+    number=18,
+    name="derf-muon",
+    statement="Derf wins with AdamW and loses with Muon",
+    source="arXiv 2604.01563",
+    published="a penalty of 0.66 nats with Muon",
+    rule="Losses paired by seed, each arm at its best learning rate. Two comparisons (Holm): Derf minus RMSNorm with "
+    "AdamW, and the interaction, (Derf minus RMSNorm with Muon) minus (the same with AdamW). Confirmed if the first is "
+    "below 0 and the second above, refuted if either is on the other side.",
+    protocols={
+        "cpu": Protocol(minutes=15, flags=CPU_RUN, arms=ARMS, lrs=CPU_LRS),
+        "gpu": Protocol(minutes=600, flags=GPU_RUN, arms=ARMS, lrs=GPU_LRS),
+    },
+    measure=make_runs,
+    judge=judge,
+    plot=plot_differences,
+)

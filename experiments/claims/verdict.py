@@ -1,0 +1,45 @@
+"""Rules that several claims share. Differences are losses minus the baseline's, in nats; alpha is 0.05."""
+
+from collections.abc import Sequence
+
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Judgement, Verdict
+from experiments.claims.runs import nats
+from experiments.statistics import equivalence_p, estimate
+
+ALPHA = 0.05
+
+
+def equal_within(differences: Sequence[float], margin: float, diverged: int) -> Judgement:
+    """Confirmed if the difference is within ± `margin` (TOST), refuted if its interval lies outside, else open."""
+    if diverged or len(differences) < 2:
+        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+    found, p = estimate(differences), equivalence_p(differences, margin)
+    verdict, reason = OPEN, f"the interval is neither within nor outside ±{margin:g}"
+    assert p is not None
+    if p < ALPHA:
+        verdict, reason = CONFIRMED, f"the difference is within ±{margin:g} (TOST)"
+    elif found.low > margin or found.high < -margin:
+        verdict, reason = REFUTED, f"the difference is outside ±{margin:g}"
+    return Judgement(verdict, nats(found), reason, p)
+
+
+def lower(differences: Sequence[float], margin: float, diverged: int, p: float | None = None) -> Judgement:
+    """Whether the differences are below 0: confirmed if so, refuted if they are above or shown to be within ± `margin`.
+
+    `p` replaces that of the t test where it has been corrected for several comparisons.
+    """
+    if diverged or len(differences) < 2:
+        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+    found = estimate(differences)
+    p = found.p if p is None else p
+    small = equivalence_p(differences, margin)
+    assert p is not None and small is not None
+    verdict: Verdict = OPEN
+    reason = "the interval contains 0, and differences beyond the margin"
+    if p < ALPHA and found.mean < 0:
+        verdict, reason = CONFIRMED, "the difference is below 0"
+    elif p < ALPHA and found.mean > 0:
+        verdict, reason = REFUTED, "the difference is above 0"
+    elif small < ALPHA:
+        verdict, reason = REFUTED, f"the difference is within ±{margin:g} (TOST)"
+    return Judgement(verdict, nats(found), reason, p)
