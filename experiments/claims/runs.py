@@ -20,7 +20,7 @@ Losses = dict[int, float]  # nats per token by seed
 # nats per token are nats per byte.
 CPU_MODEL = "--tokenizer bytes --dim 64 --layers 4 --heads 2 --context 128 --batch-size 8 --dtype float32"
 CPU_RUN = f"{CPU_MODEL} --optimizer adamw --steps 400 --eval-every 100 --eval-tokens 32768 --save-every 400 --keep 1"
-CPU_LRS = (3e-3, 1e-2, 3e-2)
+CPU_LRS = (1e-3, 3e-3, 1e-2)
 
 # 27 million parameters, 65 million tokens: about 10 minutes on an H100.
 GPU_RUN = (
