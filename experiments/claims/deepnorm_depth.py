@@ -88,7 +88,7 @@ CLAIM = Claim(
     published="1000 layers",
     rule="A run fails if it diverges, or ends above the loss of a model that knows only the frequencies of the bytes. "
     "Each placement is taken at the learning rate with its fewest failures. Confirmed if at the largest depth "
-    "post-norm fails more often than DeepNorm (Fisher's exact test, p < 0.05), refuted if less often, or if neither fails.",
+    "post-norm fails more often than DeepNorm (Fisher's exact test, p < 0.05); refuted if less often, or if none fail.",
     protocols={
         "cpu": Protocol(minutes=25, flags=RUN, arms=arms((12, 24, 48)), lrs=LRS, select_lr=False),
         "gpu": Protocol(
