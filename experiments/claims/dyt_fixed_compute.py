@@ -6,15 +6,16 @@ from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, ma
 from experiments.claims.verdict import lower
 
 MARGIN = 0.005  # nats per token; a difference this small would not be called worse
+# Alpha starts higher than in the paper, which scales the embedding by √d: here the stream starts with an RMS of 0.02.
 ARMS = (
     {"norm": "rmsnorm", "placement": "pre"},
-    *({"norm": f"dyt:alpha={alpha}", "placement": "pre"} for alpha in (0.2, 0.5, 1.0, 2.0)),
+    *({"norm": f"dyt:alpha={alpha}", "placement": "pre"} for alpha in (0.5, 4.0, 16.0)),
 )
 
 
 def judge(measured: Measured) -> Judgement:
     runs = Runs(measured["runs"])
-    rmsnorm, dyt = (runs.where(**arm) for arm in arms_of(measured))
+    rmsnorm, dyt = (runs.of(arm) for arm in arms_of(measured))
     return lower(paired(rmsnorm, dyt), MARGIN, runs.diverged)
 
 

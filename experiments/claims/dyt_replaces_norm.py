@@ -3,11 +3,11 @@
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import GPU_LRS, GPU_RUN, Runs, make_runs, nats, paired
-from experiments.claims.verdict import ALPHA
+from experiments.claims.verdict import ALPHA, p_above
 from experiments.statistics import estimate, holm, noninferiority_p
 
 MARGIN = 0.02  # nats per token
-ALPHAS = (0.2, 0.5, 1.0)
+ALPHAS = (0.5, 4.0, 16.0)  # see claim 20
 LENGTHS = ("40", "2000")  # of 32,768 tokens a step: 1.3 and 65 million tokens
 
 
@@ -31,14 +31,15 @@ def judge(measured: Measured) -> Judgement:
             differences = paired(dyt, both.where(norm="rmsnorm"), which)
             found[steps, which] = estimate(differences)
             as_good.append(noninferiority_p(differences, MARGIN))
-            worse.append(found[steps, which].low > MARGIN)
-    ps = [p for p in holm(as_good) if p is not None]
+            worse.append(p_above(differences, MARGIN))
+    p_good = max(p for p in holm(as_good) if p is not None)
+    p_worse = min(p for p in holm(worse) if p is not None)
     ours = "; ".join(f"{nats(found[steps, 'val_loss'])} after {steps} steps" for steps in LENGTHS)
-    if all(p < ALPHA for p in ps):
-        return Judgement(CONFIRMED, ours, f"no worse, up to {MARGIN}, at both lengths and checkpoints", max(ps))
-    if any(worse):
-        return Judgement(REFUTED, ours, f"worse by more than {MARGIN} at one of the lengths", max(ps))
-    return Judgement(OPEN, ours, f"may be worse by {MARGIN}", max(ps))
+    if p_good < ALPHA:
+        return Judgement(CONFIRMED, ours, f"no worse, up to {MARGIN}, at both lengths and checkpoints", p_good)
+    if p_worse < ALPHA:
+        return Judgement(REFUTED, ours, f"worse by more than {MARGIN} in one of the four", p_worse)
+    return Judgement(OPEN, ours, f"may be worse by {MARGIN}", p_good)
 
 
 CLAIM = Claim(
@@ -49,7 +50,7 @@ CLAIM = Claim(
     published="ViT-B 82.5 against 82.3 with LayerNorm",
     rule="DyT at its best initial alpha minus RMSNorm, paired by seed, each at its best learning rate, for 1.3 and 65 "
     "million tokens and for the last and the best evaluation (Holm over four tests). Confirmed if DyT is worse by less "
-    f"than {MARGIN} nats in all four (one-sided, p < 0.05), refuted if the interval of one lies above {MARGIN}.",
+    f"than {MARGIN} nats in all four (one-sided, p < 0.05), refuted if it is worse by more in one of them.",
     protocols={"gpu": Protocol(minutes=900, flags=GPU_RUN, arms=ARMS, lrs=GPU_LRS, best_variant=True)},
     measure=make_runs,
     judge=judge,

@@ -1,7 +1,7 @@
 """The runs of a claim: making them from a protocol, and asking for their losses."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
@@ -100,10 +100,14 @@ class Runs:
         self.rows = list(rows)
 
     def where(self, **wanted: Any) -> "Runs":
-        """Those with these values of lr, seed or factors."""
+        """Those with these values of lr, seed or factors, whatever their other factors."""
         return Runs(
-            row for row in self.rows if all((row["arm"] | row)[name] == value for name, value in wanted.items())
+            row for row in self.rows if all((row | row["arm"]).get(name) == value for name, value in wanted.items())
         )
+
+    def of(self, arm: Mapping[str, str]) -> "Runs":
+        """Those of an arm: with these factors and no others."""
+        return Runs(row for row in self.rows if row["arm"] == arm)
 
     def losses(self, which: str = "val_loss") -> Losses:
         """By seed, of the runs that did not diverge. `which` may be best_val_loss."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Judgement, Verdict
 from experiments.claims.runs import nats
-from experiments.statistics import equivalence_p, estimate
+from experiments.statistics import equivalence_p, estimate, noninferiority_p
 
 ALPHA = 0.05
 
@@ -13,14 +13,21 @@ def equal_within(differences: Sequence[float], margin: float, diverged: int) -> 
     """Confirmed if the difference is within ± `margin` (TOST), refuted if its interval lies outside, else open."""
     if diverged or len(differences) < 2:
         return Judgement(OPEN, "–", f"{diverged} runs diverged")
-    found, p = estimate(differences), equivalence_p(differences, margin)
-    verdict, reason = OPEN, f"the interval is neither within nor outside ±{margin:g}"
+    found, inside = estimate(differences), equivalence_p(differences, margin)
+    outside = 2 * min(p_above(differences, margin), p_above([-value for value in differences], margin))
+    assert inside is not None
+    if inside < ALPHA:
+        return Judgement(CONFIRMED, nats(found), f"the difference is within ±{margin:g} (TOST)", inside)
+    if outside < ALPHA:
+        return Judgement(REFUTED, nats(found), f"the difference is outside ±{margin:g}", outside)
+    return Judgement(OPEN, nats(found), f"the interval is neither within nor outside ±{margin:g}", inside)
+
+
+def p_above(differences: Sequence[float], margin: float) -> float:
+    """One-sided p-value of "the mean is at most `margin`". A small one says: worse by more than `margin`."""
+    p = noninferiority_p([-value for value in differences], -margin)
     assert p is not None
-    if p < ALPHA:
-        verdict, reason = CONFIRMED, f"the difference is within ±{margin:g} (TOST)"
-    elif found.low > margin or found.high < -margin:
-        verdict, reason = REFUTED, f"the difference is outside ±{margin:g}"
-    return Judgement(verdict, nats(found), reason, p)
+    return p
 
 
 def lower(differences: Sequence[float], margin: float, diverged: int, p: float | None = None) -> Judgement:
