@@ -55,9 +55,10 @@ CLAIM = Claim(
     statement="Derf wins with AdamW and loses with Muon",
     source="arXiv 2604.01563",
     published="a penalty of 0.66 nats with Muon",
-    rule="Losses paired by seed, each arm at its best learning rate and Derf at its best initial alpha. Two comparisons "
-    "(Holm): Derf minus RMSNorm with AdamW, and the interaction, (Derf minus RMSNorm with Muon) minus (the same with "
-    "AdamW). Confirmed if the first is below 0 and the second above (p < 0.05), refuted if either is on the other side.",
+    rule="Losses paired by seed, each arm at its best learning rate and Derf at its best initial alpha. Two "
+    "comparisons (Holm): Derf minus RMSNorm with AdamW, and the interaction, (Derf minus RMSNorm with Muon) minus (the "
+    "same with AdamW). Confirmed if the first is below 0 and the second above (p < 0.05), refuted if either is on the "
+    "other side.",
     protocols={
         "cpu": Protocol(minutes=20, flags=CPU_RUN, arms=ARMS, lrs=CPU_LRS, best_variant=True),
         "gpu": Protocol(minutes=600, flags=GPU_RUN, arms=ARMS, lrs=GPU_LRS, best_variant=True),
