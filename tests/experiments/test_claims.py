@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -213,7 +214,7 @@ def test_largest_stable_rate_stops_at_the_first_failure():
 
 
 def test_unigram_loss_is_the_entropy():
-    tokens = [5] * 2 + [7] + [9]
+    tokens = np.array([5, 5, 7, 9])
     assert unigram_loss(tokens) == pytest.approx(1.5 * math.log(2))
 
 
