@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.intervals import mean_interval
+from experiments.statistics import estimate
 
 Log = list[dict[str, Any]]
 
@@ -160,8 +160,7 @@ def format_interval(values: list[float], sign: str = "") -> str:
     """`1.7642 ± 0.0031`; without the interval for one value, or a dash if empty."""
     if not values:
         return "–"
-    middle, half = mean_interval(values)
-    return f"{middle:{sign}.4f}" + ("" if half is None else f" ± {half:.4f}")
+    return f"{estimate(values):{sign}.4f}"
 
 
 def format_mean(values: list[float | None]) -> str:
@@ -187,9 +186,9 @@ def plot_curves(outcomes: list[Outcome], path: Path) -> None:
                 for row in run.log:
                     if name in row:
                         values.setdefault(row["step"], []).append(row[name])
-            points = {step: mean_interval(found) for step, found in values.items() if len(found) == len(runs)}
-            middle = [point[0] for point in points.values()]
-            half = [point[1] or 0.0 for point in points.values()]
+            points = {step: estimate(found) for step, found in values.items() if len(found) == len(runs)}
+            middle = [point.mean for point in points.values()]
+            half = [point.half_width or 0.0 for point in points.values()]
             (line,) = panel.plot(list(points), middle, ".-" if name == "val_bpb" else "-", label=arm)
             low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
             panel.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -211,9 +210,9 @@ def plot_differences(outcomes: list[Outcome], path: Path) -> None:
         if not differences:
             axes.text(0, height, " diverged", va="center")
             continue
-        middle, half = mean_interval(differences)
+        found = estimate(differences)
         axes.plot(differences, [height] * len(differences), "o", color="0.6", markersize=4)
-        axes.errorbar(middle, height, xerr=half, fmt="s", color="C0", capsize=4)
+        axes.errorbar(found.mean, height, xerr=found.half_width, fmt="s", color="C0", capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
     axes.set_yticks(range(len(others)), others)
     axes.set_ylim(len(others), -1)
