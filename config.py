@@ -73,6 +73,9 @@ class ModelConfig:
     vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
     tie_embeddings: bool = option(True, "use the embedding as the output head")
+    scaled_embedding: bool = option(
+        False, "multiply the embedding by a learned scalar, sqrt(--dim) at the start, as DyT's authors do"
+    )
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
     init: str = option(
         None,

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
 from norms import TRAITS, build_norm
+from norms.modules.embedding import ScaledEmbedding
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
@@ -39,7 +40,7 @@ class Llama(nn.Module):
         self.config = config
         self.recompute = False  # gradient checkpointing: keep each block's input, recompute the rest in backward
         placement = PLACEMENTS[config.placement]
-        self.embed_tokens = Embedding(config.vocab_size, config.dim)
+        self.embed_tokens = (ScaledEmbedding if config.scaled_embedding else Embedding)(config.vocab_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config.head_dim, config.context, config.rope_theta)
         self.start = placement.start  # the embedding -> the residual stream, or a pair of streams

@@ -233,6 +233,7 @@ def test_every_flag_sets_its_field():
     values = {
         "norm": "layernorm", "placement": "post", "qk_norm": "full", "dim": 48, "layers": 3, "heads": 6, "kv_heads": 3,
         "hidden_dim": 17, "context": 12, "vocab_size": 400, "rope_theta": 123.5, "tie_embeddings": False,
+        "scaled_embedding": True,
         "dropout": 0.25, "init": "xavier", "depth_scaled_init": False,
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 12,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "adamw",

@@ -81,7 +81,7 @@ def oracle_attention(x: np.ndarray, weights: dict[str, np.ndarray], config: Mode
 def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
     """Logits of one sequence under placement `pre` with rmsnorm."""
     weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
-    x = weights["embed_tokens.weight"][tokens.numpy()]
+    x = weights["embed_tokens.weight"][tokens.numpy()] * weights.get("embed_tokens.scale", 1.0)
     for layer in range(model.config.layers):
         start = f"layers.{layer}."
         block = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start)}
@@ -102,6 +102,7 @@ def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
         {"rope_theta": 100.0, "layers": 3},
         {"qk_norm": "head"},
         {"qk_norm": "full"},
+        {"scaled_embedding": True},
     ],
     ids=str,
 )
@@ -441,6 +442,7 @@ NORM_KEYS = ["attention_residual.norm.weight", "mlp_residual.norm.weight"]
         ({"qk_norm": "head"}, [*NORM_KEYS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"], ["finish.weight"]),
         ({"qk_norm": "full"}, [*NORM_KEYS, "self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"],
          ["finish.weight"]),
+        ({"scaled_embedding": True}, NORM_KEYS, ["finish.weight", "embed_tokens.scale"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -448,6 +450,11 @@ def test_state_dict_keys(changes, in_block, outside):
     keys = Llama(dataclasses.replace(SMALL, layers=2, **changes)).state_dict().keys()
     blocks = {f"layers.{layer}.{key}" for layer in range(2) for key in [*BLOCK_KEYS, *in_block]}
     assert keys == blocks | {"embed_tokens.weight", "lm_head.weight", *outside}
+
+
+def test_embedding_scale_starts_at_the_square_root_of_the_width():
+    plain, scaled = (Llama(dataclasses.replace(SMALL, scaled_embedding=scaled)) for scaled in (False, True))
+    torch.testing.assert_close(scaled.embed_tokens(TOKENS), math.sqrt(SMALL.dim) * plain.embed_tokens(TOKENS))
 
 
 def test_tied_lm_head_shares_the_embedding_weight():

@@ -24,6 +24,10 @@ CPU_MODEL = "--tokenizer bytes --dim 64 --layers 4 --heads 2 --context 128 --bat
 CPU_RUN = f"{CPU_MODEL} --optimizer adamw --steps 400 --eval-every 100 --eval-tokens 32768 --save-every 400 --keep 1"
 CPU_LRS = (1e-3, 3e-3, 1e-2)
 
+# For DyT and Derf, which do not rescale what they get. With the init and embedding of the other runs, the residual
+# stream is so small at this width that they learn only the frequencies of the bytes.
+NO_STATISTICS = "--init xavier --scaled-embedding"
+
 # 0.27 million parameters in 12 blocks. Xavier's init, under which the troubles of depth show at this width.
 DEEP_RUN = (
     "--tokenizer bytes --dim 40 --layers 12 --heads 2 --context 128 --batch-size 8 --dtype float32 --init xavier "

@@ -103,7 +103,7 @@ ARMS_1, ARMS_4, ARMS_10, ARMS_18 = (
     module.CLAIM.protocols["cpu"].arms
     for module in (rmsnorm_layernorm, prenorm_stability, batchnorm_small_batch, derf_muon)
 )
-ARMS_18 = tuple(arm for arm in ARMS_18 if arm["norm"] in ("rmsnorm", "derf:alpha=0.5"))
+ARMS_18 = tuple(arm for arm in ARMS_18 if arm["norm"] in ("rmsnorm", "derf:alpha=1.0"))
 ARMS_19 = ngpt_steps.CLAIM.protocols["cpu"].arms
 ARMS_8 = (lns_depth_scaled_init.PLAIN, lns_depth_scaled_init.SCALED, lns_depth_scaled_init.LNS)
 ARMS_9 = tuple(dyt_replaces_norm.arm(norm, steps) for steps in ("40", "2000") for norm in ("rmsnorm", "dyt:alpha=0.5"))
