@@ -11,7 +11,7 @@ from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from norms import KINDS, TRAITS, build_norm, is_a, parse_norm_args
+from norms import KINDS, build_norm, is_a, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
@@ -110,7 +110,7 @@ class ModelConfig:
             f"a model of {self.weights:.1e} weights is too large to train; "
             "choose a smaller --dim, --hidden-dim, --layers or --vocab-size",
         )
-        check_placement(self.placement, self.layers, TRAITS[self.norm].identity)
+        check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
 

@@ -50,7 +50,9 @@ class Llama(nn.Module):
         self.lm_head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        placement.extend(self)
         draw_weights(self, seed)
+        placement.after_step(self)
 
     def forward(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Logits (B, T, V) for the token after each of `tokens` (B, T).
@@ -92,9 +94,9 @@ class Block(nn.Module):
         super().__init__()
         residual = PLACEMENTS[config.placement].residual
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
-        self.attention_residual = residual(Site("attention", layer, config.layers, make_norm))
+        self.attention_residual = residual(Site("attention", layer, config.layers, config.dim, make_norm))
         self.self_attn = Attention(config)
-        self.mlp_residual = residual(Site("mlp", layer, config.layers, make_norm))
+        self.mlp_residual = residual(Site("mlp", layer, config.layers, config.dim, make_norm))
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
@@ -115,13 +117,14 @@ class Attention(nn.Module):
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
+        self.rotated_q_norm, self.rotated_k_norm = nn.Identity(), nn.Identity()  # replaced by --placement ngpt
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T H D
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
         v = self.v_norm(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = self.rotated_q_norm(rotate(q, rope)), self.rotated_k_norm(rotate(k, rope))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B H T D, B K T D twice
         mask, dropout = None, self.dropout.p if self.training else 0.0
         if cache is not None:

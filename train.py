@@ -29,6 +29,7 @@ from data.tokens import TokenFile
 from generate import Sampling, sample_text
 from model import Llama
 from norms import TRAITS
+from norms.placement import PLACEMENTS
 from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.acceleration import accelerate, resolve_fast, unavailable
@@ -307,6 +308,7 @@ class Trainer:
                 group["lr"] = rate * group["lr_ratio"]
             if not overflow:
                 self.scaler.step(optimizer)
+        PLACEMENTS[self.run.model_config.placement].after_step(self.model)
         for weight in self.weights:
             weight.grad = None
         self.scaler.update()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from config import ModelConfig
 from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
-from norms import KINDS, TRAITS
-from norms.placement import PLACEMENTS
+from norms import KINDS
+from norms.placement import PLACEMENTS, supports
 from runtime.huggingface import from_hugging_face, hugging_face_name, to_hugging_face
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
@@ -222,12 +222,7 @@ class FixedOutput(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "norm, placement",
-    [
-        (norm, name)
-        for norm in KINDS
-        for name in PLACEMENTS
-        if PLACEMENTS[name].without_norm or not TRAITS[norm].identity
-    ],
+    [(norm, name) for norm in KINDS for name in PLACEMENTS if supports(name, norm)],
 )
 def test_logits_are_causal(norm, placement):
     model = random_weights_model(dataclasses.replace(SMALL, norm=norm, placement=placement))

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import train
 from config import ModelConfig, TrainConfig
 from model import Llama, weights_by_role
 from norms import KINDS, TRAITS, register
-from norms.placement import PLACEMENTS
+from norms.placement import PLACEMENTS, supports
 from optim import learning_rate, make_optimizers
 from runtime.checkpoint import find_checkpoint
 from runtime.device import has_bfloat16
@@ -130,12 +131,7 @@ def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
-VALID_CELLS = [
-    (kind, name)
-    for kind in sorted(KINDS)
-    for name in PLACEMENTS
-    if PLACEMENTS[name].without_norm or not TRAITS[kind].identity
-]
+VALID_CELLS = [(kind, name) for kind in sorted(KINDS) for name in PLACEMENTS if supports(name, kind)]
 ARMS = [(kind, name) for kind, name in VALID_CELLS if kind == "rmsnorm" or name == "pre"]
 
 
@@ -185,8 +181,28 @@ def test_arms_have_the_same_initial_weights_and_batches(command, monkeypatch):
         batches.add(tuple(seen))
     assert len(batches) == 1
     assert len(set(batches.pop())) == 4  # each step has a different batch
-    for weights in initial_weights[1:]:  # up to rounding, where a gain was multiplied and divided
-        torch.testing.assert_close(weights, initial_weights[0], rtol=3e-7, atol=0)
+    for (_, placement), weights in zip(ARMS[1:], initial_weights[1:], strict=True):
+        expected = initial_weights[0]
+        if placement == "ngpt":
+            expected = {name: on_sphere(name, weight) for name, weight in expected.items()}
+        # up to rounding, where a gain was multiplied and divided
+        torch.testing.assert_close(weights, expected, rtol=3e-7, atol=0)
+
+
+def on_sphere(name: str, weight: Tensor) -> Tensor:
+    """A matrix with length 1 along the features of the residual stream, as nGPT has it."""
+    return weight / weight.norm(dim=0 if "o_proj" in name or "down_proj" in name else 1, keepdim=True)
+
+
+@pytest.mark.parametrize("flags", ["", "--optimizer adamw --no-tie-embeddings"])
+def test_ngpt_stays_on_the_sphere(flags, command):
+    run = command(f"--placement ngpt --steps 4 --lr 0.1 {flags}")
+    start = Llama(ModelConfig(**json.loads((run / "run.json").read_text())["model"])).state_dict()
+    state = load_file(find_checkpoint(str(run)) / "model.safetensors")
+    for name, weight in state.items():
+        assert not torch.equal(weight, start[name]), name
+        if weight.ndim == 2:
+            torch.testing.assert_close(weight, on_sphere(name, weight), rtol=1e-6, atol=0)
 
 
 def test_norm_registered_at_runtime_can_be_trained(command):

@@ -154,6 +154,7 @@ CASES = {  # name: flags; every one with DDP and FSDP2
     "muon": "--steps 8",
     "accumulated": "--steps 8 --optimizer adamw --micro-batch-size 2 --no-tie-embeddings --vocab-size 257",
     "dyt": "--steps 8 --optimizer adamw --norm dyt --recompute --kv-heads 1 --clip 0.5",
+    "ngpt": "--steps 8 --optimizer adamw --placement ngpt",
 }
 LONG = "--steps 80 --save-every 10 --eval-every 40 --dropout 0.1"
 BAD = {
