@@ -74,7 +74,7 @@ def compare_models(inside: Llama, outside: Llama, rms: float, rows: int, seed: i
 
 
 def relative_difference(inside: Tensor, outside: Tensor) -> float:
-    return float((outside - inside).norm() / inside.norm())
+    return float(((outside - inside).norm() / inside.norm()).detach())
 
 
 def finite_at_zero(norm: type[RMSNorm]) -> bool:
