@@ -149,3 +149,9 @@ def unigram_loss(val: np.ndarray) -> float:
 def geometric(values: Iterable[float]) -> Estimate:
     """The estimate of the logarithms of positive values, for ratios."""
     return estimate([math.log(value) for value in values])
+
+
+def ratio(logarithms: Estimate) -> str:
+    """`1.23 [1.10, 1.37]`: the ratio and its interval, from an estimate of its logarithm."""
+    middle, low, high = (math.exp(value) for value in (logarithms.mean, logarithms.low, logarithms.high))
+    return f"{middle:.3g} [{low:.3g}, {high:.3g}]"
