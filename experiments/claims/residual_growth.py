@@ -6,18 +6,28 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from data.batches import evaluation_batches
 from experiments.claims.claim import Claim, Judgement, Lab, Measured, Protocol
 from experiments.claims.initial import initial_model, random_batch
+from experiments.claims.runs import DEEP_RUN, Runs, make_grid, make_runs
 from experiments.claims.verdict import Comparison, all_of
+from experiments.grid import Cell
+from experiments.outcome import Arm
 from experiments.probe import probe
 from experiments.statistics import estimate, slope
+from model import Llama
+from runtime.checkpoint import load_model
 
 ARMS = tuple({"norm": "rmsnorm", "placement": placement} for placement in ("pre", "sandwich", "lns"))
 INITS = ("xavier", "normal")
 
 
 def measure(protocol: Protocol, lab: Lab) -> Measured:
-    """The mean square of the residual stream after each block, from the first, at initialization."""
+    """The mean square of the residual stream after each block, from the first."""
+    return at_initialization(protocol) if lab.scale == "quick" else after_training(protocol, lab)
+
+
+def at_initialization(protocol: Protocol) -> Measured:
     rows = []
     for seed in range(protocol.seeds):
         for init in INITS:
@@ -26,6 +36,20 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
                 blocks = probe(model, *random_batch(model, protocol.settings["rows"], seed))[1:]
                 rows.append(variance_row(arm["placement"], init, seed, [block.residual_rms for block in blocks]))
     return {"judged": "xavier", "rows": rows}
+
+
+def after_training(protocol: Protocol, lab: Lab) -> Measured:
+    """On a batch of validation text, before and after training."""
+    measured, grid, rows = make_runs(protocol, lab), make_grid(protocol, lab), []
+    for row in Runs(measured["runs"]).where(diverged=False).rows:
+        arm, seed = Arm.of(**row["arm"]), row["seed"]
+        config = grid.settings[arm][0]
+        batch = next(evaluation_batches(grid.data.val.tokens, config.context, protocol.settings["rows"]))
+        trained = load_model(grid.checkpoint(Cell(arm, row["lr"], seed)), "cpu")[0]
+        for condition, model in (("before training", Llama(config, seed)), ("after training", trained)):
+            blocks = probe(model, *batch)[1:]
+            rows.append(variance_row(arm["placement"], condition, seed, [block.residual_rms for block in blocks]))
+    return measured | {"judged": "after training", "rows": rows}
 
 
 def variance_row(placement: str, condition: str, seed: int, residual_rms: list[float]) -> dict[str, Any]:
@@ -88,8 +112,8 @@ CLAIM = Claim(
     published="pre-norm grows exponentially with depth in training, Peri-LN linearly, LNS polynomially",
     rule="The growth exponent is the slope of the logarithm of the residual stream's mean square over the logarithm of "
     "the block's number. Three comparisons (Holm), paired by seed: pre-norm's exponent is above 0, and those of "
-    "sandwich and LNS are below half of it. Confirmed if all three hold, refuted if the opposite of one does. Judged "
-    "at initialization with Xavier init; N(0, 0.02²) is shown.",
+    "sandwich and LNS are below half of it. Confirmed if all three hold, refuted if the opposite of one does. Quick: "
+    "at initialization, judged with Xavier init; N(0, 0.02²) is shown. Otherwise after training.",
     protocols={
         "quick": Protocol(
             minutes=1,
@@ -97,7 +121,10 @@ CLAIM = Claim(
             arms=ARMS,
             seeds=5,
             settings={"rows": 4},
-        )
+        ),
+        "cpu": Protocol(
+            minutes=12, flags=DEEP_RUN, arms=ARMS, lrs=(1e-2,), select_lr=False, seeds=5, settings={"rows": 16}
+        ),
     },
     measure=measure,
     judge=judge,
