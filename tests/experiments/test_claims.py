@@ -1,6 +1,8 @@
 """Claims: every verdict rule on measurements that are made up so that it must confirm, refute, and leave open."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.claims import (
+    affine_and_order,
     batchnorm_small_batch,
     deepnorm_depth,
     derf_muon,
@@ -21,12 +24,13 @@ from experiments.claims import (
     qk_norm_rates,
     rmsnorm_layernorm,
 )
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, SCALES
-from experiments.claims.document import NOT_RUN, read_entries, to_markdown
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, SCALES, Lab
+from experiments.claims.document import NOT_RUN, read_entries, results_file, run_claim, to_markdown
 from experiments.claims.runs import best_variants, unigram_loss
 from experiments.grid import Cell
 from experiments.outcome import Arm, Outcome
 
+ROOT = Path(__file__).parents[2]
 NOISE = (0.004, -0.006, 0.001, -0.003, 0.004)  # by seed; sums to 0
 BASE = (2.0, 2.1, 1.9, 2.05, 1.95)  # by seed, shared by all arms
 SPREAD = 10  # times the noise: too much for any verdict
@@ -99,6 +103,15 @@ def stable_ranges(none: tuple[float, ...], head: tuple[float, ...]) -> dict[str,
     return {"runs": rows, "selection": []}
 
 
+def with_orders(arms, shift: float, *orders: float, spread: float = 1.0) -> dict[str, Any]:
+    """Claim 16: the model without scale and shift, and the MLP with the norm after activation and after dropout."""
+    losses = {
+        order: [BASE[seed] + more + spread * NOISE[(seed + number) % 5] for seed in range(5)]
+        for number, (order, more) in enumerate(zip(affine_and_order.ORDERS, (0.0, *orders), strict=True))
+    }
+    return shifted(arms, 0, shift, spread=spread) | {"orders": losses}
+
+
 ARMS_1, ARMS_4, ARMS_10, ARMS_18 = (
     module.CLAIM.protocols["cpu"].arms
     for module in (rmsnorm_layernorm, prenorm_stability, batchnorm_small_batch, derf_muon)
@@ -156,6 +169,11 @@ CASES: dict[str, dict[str, Any]] = {  # by claim: measurements for each verdict
         REFUTED: directions(3.0, 1),
         OPEN: directions(1.5, 1),
     },
+    "affine-and-order": {
+        CONFIRMED: with_orders(affine_and_order.ARMS, 0.005, 0.05, 0.1),
+        REFUTED: with_orders(affine_and_order.ARMS, 0.005, -0.05, 0.1),
+        OPEN: with_orders(affine_and_order.ARMS, 0.005, 0, 0),
+    },
     "derf-muon": {  # RMSNorm and Derf with AdamW, RMSNorm and Derf with Muon
         CONFIRMED: shifted(ARMS_18, 0.1, 0, 0, 0.2),
         REFUTED: shifted(ARMS_18, 0, 0.1, 0, 0.1),
@@ -189,12 +207,13 @@ def test_plot(name):
     assert isinstance(CLAIMS[name].plot(CASES[name][CONFIRMED]), Figure)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("deepnorm-depth", "largest-rate")])
+AVERAGING = [*CASES.keys() - {"deepnorm-depth", "largest-rate", "qk-norm-rates", "ones-direction"}]
+
+
+@pytest.mark.parametrize("name", AVERAGING)
 def test_a_diverged_run_is_never_left_out_silently(name):
     """Where losses are averaged, one diverged run leaves the claim open."""
     measured = CASES[name][CONFIRMED]
-    if not measured["runs"] or name == "qk-norm-rates":
-        pytest.skip("does not average losses")
     first, *rest = measured["runs"]
     judgement = CLAIMS[name].judge(measured | {"runs": [first | {"diverged": True, "val_loss": None}, *rest]})
     assert judgement.verdict == OPEN and "1 runs diverged" in judgement.reason
@@ -246,3 +265,39 @@ def test_a_claim_without_results_is_listed_as_not_run(tmp_path):
     assert (
         "*inconclusive at this scale: not run*" in text and "python ablate.py claim qk-norm-rates --scale gpu" in text
     )
+
+
+# --- whole protocols at toy size -------------------------------------------------------------------------------------
+
+TOY = (
+    "--tokenizer bytes --dim 16 --layers 2 --heads 2 --hidden-dim 32 --context 16 --batch-size 4 --dtype float32 "
+    "--no-compile --no-fast --steps 4 --eval-every 2 --eval-tokens 256 --save-every 4"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, scale", [(name, scale) for name in CASES for scale in CLAIMS[name].protocols])
+def test_a_protocol_runs_from_its_flags_to_a_verdict(name, scale, tmp_path_factory):
+    """Small models with two seeds and one or two learning rates. Values of factors are those of the protocol."""
+    whole = CLAIMS[name].protocols[scale]
+    lrs = whole.lrs[:1] if whole.select_lr else whole.lrs[:2]
+    protocol = replace(whole, flags=f"{whole.flags} {TOY}", lrs=lrs, seeds=2)
+    claim = replace(CLAIMS[name], protocols={scale: protocol})
+    folder = tmp_path_factory.getbasetemp() / "claims"
+    judgement = run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results")
+    assert judgement.verdict in (CONFIRMED, REFUTED, OPEN)
+    (entry,) = read_entries({name: claim}, folder / "results")
+    assert entry.judgement == judgement
+    assert results_file(folder / "results", claim, scale).with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("checkpoints")}
+    assert run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results") == judgement
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("checkpoints")}
+
+
+# --- what is committed -----------------------------------------------------------------------------------------------
+
+
+def test_claims_md_is_what_the_results_say():
+    """Every result fits its protocol, and CLAIMS.md is generated from the results."""
+    entries = read_entries(CLAIMS, ROOT / "results")
+    assert (ROOT / "CLAIMS.md").read_text("utf-8") == to_markdown(entries)
