@@ -207,7 +207,7 @@ def test_plot(name):
     assert isinstance(CLAIMS[name].plot(CASES[name][CONFIRMED]), Figure)
 
 
-AVERAGING = [*CASES.keys() - {"deepnorm-depth", "largest-rate", "qk-norm-rates", "ones-direction"}]
+AVERAGING = sorted(CASES.keys() - {"deepnorm-depth", "largest-rate", "qk-norm-rates", "ones-direction"})
 
 
 @pytest.mark.parametrize("name", AVERAGING)
