@@ -21,6 +21,7 @@ from norms.placement.one_stream import (
     deepnorm_gain,
     final_norm,
     hybrid_norm,
+    keel,
     mix_norm,
     no_final_norm,
 )
@@ -78,6 +79,7 @@ PLACEMENTS = {
     "hybrid": Placement(hybrid_norm, qkv_norm=True),
     "siamese": Placement(Siamese, FinishSiamese, start_two),
     "rezero": Placement(ReZero, without_norm=True),
+    "keel": Placement(keel, no_final_norm, depth_scaled=False),
     "ngpt": Placement(
         NormalizedUpdate, no_final_norm, start_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
         after_step=return_to_sphere,

@@ -138,10 +138,15 @@ def reference_logits(
                 x, y = h + z / math.sqrt(2 * block), y + z
             case "rezero":
                 x = x + w[at + "a"] * f(x)
+            case "keel" if number == 0:
+                x = x + f(norm(first)(x))
+            case "keel":
+                alpha = 1 if number == 1 else 2 * layers
+                x = norm(at + "norm_out")(alpha * x + f(norm(first)(x)))
             case "ngpt":
                 x = unit(x + (0.05 * 4 * w[at + "alpha"]).abs() * (unit(f(x)) - x))
     match placement:
-        case "post" | "deepnorm":
+        case "post" | "deepnorm" | "keel":
             pass
         case "ngpt":
             return x @ w["lm_head.weight"].T * w["lm_head.scale"] * 4
@@ -248,6 +253,7 @@ KEYS = {
         ["norm.weight", "norm_x.weight", "norm_y.weight"],
     ),
     "rezero": (["a"], ["a"], ["weight"]),
+    "keel": ([*ONE, "norm_out.weight"], [*ONE, "norm_out.weight"], []),
     "ngpt": (["alpha"], ["alpha"], []),
 }
 NGPT_SCALES = ["self_attn.rotated_q_norm.scale", "mlp.gate_proj.scale", "mlp.up_proj.scale"]
@@ -264,6 +270,8 @@ def test_state_dict_keys(placement):
         in_block += NGPT_SCALES
     expected = {f"layers.{layer}.{key}" for layer in range(8) for key in in_block}
     expected |= {"embed_tokens.weight", "lm_head.weight", *(f"finish.{key}" for key in finish)}
+    if placement == "keel":
+        expected.remove("layers.0.attention_residual.norm_out.weight")
     if placement == "ngpt":
         expected.add("lm_head.scale")
     state = model_of(placement).state_dict()
@@ -313,7 +321,7 @@ def test_norms_are_built_with_their_site():
             sites.append(where)
             return nn.Identity()
 
-        PLACEMENTS[placement].residual(Site(name, 0, 4, 16, make_norm))
+        PLACEMENTS[placement].residual(Site(name, 1, 4, 16, make_norm))
         norms = [key for key in KEYS[placement][count] if key not in ("a", "alpha")]
         assert sites == [name] * len(norms)
         sites.clear()
@@ -371,7 +379,7 @@ def test_init_gain_by_role(placement, init):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_placements_that_ignore_depth_scaled_init(placement):
     unscaled = initial_weights(placement, init="normal", depth_scaled_init=False)
-    is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns", "ngpt")
+    is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns", "keel", "ngpt")
     for (role, name), weight in initial_weights(placement, init="normal").items():
         factor = 1 / math.sqrt(8) if is_scaled and role in ("attention_out", "down") else 1.0
         torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
