@@ -117,9 +117,12 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
     except shared as caught:
         error = caught
     errors: list[Any] = [None] * world_size()
-    dist.all_gather_object(errors, error and (type(error), str(error)))
-    for kind, message in filter(None, errors):
-        raise (ValueError if issubclass(kind, ValueError) else kind)(message) from error
+    dist.all_gather_object(errors, error and (type(error), str(error), getattr(error, "errno", None)))
+    for kind, message, number in filter(None, errors):
+        shared_error = (ValueError if issubclass(kind, ValueError) else kind)(message)
+        if isinstance(shared_error, OSError):
+            shared_error.errno = number  # the exit code depends on it
+        raise shared_error from error
 
 
 def from_main(function: Callable[..., T], *arguments: Any) -> T:

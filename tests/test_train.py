@@ -18,6 +18,11 @@ import pytest
 import torch
 from torch import nn
 
+try:
+    import resource
+except ImportError:  # missing on Windows
+    resource = None  # type: ignore[assignment]
+
 import train
 from config import ModelConfig, TrainConfig
 from model import Llama, weights_by_role
@@ -708,6 +713,20 @@ def test_out_folder_that_cannot_be_created_is_refused(out, command, capsys):
     with pytest.raises(SystemExit) as excinfo:
         command("--steps 5", out)
     assert excinfo.value.code == 2 and out in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(resource is None, reason="needs a limit on the size of files")
+def test_a_disk_that_fails_while_text_is_prepared_is_not_bad_input(text, tmp_path):
+    """The size limit stands in for a full disk: the token file does not fit."""
+    flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --steps 2".split()
+    result = subprocess.run(
+        [sys.executable, ROOT / "train.py", *flags],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: [Errno") and not (tmp_path / "run").exists()
 
 
 def test_bfloat16_without_cpu_support_is_refused(text, tmp_path):
