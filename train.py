@@ -174,7 +174,7 @@ def resolve_settings(
     if flags.eval_only and unavailable():
         flags.fast = False  # evaluate a run that used the kernels where there are none
     if out:
-        check_run_dir(out, existing)
+        check_run_dir(out, existing, writes=not flags.eval_only)
     model_config, config = resolve(flags)
     if existing:
         check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)

@@ -485,6 +485,21 @@ def test_eval_only_reproduces_val_bpb(command, capsys):
     assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
 
 
+def test_evaluation_needs_no_permission_to_write(command, capsys, tmp_path):
+    run = command("--steps 5")
+    folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o500)
+    try:
+        if os.access(run, os.W_OK):
+            pytest.skip("root can write everywhere")
+        train.main(["--eval-only", "--out", str(run)])
+    finally:
+        for folder in folders:
+            folder.chmod(0o700)
+    assert "val_bpb" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_a_checkpoint(number, code, command, monkeypatch, capsys, tmp_path):
     update = train.Trainer.update
