@@ -231,7 +231,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Changing the second option resets the first to its default. The micro-batch size is reset only if it no longer
-# divides the batch size.
+# divides the batch size, and the warmup only if it was the default for the steps before.
 FOLLOWS = {
     "hidden_dim": "dim",
     "kv_heads": "heads",
@@ -318,6 +318,9 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
         given = PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
+    steps = given.get("steps", FIELDS["steps"].default)
+    if given.get("warmup") != TrainConfig(steps=steps).warmup:
+        changed.discard("steps")  # keeps the warmup
     given = {name: value for name, value in given.items() if FOLLOWS.get(name) not in changed} | by_flag
     micro = given.get("micro_batch_size") or 1
     if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:

@@ -194,6 +194,14 @@ def test_flags_recompute_derived_defaults(tmp_path):
     assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
 
 
+def test_more_steps_keep_a_warmup_that_was_chosen(tmp_path):
+    for warmup, later in ((7, 7), (5, 10)):  # 5 is the default for 100 steps
+        training = TrainConfig(steps=100, warmup=warmup)
+        path = write_run_json(tmp_path / "run.json", {}, dataclasses.asdict(training))
+        assert parse(f"--config {path} --steps 200")[1].warmup == later
+        assert parse(f"--config {path} --steps 200 --warmup 3")[1].warmup == 3
+
+
 def test_flag_that_repeats_the_preset_changes_nothing():
     """Both for values that the preset sets and for values that it leaves at the default."""
     for preset in ("124m", "1b"):

@@ -19,6 +19,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+try:
+    import resource
+except ImportError:  # missing on Windows
+    resource = None  # type: ignore[assignment]
+
 import train
 from config import ModelConfig, TrainConfig
 from model import Llama, weights_by_role
@@ -496,6 +501,21 @@ def test_eval_only_reproduces_val_bpb(command, capsys):
     assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
 
 
+def test_evaluation_needs_no_permission_to_write(command, capsys, tmp_path):
+    run = command("--steps 5")
+    folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o500)
+    try:
+        if os.access(run, os.W_OK):
+            pytest.skip("root can write everywhere")
+        train.main(["--eval-only", "--out", str(run)])
+    finally:
+        for folder in folders:
+            folder.chmod(0o700)
+    assert "val_bpb" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_a_checkpoint(number, code, command, monkeypatch, capsys, tmp_path):
     update = train.Trainer.update
@@ -724,6 +744,20 @@ def test_out_folder_that_cannot_be_created_is_refused(out, command, capsys):
     with pytest.raises(SystemExit) as excinfo:
         command("--steps 5", out)
     assert excinfo.value.code == 2 and out in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(resource is None, reason="needs a limit on the size of files")
+def test_a_disk_that_fails_while_text_is_prepared_is_not_bad_input(text, tmp_path):
+    """The size limit stands in for a full disk: the token file does not fit."""
+    flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --steps 2".split()
+    result = subprocess.run(
+        [sys.executable, ROOT / "train.py", *flags],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: [Errno") and not (tmp_path / "run").exists()
 
 
 def test_bfloat16_without_cpu_support_is_refused(text, tmp_path):
