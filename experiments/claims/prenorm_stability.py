@@ -1,10 +1,10 @@
 """Claim 4. Pre-norm is more stable when deep, and needs no warm-up where post-norm does."""
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import OPEN, Claim, Judgement, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, DEEP_RUN, GPU_LRS, GPU_RUN, Losses, Runs, make_runs, nats
-from experiments.claims.verdict import ALPHA
-from experiments.statistics import differences_of_differences, estimate, holm
+from experiments.claims.verdict import Comparison, all_of
+from experiments.statistics import differences_of_differences, estimate
 
 
 def arms(warmup: int) -> tuple[dict[str, str], ...]:
@@ -25,18 +25,17 @@ def judge(measured: Measured) -> Judgement:
         for row in runs.where(placement=placement).rows:
             losses.setdefault((placement, row["arm"]["warmup"] != "0"), {})[row["seed"]] = row["val_loss"]
     pre, post = losses["pre", False], losses["post", False]
-    gap = estimate([post[seed] - pre[seed] for seed in post])
-    need = estimate(differences_of_differences(post, losses["post", True], pre, losses["pre", True]))
-    p_gap, p_need = holm([gap.p, need.p])
-    assert p_gap is not None and p_need is not None
-    ours = f"post minus pre without warm-up {nats(gap)}; what warm-up does for post more than for pre {nats(need)}"
-    if p_gap < ALPHA and p_need < ALPHA and gap.mean > 0 and need.mean > 0:
-        return Judgement(CONFIRMED, ours, "post-norm is worse without warm-up, and warm-up helps it more", p_need)
-    if p_gap < ALPHA and gap.mean < 0:
-        return Judgement(REFUTED, ours, "post-norm without warm-up is better than pre-norm", p_gap)
-    if p_need < ALPHA and need.mean < 0:
-        return Judgement(REFUTED, ours, "warm-up helps pre-norm more than post-norm", p_need)
-    return Judgement(OPEN, ours, "one of the two differences may be 0", max(p_gap, p_need))
+    gap = [post[seed] - pre[seed] for seed in post]
+    need = differences_of_differences(post, losses["post", True], pre, losses["pre", True])
+    ours = (
+        f"post minus pre without warm-up {nats(estimate(gap))}; what warm-up takes from post's loss minus what it "
+        f"takes from pre's {nats(estimate(need))}"
+    )
+    comparisons = [
+        Comparison("post-norm is worse without warm-up", gap, "above"),
+        Comparison("warm-up helps post-norm more", need, "above"),
+    ]
+    return all_of(comparisons, ours)
 
 
 CLAIM = Claim(
