@@ -99,12 +99,13 @@ def _handle(label: str, color: Any = "0.3", line: Any = "-", marker: str = "") -
 def plot_differences(outcomes: list[Outcome], title: str) -> Figure:
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
-    An arm of which a run diverged gets a cross and no mean: that of the rest would be too good.
+    An arm of which a run diverged gets a cross. It has no mean, as if one of the baseline did: that of the remaining
+    seeds could be too good.
     """
     arms = by_arm(outcomes)
     styles = Styles(arms)
     baseline, *others = arms
-    figure = Figure(figsize=(9, 1.8 + 0.32 * len(others)), layout="constrained")
+    figure = Figure(figsize=(9, 2.0 + 0.32 * len(others)), layout="constrained")
     axes = figure.subplots()
     for height, arm in enumerate(others):
         differences, style = paired_differences(arms[arm], arms[baseline]), styles[arm]
@@ -114,7 +115,7 @@ def plot_differences(outcomes: list[Outcome], title: str) -> Figure:
         if diverged:
             axes.plot(1, height, transform=axes.get_yaxis_transform(), color=style.color, **DIVERGED)
             note += f", {diverged} of {len(arms[arm])} diverged"
-        elif differences:
+        if len(differences) == len(arms[arm]):
             found = estimate(differences)
             look = {"color": style.color, "marker": style.marker, "mfc": "none", "markersize": 9, "capsize": 4}
             for bar in axes.errorbar(found.mean, height, xerr=found.half_width, **look)[2]:

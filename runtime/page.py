@@ -56,13 +56,8 @@ def preformatted(text: str, wrapped: bool = False) -> str:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Titles and cells are Markdown, as in `markdown`."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{_inline(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "\n".join(line(row, "td") for row in rows)
-    return f'<div class="table"><table>\n<thead>{line(titles, "th")}</thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    """Titles and cells are plain text."""
+    return _table([escape(title) for title in titles], [[escape(cell) for cell in row] for row in rows])
 
 
 def figure(plot: "Figure", alt: str) -> str:
@@ -90,13 +85,26 @@ def _block(block: str) -> str:
         level = len(heading[1])
         return f"<h{level}>{_inline(heading[2])}</h{level}>"
     if block.startswith("|"):
-        titles, _, *rows = ([cell.strip() for cell in line.strip(" |").split(" | ")] for line in block.splitlines())
-        return table(titles, rows)
+        lines = [re.split(r"\s*\|\s*", line.strip())[1:-1] for line in block.splitlines()]
+        titles, _, *rows = ([_inline(cell) for cell in line] for line in lines)
+        return _table(titles, rows)
     return f"<p>{_inline(block)}</p>"
 
 
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "\n".join(line(row, "td") for row in rows)
+    return f'<div class="table"><table>\n<thead>{line(titles, "th")}</thead>\n<tbody>\n{body}\n</tbody></table></div>'
+
+
 def _inline(text: str) -> str:
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    parts = re.split(r"`([^`]+)`", escape(text))
+    return "".join(f"<code>{part}</code>" if i % 2 else _emphasis(part) for i, part in enumerate(parts))
+
+
+def _emphasis(text: str) -> str:
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
     text = re.sub(r"\*(\S.*?)\*", r"<em>\1</em>", text)
     return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", r'<a href="\2">\1</a>', text)

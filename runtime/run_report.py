@@ -53,10 +53,7 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         preformatted(samples.read_text("utf-8") if samples.exists() else "none yet", wrapped=True),
         "<h2>Settings</h2>",
         preformatted(shlex.join(["python", *run["command"]]), wrapped=True),
-        settings_table(run["model"] | run["training"]),
-        table(
-            ["", ""], [["corpus", run["corpus"]["name"]], *([name, str(it)] for name, it in run["versions"].items())]
-        ),
+        settings_table(run["model"] | run["training"] | run["versions"]),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
 
@@ -73,12 +70,14 @@ def result(rows: list[dict[str, Any]], gzip_bpb: float) -> str:
 
 
 def settings_table(settings: dict[str, Any]) -> str:
-    """HTML with a row per option."""
-    return table(["option", "value"], [[name, shown(value)] for name, value in settings.items()])
+    """An HTML table with a row per setting."""
+    return table(["setting", "value"], [[name, shown(value)] for name, value in settings.items()])
 
 
 def shown(value: Any) -> str:
     """An option's value as its flag takes it."""
+    if isinstance(value, dict):
+        return " ".join(f"{name}={shown(part)}" for name, part in value.items())
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return json.dumps(value) if isinstance(value, dict | bool | None) else str(value)
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
