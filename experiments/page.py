@@ -38,7 +38,7 @@ def write_pictures(grid: Grid, shared: Sequence[Outcome], best: Sequence[Outcome
             add(f"paired-curves{suffix}", f"Paired differences over the steps, {lr}", plot_paired_curves(runs, title))
         add(f"curves{suffix}", f"Losses over the steps, {lr}", plot_curves(runs, title))
     if sweep:
-        title = plot_title(grid.settings, sweep, "a sweep")
+        title = plot_title(grid.settings, sweep, "selection of the learning rate")
         add("sweep", "val_bpb against the learning rate", plot_sweep(list(sweep), title))
     cells = [Cell(run.arm, run.lr, run.seed) for run in shared]
     tables = (grid.folder / "table.md").read_text("utf-8")
@@ -75,9 +75,9 @@ def plot_title(settings: Settings, runs: Iterable[Outcome], lr: str) -> str:
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in models]
     steps = [config.steps for _, config in settings.values()]
     seeds = {run.seed for run in runs}
-    return f"{_range(sizes)} parameters, {_range(steps)} steps, {lr}, seed{'s' * (len(seeds) > 1)} {_range(seeds)}"
+    return f"{_range(sizes, ',')} parameters, {_range(steps)} steps, {lr}, seed{'s' * (len(seeds) > 1)} {_range(seeds)}"
 
 
-def _range(values: Collection[int]) -> str:
+def _range(values: Collection[int], spec: str = "") -> str:
     low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return f"{low:{spec}}" if low == high else f"{low:{spec}} to {high:{spec}}"

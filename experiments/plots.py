@@ -245,7 +245,7 @@ def _finish(figure: Figure, title: str, styles: Styles) -> None:
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
-    figure.legend(handles=styles.handles(), loc="outside right upper")
+    figure.legend(handles=styles.handles(), loc="outside right center")
 
 
 def plot_sweep(outcomes: list[Outcome], title: str) -> Figure:

@@ -26,7 +26,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; white-space: nowrap; }
 pre { padding: 0.6rem; border: 1px solid #8886; border-radius: 0.3rem; font-size: 0.85rem; }
 pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; }
-img { display: block; width: 100%; min-width: 34rem; background: white; }
+img { display: block; max-width: max(100%, 34rem); background: white; }
 """
 
 
