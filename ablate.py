@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
             ablation = resolve_ablation(flags, train_flags)
         with locked(ablation.folder):
             run_ablation(ablation, shlex.join(["python", "ablate.py", *arguments]))
-    print(f"see {ablation.folder}/table.md")
+    print(f"see {ablation.folder}/report.html or {ablation.folder}/table.md")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

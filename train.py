@@ -58,9 +58,9 @@ from runtime.run_dir import (
     make_run_dir,
     make_tracker,
     newest_run,
-    plot_loss,
     write_atomically,
 )
+from runtime.run_report import DPI, plot_loss, write_report
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -371,6 +371,7 @@ class Trainer:
                 yield
             except NotFinite as diverged:
                 self.log.add(step=diverged.step, not_finite=True)
+                write_report(run.folder, run.data.val_gzip_bpb)
                 raise
 
     def log_training(self) -> None:
@@ -407,7 +408,7 @@ class Trainer:
             if not distributed.is_main():
                 return
             self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
-            plot_loss(self.log.rows, run.folder / "loss.png")
+            plot_loss(self.log.rows, run.data.val_gzip_bpb).savefig(run.folder / "loss.png", dpi=DPI)
             self.log.add_sample(self.step, sample)
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
@@ -428,10 +429,11 @@ class Trainer:
         if not distributed.is_main():
             return
         run, last = self.run, self.log.rows[-1]
-        gzip_bpb = 8 * run.data.val_gzip_bytes / run.data.val_bytes
+        gzip_bpb = run.data.val_gzip_bpb
+        write_report(run.folder, gzip_bpb)
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
         print(f"done in {self.clock.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
-        print(f"loss curve and samples: {run.folder}/loss.png, {run.folder}/samples.txt")
+        print(f"loss curve, samples and settings: {run.folder}/report.html")
         print(f"generate text: python generate.py --checkpoint {run.folder}")
 
 

@@ -12,8 +12,9 @@ from config import TrainConfig, check_sizes, require
 from data.batches import evaluation_batches, prepare
 from experiments.grid import MAX_SEEDS, SELECTION_SEEDS, Cell, Grid, cells, resolve_arms, settings_digest
 from experiments.outcome import Arm, Outcome
-from experiments.plots import plot_curves, plot_differences
-from experiments.probe import plot_depth, probe
+from experiments.page import plot_title, write_pictures
+from experiments.plots import DPI, plot_depth
+from experiments.probe import BlockStatistics, probe
 from experiments.report import arms_table, lr_table, to_csv
 from model import Llama
 from norms import KINDS
@@ -99,6 +100,8 @@ def run_ablation(ablation: Ablation, command: str) -> None:
         outcomes |= selection
         outcomes |= grid.run(at_best(ablation, best))
     write_report(ablation, outcomes, best, command)
+    shared, selection = ([outcomes[cell] for cell in cells] for cells in (ablation.reported, ablation.selection))
+    write_pictures(grid, shared, [outcomes[cell] for cell in at_best(ablation, best)] if best else [], selection)
     if ablation.probe:
         write_probes(ablation, outcomes)
 
@@ -112,7 +115,7 @@ def at_best(ablation: Ablation, best: dict[Arm, float]) -> list[Cell]:
 
 
 def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], best: dict[Arm, float], command: str) -> None:
-    """Write `runs.csv`, `table.md`, the plots and `command.txt`."""
+    """Write `runs.csv`, `table.md` and `command.txt`."""
     folder, config = ablation.folder, ablation.common
     write_atomically(folder / "command.txt", command + "\n")
     write_atomically(folder / "runs.csv", to_csv([outcome.row for outcome in outcomes.values()]))
@@ -129,8 +132,6 @@ def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], best: dict[A
         f"## All arms at the same learning rate, {config.lr:g}",
         arms_table(reported),
     ]
-    plot_curves(reported, folder / "curves.png")
-    plot_differences(reported, folder / "differences.png")
     if best:
         best_runs = [outcomes[cell] for cell in at_best(ablation, best)]
         sections += [
@@ -141,27 +142,27 @@ def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], best: dict[A
             "On the reported seeds:",
             arms_table(best_runs),
         ]
-        plot_curves(best_runs, folder / "curves-best.png")
-        plot_differences(best_runs, folder / "differences-best.png")
     write_atomically(folder / "table.md", "\n\n".join(section.strip() for section in sections) + "\n")
 
 
 def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
     """Write `probe.csv` and `probe.png`: all runs at the shared learning rate, before and after training."""
     rows: list[dict[str, Any]] = []
-    for cell in ablation.reported:
+    blocks: list[tuple[Arm, str, BlockStatistics]] = []
+    reported = {cell: outcomes[cell] for cell in ablation.reported}
+    for cell, outcome in reported.items():
         model_config, config = ablation.grid.settings[cell.arm]
         windows = evaluation_batches(ablation.grid.data.val.tokens, model_config.context, config.micro_batch_size)
         batch = next(windows)
         models = {"start": Llama(model_config, cell.seed)}
-        if not outcomes[cell].diverged:
+        if not outcome.diverged:
             with bad_input():  # the checkpoint may have been deleted
                 models["end"] = load_model(ablation.grid.checkpoint(cell), "cpu")[0]
         for when, model in models.items():
             torch.manual_seed(cell.seed)  # for dropout
-            rows += [
-                dict(cell.arm.factors) | {"seed": cell.seed, "when": when} | asdict(block)
-                for block in probe(model, *batch)
-            ]
+            for block in probe(model, *batch):
+                rows.append(dict(cell.arm.factors) | {"seed": cell.seed, "when": when} | asdict(block))
+                blocks.append((cell.arm, when, block))
     write_atomically(ablation.folder / "probe.csv", to_csv(rows))
-    plot_depth(rows, ablation.folder / "probe.png")
+    title = plot_title(ablation.grid.settings, reported.values(), "before and after training")
+    plot_depth(blocks, title).savefig(ablation.folder / "probe.png", dpi=DPI)

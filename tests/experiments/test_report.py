@@ -1,4 +1,4 @@
-"""The report of an ablation: outcomes, paired differences, tables, plots."""
+"""The report of an ablation: outcomes, paired differences, tables."""
 
 import csv
 import io
@@ -7,7 +7,6 @@ import math
 import pytest
 
 from experiments.outcome import Arm, Outcome, best_lr, paired_differences, read_outcome
-from experiments.plots import plot_curves, plot_differences
 from experiments.report import arms_table, lr_table, to_csv
 
 RMSNORM = Arm.of(norm="rmsnorm", placement="pre")
@@ -134,14 +133,3 @@ def test_the_whole_table_of_learning_rates():
     assert lr_table(sweep(r10=[None, 1.0], r1=[3.0, 3.5], r3=[2.0, 2.5])) == (
         "| arm | 0.001 | 0.003 | 0.01 |\n|---|---|---|---|\n| rmsnorm pre | 3.2500 | **2.2500** | 1 of 2 diverged |\n"
     )
-
-
-# --- plots -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("runs", [RUNS, RUNS[:1], RUNS[-1:]], ids=["several arms", "one run", "diverged"])
-@pytest.mark.parametrize("plot", [plot_curves, plot_differences])
-def test_plots_of_any_outcomes(plot, runs, tmp_path):
-    """Warnings are errors here."""
-    plot(runs, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
