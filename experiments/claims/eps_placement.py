@@ -146,7 +146,7 @@ CLAIM = Claim(
     "the gradient at a zero row is finite inside but not outside. Between the two nothing is judged.",
     protocols={
         "quick": Protocol(
-            minutes=0.5,
+            minutes=0.15,
             flags="--tokenizer bytes --dim 64 --layers 2 --heads 2 --context 32 --no-fast",
             seeds=3,
             settings={

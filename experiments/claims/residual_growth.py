@@ -116,7 +116,7 @@ CLAIM = Claim(
     "at initialization, judged with Xavier init; N(0, 0.02²) is shown. Otherwise after training.",
     protocols={
         "quick": Protocol(
-            minutes=1,
+            minutes=0.25,
             flags="--tokenizer bytes --dim 64 --layers 48 --heads 2 --context 64 --no-fast",
             arms=ARMS,
             seeds=5,

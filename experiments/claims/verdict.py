@@ -33,11 +33,11 @@ def all_of(comparisons: Sequence[Comparison], ours: str) -> Judgement:
         stated = (difference.mean > 0) == (each.side == "above")
         p_values[OPEN if p >= ALPHA else CONFIRMED if stated else REFUTED][each.name] = p
     if refuted := p_values[REFUTED]:
-        return Judgement(REFUTED, ours, f"does not hold: {', '.join(refuted)}", min(refuted.values()))
+        return Judgement(REFUTED, ours, f"does not hold: {'; '.join(refuted)}", min(refuted.values()))
     if undecided := p_values[OPEN]:
-        return Judgement(OPEN, ours, f"undecided: {', '.join(undecided)}", max(undecided.values()))
+        return Judgement(OPEN, ours, f"undecided: {'; '.join(undecided)}", max(undecided.values()))
     confirmed = p_values[CONFIRMED]
-    return Judgement(CONFIRMED, ours, f"holds: {', '.join(confirmed)}", max(confirmed.values()))
+    return Judgement(CONFIRMED, ours, f"holds: {'; '.join(confirmed)}", max(confirmed.values()))
 
 
 def equal_within(differences: Sequence[float], margin: float, diverged: int) -> Judgement:
