@@ -100,8 +100,8 @@ def run_ablation(ablation: Ablation, command: str) -> None:
         outcomes |= selection
         outcomes |= grid.run(at_best(ablation, best))
     write_report(ablation, outcomes, best, command)
-    shared, selection = ([outcomes[cell] for cell in cells] for cells in (ablation.reported, ablation.selection))
-    write_pictures(grid, shared, [outcomes[cell] for cell in at_best(ablation, best)] if best else [], selection)
+    shared, swept = ([outcomes[cell] for cell in cells] for cells in (ablation.reported, ablation.selection))
+    write_pictures(grid, shared, [outcomes[cell] for cell in at_best(ablation, best)] if best else [], swept)
     if ablation.probe:
         write_probes(ablation, outcomes)
 

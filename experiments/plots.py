@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,7 +23,13 @@ from experiments.statistics import estimate
 DPI = 120
 ARMS_IN_A_PANEL = 4
 COLUMNS = 3
-DIVERGED = {"marker": "X", "markeredgecolor": "black", "linestyle": "none", "markersize": 8, "clip_on": False}
+DIVERGED: dict[str, Any] = {
+    "marker": "X",
+    "markeredgecolor": "black",
+    "linestyle": "none",
+    "markersize": 8,
+    "clip_on": False,
+}
 
 
 # --- color, line and marker of an arm --------------------------------------------------------------------------------
@@ -233,7 +240,7 @@ def _draw_line(axes: Axes, points: dict[int, float], style: Style, diverged: boo
 def _zoom_on_later_steps(panels: Sequence[Axes]) -> None:
     """Let the large differences in the first quarter of the steps leave the panels, which share their y axis."""
     bands = [path for axes in panels for band in axes.collections for path in band.get_paths()]
-    points = [point for path in bands for point in path.vertices]
+    points = [point for path in bands for point in np.asarray(path.vertices).tolist()]
     last = max((step for step, _ in points), default=0)
     later = [value for step, value in points if step >= last / 4]
     low, high = min([0.0, *later]), max([0.0, *later])
@@ -258,7 +265,7 @@ def plot_sweep(outcomes: list[Outcome], title: str) -> Figure:
     styles = Styles(arms)
     groups = styles.groups(list(arms))
     figure, [panels] = _panels(len(groups))
-    found = [run.val_bpb for run in outcomes if not run.diverged] or [0.0, 1.0]
+    found = [run.val_bpb for run in outcomes if not run.diverged and run.val_bpb is not None] or [0.0, 1.0]
     margin = 0.08 * (max(found) - min(found) or 1.0)
     top = max(found) + margin
     lrs = sorted({run.lr for run in outcomes})
@@ -281,7 +288,7 @@ def _draw_sweep(axes: Axes, runs: list[Outcome], style: Style, top: float, shift
     """One arm of a sweep. Its crosses are at `top`, and at its learning rates times `shift`."""
     means, best = _means_by_lr(runs), best_lr(runs)
     axes.plot(list(means), list(means.values()), color=style.color, linestyle=style.line)
-    finite = [(run.lr, run.val_bpb) for run in runs if not run.diverged]
+    finite = [(run.lr, run.val_bpb) for run in runs if not run.diverged and run.val_bpb is not None]
     axes.plot(
         [lr for lr, _ in finite], [bpb for _, bpb in finite], style.marker, color=style.color, alpha=0.5, markersize=4
     )

@@ -2,9 +2,11 @@
 
 from statistics import mean
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -35,12 +37,12 @@ def runs(arm: Arm, *finals: float | None, **fields) -> list[Outcome]:
 
 
 def points(line: Line2D) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+    return [(float(x), float(y)) for x, y in np.asarray(line.get_xydata())]
 
 
 def lines(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
     """The points of all lines that have this marker, without empty ones."""
-    return [points(line) for line in axes.lines if line.get_marker() == marker and len(line.get_xdata())]
+    return [points(line) for line in axes.lines if line.get_marker() == marker and points(line)]
 
 
 RMS, LAYER, DYT = arm_of("rmsnorm"), arm_of("layernorm"), arm_of("dyt")
@@ -105,7 +107,8 @@ def test_differences_show_seeds_mean_interval_and_n():
     assert average == [(pytest.approx(-0.5), 0)]
     hollow = next(line for line in axes.lines if points(line) == average)
     assert hollow.get_markerfacecolor() == "none"
-    ((low, _), (high, _)) = axes.collections[0].get_segments()[0]
+    (bar,) = (bars for bars in axes.collections if isinstance(bars, LineCollection))
+    (low, _), (high, _) = np.asarray(bar.get_segments()[0])
     assert (low, high) == pytest.approx((-0.5 - T_TWO * 0.1 / 3**0.5, -0.5 + T_TWO * 0.1 / 3**0.5))
     assert [text.get_text().strip() for text in axes.texts] == ["n = 3"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre"]
@@ -147,7 +150,7 @@ def test_paired_curves_subtract_the_same_seed():
     curve = points(train.lines[0])
     assert curve == [(10, 0), (20, pytest.approx(2)), (30, 0), (40, 0)]
     band = train.collections[0].get_paths()[0].vertices
-    at_20 = sorted({float(value) for step, value in band if step == 20})
+    at_20 = sorted({float(value) for step, value in np.asarray(band) if step == 20})
     assert at_20 == pytest.approx([2 - T_TWO / 3**0.5, 2 + T_TWO / 3**0.5])
 
 
