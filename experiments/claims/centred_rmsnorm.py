@@ -128,7 +128,7 @@ def plot(measured: Measured) -> Figure:
 CLAIM = Claim(
     number=3,
     name="centred-rmsnorm",
-    statement="Pre-LayerNorm and pre-RMSNorm with centered weights compute the same function",
+    statement="Pre-LayerNorm without bias and pre-RMSNorm with centered weights compute the same function",
     source="Pre-RMSNorm and Pre-CRMSNorm Transformers, arXiv 2305.14858",
     published="exact",
     rule="A whole Llama with random gains, LayerNorm without bias, and an output head that is not tied to the "

@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,10 +237,23 @@ def test_effect_of_an_outlier():
 # --- a run of each ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_a_smaller_run_is_judged_and_drawn_from_its_results_file(name, tmp_path):
+    protocol = CLAIMS[name].protocols["quick"]
+    settings = {"eps": (1e-6,), "rms": (1e-4, 1.0), "sizes": (10.0, 100.0)}
+    settings = {key: settings.get(key, value) for key, value in protocol.settings.items()}
+    small = replace(protocol, flags=protocol.flags.replace("--layers 48", "--layers 3"), seeds=2, settings=settings)
+    claim = replace(CLAIMS[name], protocols={"quick": small})
+    judgement = run_claim(claim, Lab(tmp_path, "quick"), tmp_path)
+    assert judgement == claim.judge(read_results(tmp_path, claim, "quick")["measured"])
+    assert (tmp_path / "quick" / "claims" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
-def test_a_quick_claim_runs_and_is_judged_from_its_results_file(name, tmp_path):
-    judgement = run_claim(CLAIMS[name], Lab(tmp_path, "quick"), tmp_path)
-    assert (tmp_path / "quick" / "claims" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    measured = read_results(tmp_path, CLAIMS[name], "quick")["measured"]
-    assert CLAIMS[name].judge(measured) == judgement
+def test_the_verdict_is_that_of_the_committed_results(name, tmp_path):
+    committed = read_results(Path(__file__).parents[2] / "results", CLAIMS[name], "quick")
+    assert (
+        run_claim(CLAIMS[name], Lab(tmp_path, "quick"), tmp_path).verdict
+        == CLAIMS[name].judge(committed["measured"]).verdict
+    )
