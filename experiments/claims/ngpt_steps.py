@@ -10,9 +10,9 @@ MARGIN = 0.02  # nats per token
 
 
 def arms(steps: int) -> tuple[dict[str, str], ...]:
-    """Pre-norm with all of `steps`; nGPT with all, a half and a quarter of them."""
+    """Pre-norm with all of `steps`; nGPT, without warmup like its authors, with all, a half and a quarter of them."""
     shorter = ({"steps": str(steps // part), "save_every": str(steps // part)} for part in (2, 4))
-    ngpt = {"norm": "rmsnorm", "placement": "ngpt"}
+    ngpt = {"norm": "rmsnorm", "placement": "ngpt", "warmup": "0"}
     return {"norm": "rmsnorm", "placement": "pre"}, ngpt, *(ngpt | less for less in shorter)
 
 
