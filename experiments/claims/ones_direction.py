@@ -1,4 +1,4 @@
-"""Claim 14. Without centring, hidden states still end up nearly orthogonal to the vector of ones."""
+"""Claim 14. Without centering, hidden states still end up nearly orthogonal to the vector of ones."""
 
 import math
 from statistics import mean
@@ -80,7 +80,7 @@ def plot(measured: Measured) -> Figure:
 CLAIM = Claim(
     number=14,
     name="ones-direction",
-    statement="Without centring, hidden states still end up nearly orthogonal to the vector of ones",
+    statement="Without centering, hidden states still end up nearly orthogonal to the vector of ones",
     source="arXiv 2409.12951",
     published="orthogonal without being told to",
     rule="RMSNorm, pre-norm, at its best learning rate. The root mean square over tokens of the cosine between the "

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.claims import load_claims
-from experiments.claims.centred_rmsnorm import center
+from experiments.claims.centered_rmsnorm import center
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Lab
 from experiments.claims.deepnorm_details import WRONG
 from experiments.claims.document import read_results, run_claim
@@ -22,7 +22,7 @@ from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
 CLAIMS = load_claims()
-QUICK = ("centred-rmsnorm", "deepnorm-details", "residual-growth", "eps-placement", "outliers")
+QUICK = ("centered-rmsnorm", "deepnorm-details", "residual-growth", "eps-placement", "outliers")
 NOISE = (-0.02, -0.01, 0.0, 0.01, 0.02)  # between seeds
 
 
@@ -80,7 +80,7 @@ def equivalence(float64: float, float32: float, uncentered: float) -> dict:
     ],
 )
 def test_rule_of_centered_rmsnorm(float64, float32, uncentered, expected):
-    assert verdict("centred-rmsnorm", equivalence(float64, float32, uncentered)) == expected
+    assert verdict("centered-rmsnorm", equivalence(float64, float32, uncentered)) == expected
 
 
 def gradients(**ratios: list[float]) -> dict:
@@ -174,7 +174,7 @@ def test_rule_of_outliers(difference, expected):
 
 
 def test_centered_weights_write_nothing_along_the_ones_vector():
-    protocol = CLAIMS["centred-rmsnorm"].protocols["quick"]
+    protocol = CLAIMS["centered-rmsnorm"].protocols["quick"]
     model = initial_model(protocol, protocol.arms[1], seed=0).double()
     center(model)
     streams: list[torch.Tensor] = []

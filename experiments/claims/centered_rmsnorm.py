@@ -127,7 +127,7 @@ def plot(measured: Measured) -> Figure:
 
 CLAIM = Claim(
     number=3,
-    name="centred-rmsnorm",
+    name="centered-rmsnorm",
     statement="Pre-LayerNorm without bias and pre-RMSNorm with centered weights compute the same function",
     source="Pre-RMSNorm and Pre-CRMSNorm Transformers, arXiv 2305.14858",
     published="exact",
