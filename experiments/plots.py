@@ -4,8 +4,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from experiments.intervals import mean_interval
 from experiments.outcome import Outcome, by_arm, paired_differences
+from experiments.statistics import estimate
 
 
 def plot_curves(outcomes: list[Outcome], path: Path) -> None:
@@ -22,9 +22,9 @@ def plot_curves(outcomes: list[Outcome], path: Path) -> None:
                 for row in run.log:
                     if name in row:
                         values.setdefault(row["step"], []).append(row[name])
-            points = {step: mean_interval(found) for step, found in values.items() if len(found) == len(runs)}
-            middle = [point[0] for point in points.values()]
-            half = [point[1] or 0.0 for point in points.values()]
+            points = {step: estimate(found) for step, found in values.items() if len(found) == len(runs)}
+            middle = [point.mean for point in points.values()]
+            half = [point.half_width or 0.0 for point in points.values()]
             (line,) = panel.plot(list(points), middle, ".-" if name == "val_bpb" else "-", label=arm.name)
             low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
             panel.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -46,9 +46,9 @@ def plot_differences(outcomes: list[Outcome], path: Path) -> None:
         if not differences:
             axes.text(0, height, " diverged", va="center")
             continue
-        middle, half = mean_interval(differences)
+        found = estimate(differences)
         axes.plot(differences, [height] * len(differences), "o", color="0.6", markersize=4)
-        axes.errorbar(middle, height, xerr=half, fmt="s", color="C0", capsize=4)
+        axes.errorbar(found.mean, height, xerr=found.half_width, fmt="s", color="C0", capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
     axes.set_yticks(range(len(others)), [arm.name for arm in others])
     axes.set_ylim(len(others), -1)

@@ -5,8 +5,8 @@ import io
 from statistics import mean
 from typing import Any
 
-from experiments.intervals import mean_interval
 from experiments.outcome import Outcome, best_lr, by_arm, final_bpb, paired_differences
+from experiments.statistics import estimate
 
 
 def to_csv(rows: list[dict[str, Any]]) -> str:
@@ -58,8 +58,7 @@ def format_interval(values: list[float], sign: str = "") -> str:
     """`1.7642 ± 0.0031`; without the interval for one value, or a dash if empty."""
     if not values:
         return "–"
-    middle, half = mean_interval(values)
-    return f"{middle:{sign}.4f}" + ("" if half is None else f" ± {half:.4f}")
+    return f"{estimate(values):{sign}.4f}"
 
 
 def format_mean(values: list[float | None]) -> str:
