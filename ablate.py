@@ -1,5 +1,7 @@
 """Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
 
+`python ablate.py claim NAME` tests one of the claims in CLAIMS.md, and `python ablate.py claims` all of them.
+
 `experiments/grid.py` makes the runs and `experiments/ablation.py` reports on them.
 """
 
@@ -9,6 +11,7 @@ import sys
 
 from config import Parser, add_flags
 from experiments.ablation import resolve_ablation, run_ablation
+from experiments.claims.command import main as claims_command
 from norms.placement import PLACEMENTS
 from runtime.exit_codes import bad_input, exit_codes
 from runtime.run_dir import locked
@@ -16,13 +19,16 @@ from runtime.run_dir import locked
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    flags, train_flags = parse(arguments)
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
+        if arguments[:1] in (["claim"], ["claims"]):
+            claims_command(arguments)
+            return
+        flags, train_flags = parse(arguments)
         with bad_input():
             ablation = resolve_ablation(flags, train_flags)
         with locked(ablation.folder):
             run_ablation(ablation, shlex.join(["python", "ablate.py", *arguments]))
-    print(f"see {ablation.folder}/table.md")
+    print(f"see {ablation.folder}/report.html or {ablation.folder}/table.md")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -45,6 +45,11 @@ class Prepared:
     val_bytes: int
     val_gzip_bytes: int
 
+    @property
+    def val_gzip_bpb(self) -> float:
+        """Bits per byte of the validation text after `gzip -9`."""
+        return 8 * self.val_gzip_bytes / self.val_bytes
+
 
 def prepare(names: list[str], tokenizer_kind: str, vocab_size: int, cache_dir: Path, context: int) -> Prepared:
     """Tokenize the corpus behind `names`, or reuse the token files an earlier run left in `cache_dir`.

@@ -15,8 +15,9 @@ from experiments.document import Document, write_document
 from experiments.factors import check_comparable, resolve_factors
 from experiments.grid import MAX_SEEDS, Cell, Grid, cells, resolve_arms, settings_digest
 from experiments.outcome import Arm, Outcome
-from experiments.plots import plot_curves, plot_differences
-from experiments.probe import plot_depth, probe
+from experiments.page import plot_title, write_pictures
+from experiments.plots import DPI, plot_depth
+from experiments.probe import BlockStatistics, probe
 from experiments.processes import resolve_devices
 from experiments.tables import to_csv
 from model import Llama
@@ -58,6 +59,11 @@ class Ablation:
     def selection(self) -> list[Cell]:
         """The runs that select each arm's learning rate, on seeds that are not reported."""
         return self.grid.selection(self.arms, self.lrs, self.seeds.start)
+
+    def tried(self, found: dict[Cell, Outcome]) -> list[Cell]:
+        """The runs that select learning rates, with those of `found` at rates beyond the sweep."""
+        widened = [cell for cell in found if cell.seed not in self.seeds]
+        return list(dict.fromkeys([*self.selection, *widened]))
 
     def at_best(self, best: dict[Arm, float]) -> list[Cell]:
         """Every arm with every seed, at the arm's own learning rate. Empty if there are none yet."""
@@ -104,28 +110,31 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
 def run_ablation(ablation: Ablation, command: str) -> None:
     """Run what has not ended: all arms at the shared learning rate, then each at its best.
 
-    Writes the tables after each run that ends, and the plots at the end or when interrupted.
+    Writes the tables after each run that ends, and everything at the end or when interrupted.
     """
-    grid, folder = ablation.grid, ablation.folder
-    write_atomically(folder / "command.txt", command + "\n")
+    grid = ablation.grid
+    write_atomically(ablation.folder / "command.txt", command + "\n")
     found = grid.outcomes([*ablation.reported, *ablation.selection])
     best: dict[Arm, float] = {}
 
     def record(outcomes: dict[Cell, Outcome]) -> None:
         found.update(outcomes)
-        write_report(ablation, found, best, command)
+        write_tables(ablation, found, best, command)
 
     try:
-        record(grid.run(ablation.reported, record))
+        found |= grid.run(ablation.reported, record)
         if ablation.lrs:
             selected, selection = grid.select_lrs(
                 ablation.arms, ablation.lrs, ablation.seeds.start, ablation.widen, record
             )
-            found.update(selection)
-            best.update(selected)
-            record(grid.run(ablation.at_best(best), record))
+            found |= selection
+            best |= selected
+            found |= grid.run(ablation.at_best(best), record)
     finally:
-        write_plots(ablation, found, best)
+        if found:
+            write_tables(ablation, found, best, command)
+            runs = [ended(cells, found) for cells in (ablation.reported, ablation.at_best(best), ablation.tried(found))]
+            write_pictures(grid, *runs)
     if ablation.probe:
         write_probes(ablation, found)
 
@@ -133,46 +142,37 @@ def run_ablation(ablation: Ablation, command: str) -> None:
 # --- what it writes --------------------------------------------------------------------------------------------------
 
 
-def write_report(ablation: Ablation, found: dict[Cell, Outcome], best: dict[Arm, float], command: str) -> None:
+def write_tables(ablation: Ablation, found: dict[Cell, Outcome], best: dict[Arm, float], command: str) -> None:
     """Write `runs.csv`, `table.md`, `table.csv` and `table.tex` about the runs that have ended."""
-    at_best = ablation.at_best(best)
-    widened = [cell for cell in found if cell.seed not in ablation.seeds]
-    selection = list(dict.fromkeys([*ablation.selection, *widened]))
-    planned = dict.fromkeys([*ablation.reported, *selection, *at_best])
-    write_atomically(ablation.folder / "runs.csv", to_csv([run.row for run in ended(planned, found)]))
+    tried, at_best = ablation.tried(found), ablation.at_best(best)
+    runs = ended(dict.fromkeys([*ablation.reported, *tried, *at_best]), found)
+    write_atomically(ablation.folder / "runs.csv", to_csv([run.row for run in runs]))
     document = Document(ablation.grid, ablation.seeds, ablation.margin, command, found)
     document.compare("shared", f"All arms at the same learning rate, {ablation.common.lr:g}", ablation.reported)
     if ablation.lrs:
-        document.sweep(selection, best)
+        document.sweep(tried, best)
         document.compare("best", "Each arm at its best learning rate", at_best)
     write_document(document, ablation.folder)
-
-
-def write_plots(ablation: Ablation, found: dict[Cell, Outcome], best: dict[Arm, float]) -> None:
-    """Plots of the runs that have ended, once the baseline has one."""
-    for suffix, planned in (("", ablation.reported), ("-best", ablation.at_best(best))):
-        runs = ended(planned, found)
-        if runs and runs[0].arm == ablation.arms[0]:
-            plot_curves(runs, ablation.folder / f"curves{suffix}.png")
-            plot_differences(runs, ablation.folder / f"differences{suffix}.png")
 
 
 def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
     """Write `probe.csv` and `probe.png`: all runs at the shared learning rate, before and after training."""
     rows: list[dict[str, Any]] = []
-    for cell in ablation.reported:
+    blocks: list[tuple[Arm, str, BlockStatistics]] = []
+    reported = {cell: outcomes[cell] for cell in ablation.reported}
+    for cell, outcome in reported.items():
         model_config, config = ablation.grid.settings[cell.arm]
         windows = evaluation_batches(ablation.grid.data.val.tokens, model_config.context, config.micro_batch_size)
         batch = next(windows)
         models = {"start": Llama(model_config, cell.seed)}
-        if not outcomes[cell].diverged:
+        if not outcome.diverged:
             with bad_input():  # the checkpoint may have been deleted
                 models["end"] = load_model(ablation.grid.checkpoint(cell), "cpu")[0]
         for when, model in models.items():
             torch.manual_seed(cell.seed)  # for dropout
-            rows += [
-                dict(cell.arm.factors) | {"seed": cell.seed, "when": when} | asdict(block)
-                for block in probe(model, *batch)
-            ]
+            for block in probe(model, *batch):
+                rows.append(dict(cell.arm.factors) | {"seed": cell.seed, "when": when} | asdict(block))
+                blocks.append((cell.arm, when, block))
     write_atomically(ablation.folder / "probe.csv", to_csv(rows))
-    plot_depth(rows, ablation.folder / "probe.png")
+    title = plot_title(ablation.grid.settings, reported.values(), "before and after training")
+    plot_depth(blocks, title).savefig(ablation.folder / "probe.png", dpi=DPI)

@@ -1,12 +1,8 @@
 """What happens inside the blocks: the residual stream, gradients and gains over depth."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import mean
-from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -57,31 +53,3 @@ def _statistics(block: int, stream: Tensor | tuple[Tensor, Tensor], part: nn.Mod
         gain_min=None if gain is None else float(gain.min()),
         gain_max=None if gain is None else float(gain.max()),
     )
-
-
-PANELS = {"residual_rms": "RMS of the residual stream", "grad_norm": "gradient norm", "gain_mean": "mean gain"}
-
-
-def plot_depth(rows: list[dict[str, Any]], path: Path) -> None:
-    """Each arm's mean over depth, at the start (dashed) and at the end of training.
-
-    Each row holds the fields of `BlockStatistics` and "norm", "placement" and "when" ("start" or "end").
-    """
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
-    panels = figure.subplots(1, len(PANELS))
-    lines: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
-    for row in rows:
-        line = lines.setdefault((f"{row['norm']} {row['placement']}", row["when"]), {})
-        line.setdefault(row["block"], []).append(row)
-    colors = {arm: f"C{number}" for number, arm in enumerate(dict.fromkeys(arm for arm, _ in lines))}
-    for panel, (name, label) in zip(panels, PANELS.items(), strict=True):
-        for (arm, when), blocks in lines.items():
-            values = {block: [row[name] for row in block_rows] for block, block_rows in blocks.items()}
-            points = {block: mean(found) for block, found in values.items() if None not in found}
-            style = "--" if when == "start" else ".-"
-            panel.plot(list(points), list(points.values()), style, color=colors[arm], label=f"{arm}, {when}")
-        panel.set(xlabel="block", ylabel=label, yscale="linear" if name == "gain_mean" else "log")
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(path, dpi=120)

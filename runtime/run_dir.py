@@ -1,4 +1,4 @@
-"""The directory of a run: who may write to it, its logs and its plot."""
+"""The directory of a run: who may write to it, and its logs."""
 
 import json
 import os
@@ -29,8 +29,8 @@ def newest_run() -> Path:
     return started[max(started)]
 
 
-def check_run_dir(folder: Path, exists: bool) -> None:
-    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one."""
+def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
+    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one, and is writable (`writes`)."""
     if exists:
         if not (folder / "run.json").is_file():
             raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")
@@ -39,7 +39,7 @@ def check_run_dir(folder: Path, exists: bool) -> None:
     elif folder.is_dir() and any(path.name not in (".lock", "run.json.part") for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK):
+    if writes and not os.access(parent, os.W_OK):
         raise ValueError(f"--out {folder}: no permission to write in {parent}")
 
 
@@ -101,6 +101,13 @@ def samples_until(step: int, text: str) -> str:
     return text[: next(later, len(text))]
 
 
+def last_sample(folder: Path) -> str:
+    """The newest sample in the `samples.txt` of the run in `folder`, or nothing if there is none."""
+    samples = folder / "samples.txt"
+    text = samples.read_text("utf-8") if samples.exists() else ""
+    return re.split(r"^----- step \d+ -----\n", text, flags=re.M)[-1]
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, or none if there is no such file. A truncated last line is ignored."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -144,18 +151,3 @@ def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
         tracked = wandb.init(project="normal-llama", name=folder.name, dir=str(folder), config=run)
         return lambda row: tracked.log({name: row[name] for name in row.keys() - {"step"}}, step=row["step"])
     return lambda row: None
-
-
-def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot training and validation loss, in nats per token, over the steps."""
-    from matplotlib.figure import Figure  # imported here because it takes half a second
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, style in (("train_loss", "-"), ("val_loss", "o-")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from config import ModelConfig
-from experiments.probe import plot_depth, probe
+from experiments.probe import probe
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -103,14 +103,3 @@ def test_earlier_gradients_do_not_count_and_hooks_are_removed():
     model.loss(*batch).backward()
     assert probe(model, *batch) == first
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_plot_over_depth(tmp_path):
-    """One arm with gains, and one without that has no end. Warnings are errors here."""
-    rows = [
-        {"norm": norm, "placement": "pre", "when": when} | vars(block)
-        for norm, when in (("rmsnorm", "start"), ("rmsnorm", "end"), ("none", "start"))
-        for block in probe(make_model(norm), *make_batch())
-    ]
-    plot_depth(rows, tmp_path / "probe.png")
-    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""The report of an ablation: outcomes, paired differences, tables, plots."""
+"""The report of an ablation: means, differences, interactions, costs, tables."""
 
 import csv
 import io
@@ -13,7 +13,6 @@ from experiments.comparison import compare, interactions
 from experiments.costs import at_equal, costs
 from experiments.grid import Cell, Settings
 from experiments.outcome import Arm, Outcome, best_lr, paired_differences, read_outcome
-from experiments.plots import plot_curves, plot_differences
 from experiments.report import (
     aggregates,
     arms_table,
@@ -386,14 +385,3 @@ def test_the_whole_table_of_learning_rates():
         "| dyt pre | 3.2500 (2) | **2.1250 (2)** | 2 of 2 diverged | 1 of 2 ended |",
     ]
     assert at_edge(runs, best) == {RMSNORM}
-
-
-# --- plots -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("runs", [RUNS, RUNS[:1], RUNS[-1:]], ids=["several arms", "one run", "diverged"])
-@pytest.mark.parametrize("plot", [plot_curves, plot_differences])
-def test_plots_of_any_outcomes(plot, runs, tmp_path):
-    """Warnings are errors here."""
-    plot(runs, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

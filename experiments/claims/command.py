@@ -1,0 +1,53 @@
+"""`python ablate.py claim NAME` and `python ablate.py claims`."""
+
+import sys
+from pathlib import Path
+
+from config import DEVICES, Parser, check_sizes, require
+from experiments.claims import load_claims
+from experiments.claims.claim import SCALES, Lab
+from experiments.claims.document import read_entries, run_claim, to_html, to_markdown
+from runtime.device import pick_device
+from runtime.exit_codes import bad_input
+from runtime.run_dir import RUNS, locked, write_atomically
+
+
+def main(arguments: list[str]) -> None:
+    """Test one claim or all, and write the results, CLAIMS.md and claims.html."""
+    claims = load_claims()
+    single = arguments[0] == "claim"
+    parser = Parser(prog=f"ablate.py {arguments[0]}", description=main.__doc__, allow_abbrev=False)
+    if single:
+        parser.add_argument("name", choices=claims, metavar="NAME", help=", ".join(claims))
+    parser.add_argument("--scale", choices=SCALES, help="default: the smallest that the claim has; quick for claims")
+    parser.add_argument(
+        "--report", action="store_true", help="run nothing; only write CLAIMS.md and claims.html from the results"
+    )
+    parser.add_argument("--results", type=Path, default=Path("results"), help="results directory (default: results)")
+    parser.add_argument("--runs", type=Path, default=RUNS / "claims", help="run directory (default: runs/claims)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
+    parser.add_argument("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
+    parser.add_argument("--device", default="auto", help=f"{DEVICES} (default: cuda for --scale gpu, else cpu)")
+    parser.add_argument("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora")
+    flags = parser.parse_args(arguments[1:])
+    with bad_input():
+        check_sizes(flags, "jobs", "threads")
+        chosen = [claims[flags.name]] if single else list(claims.values())
+        scale = flags.scale or (next(iter(chosen[0].protocols)) if single else "quick")
+        chosen = [claim for claim in chosen if scale in claim.protocols]
+        require(bool(chosen), f"claim {getattr(flags, 'name', '')} has no protocol for --scale {scale}")
+        device = pick_device(flags.device if flags.device != "auto" or scale == "gpu" else "cpu")
+        require(scale != "gpu" or device.type == "cuda" or flags.report, "--scale gpu needs a GPU")
+    if not flags.report:
+        flags.runs.mkdir(parents=True, exist_ok=True)
+        with locked(flags.runs):
+            for claim in chosen:
+                lab = Lab(flags.runs, scale, flags.jobs, flags.threads, str(device), flags.cache_dir)
+                judgement = run_claim(claim, lab, flags.results)
+                print(f"{claim.number}. {claim.statement}: {judgement.verdict} ({judgement.ours}; {judgement.reason})")
+                sys.stdout.flush()
+    with bad_input():
+        entries, folder = read_entries(claims, flags.results), flags.results.parent
+        write_atomically(folder / "claims.html", to_html(entries))
+        write_atomically(folder / "CLAIMS.md", to_markdown(entries, flags.results.name))
+        print(f"see {folder / 'CLAIMS.md'}")

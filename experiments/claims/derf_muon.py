@@ -1,0 +1,59 @@
+"""Claim 18. Derf loses with Muon what it wins with AdamW."""
+
+from experiments.claims.claim import OPEN, Claim, Judgement, Measured, Protocol
+from experiments.claims.figures import plot_differences
+from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, NO_STATISTICS, Runs, make_runs, nats, paired
+from experiments.claims.verdict import Comparison, all_of
+from experiments.statistics import differences_of_differences, estimate
+
+ALPHAS = (1.0, 4.0, 16.0)
+NORMS = ("rmsnorm", *(f"derf:alpha={alpha}" for alpha in ALPHAS))
+ARMS = tuple(
+    {"norm": norm, "placement": "pre"} | optimizer for optimizer in ({}, {"optimizer": "muon"}) for norm in NORMS
+)
+
+
+def split(measured: Measured) -> dict[tuple[str, str], Runs]:
+    """The reported runs by kind of norm and by optimizer."""
+    runs: dict[tuple[str, str], Runs] = {}
+    for row in measured["runs"]:
+        key = row["arm"]["norm"].partition(":")[0], row["arm"].get("optimizer", "adamw")
+        runs.setdefault(key, Runs([])).rows.append(row)
+    return runs
+
+
+def judge(measured: Measured) -> Judgement:
+    runs = split(measured)
+    diverged = sum(found.diverged for found in runs.values())
+    if diverged:
+        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+    wins, with_muon = (paired(runs["derf", optimizer], runs["rmsnorm", optimizer]) for optimizer in ("adamw", "muon"))
+    loses = differences_of_differences(
+        *(runs[norm, optimizer].losses() for optimizer in ("muon", "adamw") for norm in ("derf", "rmsnorm"))
+    )
+    ours = f"Derf minus RMSNorm {nats(estimate(wins))} with AdamW, {nats(estimate(with_muon))} with Muon"
+    comparisons = [
+        Comparison("Derf wins with AdamW", wins, "below"),
+        Comparison("it loses more with Muon", loses, "above"),
+    ]
+    return all_of(comparisons, ours)
+
+
+CLAIM = Claim(
+    number=18,
+    name="derf-muon",
+    statement="Derf wins with AdamW and loses with Muon",
+    source="arXiv 2604.01563",
+    published="a penalty of 0.66 nats with Muon",
+    rule="Losses paired by seed, each arm at its best learning rate and Derf at its best initial alpha. Two "
+    "comparisons (Holm): Derf minus RMSNorm with AdamW, and the interaction, (Derf minus RMSNorm with Muon) minus (the "
+    "same with AdamW). Confirmed if the first is below 0 and the second above (p < 0.05), refuted if either is on the "
+    "other side.",
+    protocols={
+        "cpu": Protocol(minutes=20, flags=f"{CPU_RUN} {NO_STATISTICS}", arms=ARMS, lrs=CPU_LRS, best_variant=True),
+        "gpu": Protocol(minutes=600, flags=f"{GPU_RUN} {NO_STATISTICS}", arms=ARMS, lrs=GPU_LRS, best_variant=True),
+    },
+    measure=make_runs,
+    judge=judge,
+    plot=plot_differences,
+)

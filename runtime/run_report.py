@@ -1,0 +1,83 @@
+"""What a run leaves to look at: its loss curve, and one page with curve, samples and settings."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.page import figure, markdown, page, preformatted, table
+from runtime.run_dir import read_rows, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 120
+HELD_OUT = "validation: documents that are not in the training text (or the last tenth, if there is only one)"
+
+
+def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
+    """Training and validation loss over the steps of a `metrics.jsonl`, next to gzip's bits per byte.
+
+    The left axis is in nats per token. Once there is an evaluation, the right axis has the same in bits per byte of
+    the validation text. It is exact for the validation loss and for gzip; training text may have other bytes per token.
+    """
+    from matplotlib.figure import Figure  # imported here because it takes half a second
+
+    plot = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = plot.subplots()
+    for name, style in (("train_loss", "-"), ("val_loss", "o-")):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=name.replace("_", " "))
+    evaluations = [row for row in rows if "val_bpb" in row]
+    if evaluations:
+        bpb_per_nat = evaluations[-1]["val_bpb"] / evaluations[-1]["val_loss"]  # every evaluation has the same tokens
+        axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")
+        right = axes.secondary_yaxis("right", functions=(lambda nats: nats * bpb_per_nat, lambda b: b / bpb_per_nat))
+        right.set_ylabel("bits per byte of validation text")
+    axes.set(ylabel="loss (nats per token)")
+    axes.set_xlabel("step")
+    plot.supxlabel(HELD_OUT, fontsize="small", color="0.4")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return plot
+
+
+def write_report(folder: Path, gzip_bpb: float) -> None:
+    """Write `report.html` of the run in `folder`, which has ended."""
+    run, rows = json.loads((folder / "run.json").read_text()), read_rows(folder / "metrics.jsonl")
+    samples = folder / "samples.txt"
+    sections = [
+        markdown(f"{result(rows, gzip_bpb)}\n\n{run['parameters']:,} parameters, on {run['device']}."),
+        figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result(rows, gzip_bpb)}"),
+        "<h2>Samples</h2>",
+        preformatted(samples.read_text("utf-8") if samples.exists() else "none yet", wrapped=True),
+        "<h2>Settings</h2>",
+        preformatted(shlex.join(["python", *run["command"]]), wrapped=True),
+        settings_table(run["model"] | run["training"] | run["versions"]),
+    ]
+    write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
+
+
+def result(rows: list[dict[str, Any]], gzip_bpb: float) -> str:
+    """How the run ended, in a sentence."""
+    last = rows[-1]
+    if "val_bpb" not in last:
+        return f"Diverged: loss, gradient or weight not finite at step {last['step']}."
+    return (
+        f"val_bpb {last['val_bpb']:.4f} after {last['step']} steps; "
+        f"gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte."
+    )
+
+
+def settings_table(settings: dict[str, Any]) -> str:
+    """An HTML table with a row per setting."""
+    return table(["setting", "value"], [[name, shown(value)] for name, value in settings.items()])
+
+
+def shown(value: Any) -> str:
+    """An option's value as its flag takes it."""
+    if isinstance(value, dict):
+        return " ".join(f"{name}={shown(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool | None) else str(value)

@@ -1,0 +1,74 @@
+"""The loss curve of a run, by the numbers that it draws, and what its page says."""
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from runtime.run_report import plot_loss, write_report
+
+# A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
+ROWS = [
+    {"step": 10, "train_loss": 6.0},
+    {"step": 20, "train_loss": 5.0},
+    {"step": 20, "val_loss": 4.5, "val_bpb": 4.5 * 0.577078},
+    {"step": 30, "train_loss": 4.5},
+    {"step": 30, "val_loss": 4.0, "val_bpb": 4.0 * 0.577078},
+]
+RUN = {
+    "model": {"norm": "rmsnorm", "norm_args": {"eps": 1e-6}, "dim": 16},
+    "training": {"data": ["a.txt", "b c.txt"], "fast": True, "clip": 1.0},
+    "parameters": 12345,
+    "corpus": {"name": "words"},
+    "versions": {"python": "3.11.2", "torch": "2.13.0"},
+    "device": "a <fast> card",
+    "command": ["train.py", "--data", "a.txt", "b c.txt"],
+}
+
+
+def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
+    plot = plot_loss(ROWS, gzip_bpb=2.0)
+    FigureCanvasAgg(plot).draw()
+    (axes,) = plot.axes
+    train, val, gzip = axes.lines
+    assert np.asarray(train.get_xdata()).tolist() == [10, 20, 30] and np.asarray(train.get_ydata()).tolist() == [
+        6.0,
+        5.0,
+        4.5,
+    ]
+    assert np.asarray(val.get_xdata()).tolist() == [20, 30] and np.asarray(val.get_ydata()).tolist() == [4.5, 4.0]
+    assert np.asarray(gzip.get_ydata()).tolist() == pytest.approx([2.0 / 0.577078] * 2)
+    (right,) = axes.child_axes
+    assert right.get_ylim() == pytest.approx([0.577078 * nats for nats in axes.get_ylim()])
+
+
+def test_without_an_evaluation_there_is_no_second_axis():
+    plot = plot_loss([ROWS[0], {"step": 15, "not_finite": True}], gzip_bpb=2.0)
+    (axes,) = plot.axes
+    assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [[6.0], []]
+    assert not axes.child_axes
+
+
+def write_run(folder, rows: list[dict], samples: str | None) -> str:
+    (folder / "run.json").write_text(json.dumps(RUN))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if samples is not None:
+        (folder / "samples.txt").write_text(samples, "utf-8")
+    write_report(folder, gzip_bpb=2.0)
+    return (folder / "report.html").read_text("utf-8")
+
+
+def test_the_page_of_a_run_says_what_was_run_and_what_came_out(tmp_path):
+    html = write_run(tmp_path, ROWS, "----- step 30 -----\nif a < b: café\n")
+    assert "val_bpb 2.3083 after 30 steps; gzip -9 on the whole validation text: 2.0000 bits per byte." in html
+    assert "if a &lt; b: café" in html
+    assert "12,345 parameters, on a &lt;fast&gt; card." in html
+    assert "python train.py --data a.txt &#x27;b c.txt&#x27;" in html
+    for name, value in (("norm_args", "eps=1e-06"), ("data", "a.txt b c.txt"), ("fast", "true"), ("torch", "2.13.0")):
+        assert f"<td>{name}</td><td>{value}</td>" in html
+
+
+def test_the_page_of_a_run_that_diverged(tmp_path):
+    html = write_run(tmp_path, [ROWS[0], {"step": 15, "not_finite": True}], None)
+    assert "Diverged: loss, gradient or weight not finite at step 15." in html
