@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -85,12 +86,16 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
 
 
 def settings_digest(settings: Settings) -> str:
-    """Short hash of the compared settings. More seeds or learning rates do not change it."""
+    """Short hash of the compared settings. More seeds, learning rates or options at their defaults do not change it."""
     config = next(iter(settings.values()))[1]
-    training = {name: value for name, value in asdict(config).items() if name not in NOT_COMPARED}
-    training["device"] = torch.device(config.device).type
-    arms = [[dict(arm.factors), asdict(model_config)] for arm, (model_config, _) in settings.items()]
-    return hashlib.sha256(json.dumps([training, arms]).encode()).hexdigest()[:8]
+    config = replace(config, device=torch.device(config.device).type)  # the same on every card
+    defaults = asdict(ModelConfig()) | asdict(TrainConfig())
+
+    def chosen(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in sorted(values.keys() - NOT_COMPARED) if values[name] != defaults[name]}
+
+    arms = [[dict(arm.factors), chosen(asdict(model_config))] for arm, (model_config, _) in settings.items()]
+    return hashlib.sha256(json.dumps([chosen(asdict(config)), arms]).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
