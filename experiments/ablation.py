@@ -13,7 +13,7 @@ from data.batches import evaluation_batches, prepare
 from experiments.grid import MAX_SEEDS, SELECTION_SEEDS, Cell, Grid, cells, resolve_arms, settings_digest
 from experiments.outcome import Arm, Outcome
 from experiments.page import plot_title, write_pictures
-from experiments.plots import DPI, plot_depth
+from experiments.plots import plot_depth
 from experiments.probe import BlockStatistics, probe
 from experiments.report import arms_table, lr_table, to_csv
 from model import Llama
@@ -22,6 +22,7 @@ from runtime.checkpoint import load_model
 from runtime.device import describe
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, write_atomically
+from runtime.run_report import DPI
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def run_ablation(ablation: Ablation, command: str) -> None:
         outcomes |= selection
         outcomes |= grid.run(at_best(ablation, best))
     write_report(ablation, outcomes, best, command)
-    shared, selection = ([outcomes[cell] for cell in cells] for cells in (ablation.reported, ablation.selection))
-    write_pictures(grid, shared, [outcomes[cell] for cell in at_best(ablation, best)] if best else [], selection)
+    planned = [ablation.reported, at_best(ablation, best) if best else [], ablation.selection]
+    write_pictures(grid, *([outcomes[cell] for cell in cells] for cells in planned))
     if ablation.probe:
         write_probes(ablation, outcomes)
 

@@ -52,5 +52,6 @@ def test_a_figure_is_svg_inside_the_page_and_the_same_each_time():
     first = html()
     assert first == html()
     assert 'alt="a &quot;line&quot;"' in first
-    svg = base64.b64decode(re.search(r"data:image/svg\+xml;base64,([^\"]+)", first)[1]).decode()
+    (data,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", first)
+    svg = base64.b64decode(data).decode()
     assert svg.count("<path") > 3 and "</svg>" in svg
