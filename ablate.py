@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """All flags, and the part of `arguments` that belongs to train.py, which every run gets."""
     everything = Parser(
-        prog="ablate.py", description="Train norms × placements × seeds and report on them.", allow_abbrev=False
+        prog="ablate.py",
+        description="Train norms × placements × other factors × seeds and report on them.",
+        allow_abbrev=False,
     )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for parser in (everything, own):  # without abbreviations: --seed is not --seeds
@@ -53,6 +55,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             choices=PLACEMENTS,
             help="placements to compare; the first is the baseline (default: pre)",
         )
+        add(
+            "--factor",
+            action="append",
+            default=[],
+            metavar="NAME=V1,V2",
+            help="values of any other option, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
+        )
         add("--seeds", type=int, default=3, metavar="INT", help="runs per arm, counting from --seed (default: 3)")
         add(
             "--lrs",
@@ -60,13 +69,32 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             type=float,
             default=[],
             metavar="FLOAT",
-            help="learning rates to sweep; each arm uses its best",
+            help="learning rates to sweep, together with --lr; each arm uses its best",
         )
-        add("--jobs", type=int, metavar="INT", help="runs at a time (default: one per core, or one on a GPU)")
+        add(
+            "--widen",
+            type=int,
+            default=0,
+            metavar="INT",
+            help="learning rates that an arm may try beyond --lrs while its best is the lowest or highest (default: 0)",
+        )
+        add(
+            "--equivalence",
+            type=float,
+            metavar="MARGIN",
+            help="also test whether arms are as good as the baseline: within this margin of its val_bpb",
+        )
+        add(
+            "--jobs",
+            type=int,
+            metavar="INT",
+            help="runs at a time on each device (default: one per core, or one on a GPU)",
+        )
         add("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
         add("--probe", action="store_true", help="record residual RMS, gradient norms and gains per block")
     add_flags(everything, hidden=("norm", "placement"))  # for single runs: `resolve_ablation` refuses them
     own.add_argument("--out")
+    own.add_argument("--device")  # cuda:0,1 means several, of which each run gets one
     return everything.parse_args(arguments), own.parse_known_args(arguments)[1]
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from norms import KINDS, TRAITS, build_norm, is_a, parse_norm_args
+from norms import KINDS, build_norm, is_a, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
@@ -73,6 +73,9 @@ class ModelConfig:
     vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
     tie_embeddings: bool = option(True, "use the embedding as the output head")
+    scaled_embedding: bool = option(
+        False, "multiply the embedding by a learned scalar, sqrt(--dim) at the start, as DyT's authors do"
+    )
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
     init: str = option(
         None,
@@ -107,7 +110,7 @@ class ModelConfig:
             f"a model of {self.weights:.1e} weights is too large to train; "
             "choose a smaller --dim, --hidden-dim, --layers or --vocab-size",
         )
-        check_placement(self.placement, self.layers, TRAITS[self.norm].identity)
+        check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
 
@@ -228,7 +231,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Changing the second option resets the first to its default. The micro-batch size is reset only if it no longer
-# divides the batch size.
+# divides the batch size, and the warmup only if it was the default for the steps before.
 FOLLOWS = {
     "hidden_dim": "dim",
     "kv_heads": "heads",
@@ -315,6 +318,9 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
         given = PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
+    steps = given.get("steps", FIELDS["steps"].default)
+    if given.get("warmup") != TrainConfig(steps=steps).warmup:
+        changed.discard("steps")  # keeps the warmup
     given = {name: value for name, value in given.items() if FOLLOWS.get(name) not in changed} | by_flag
     micro = given.get("micro_batch_size") or 1
     if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:

@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             compile_decoding(model)
         with autocast(device, dtype):
             stream = stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop)
-            print_samples(prompt, stream, flags.samples)
+            print_samples(prompt, stream, flags.samples, flags.compile)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -142,23 +142,27 @@ def max_new_tokens(prompt: list[int], sampling: Sampling, context: int) -> int:
     return sampling.tokens or min(remaining, DEFAULT_TOKENS)
 
 
-def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
+def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int, compiled: bool = False) -> None:
     """Print a single sample as it is generated, or several samples at the end.
 
-    The speed is printed to standard error. A closed pipe, as with `| head`, is not an error.
+    The speed is printed to standard error; if `compiled`, that after the second token, which waits for the compiler.
+    A closed pipe, as with `| head`, is not an error.
     """
     texts, tokens, started = [""] * samples, 0, time.perf_counter()
+    uncounted, clock = 0, None if compiled else started  # tokens before the clock of the speed starts
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
         if samples == 1:
             print(prompt, end="", flush=True)
-        for pieces in stream:
+        for index, pieces in enumerate(stream):
             tokens += len(pieces) - pieces.count(None)
+            if compiled and index == 1:
+                uncounted, clock = tokens, time.perf_counter()
             if samples == 1:
                 print(pieces[0], end="", flush=True)
             else:
                 texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
-        seconds = time.perf_counter() - started
+        ended = time.perf_counter()
         for number, text in enumerate(texts, 1):
             heading = f"----- sample {number} of {samples} -----\n{prompt}" if samples > 1 else ""
             print(heading + text)
@@ -166,7 +170,10 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
         return
-    print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+    speed = ""
+    if clock and tokens > uncounted:
+        speed = f", {(tokens - uncounted) / (ended - clock):,.0f} tokens/s{' once compiled' if compiled else ''}"
+    print(f"{tokens} tokens in {ended - started:.2f} s{speed}", file=sys.stderr)
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
 from norms import TRAITS, build_norm
+from norms.modules.embedding import ScaledEmbedding
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
@@ -39,7 +40,7 @@ class Llama(nn.Module):
         self.config = config
         self.recompute = False  # gradient checkpointing: keep each block's input, recompute the rest in backward
         placement = PLACEMENTS[config.placement]
-        self.embed_tokens = Embedding(config.vocab_size, config.dim)
+        self.embed_tokens = (ScaledEmbedding if config.scaled_embedding else Embedding)(config.vocab_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config.head_dim, config.context, config.rope_theta)
         self.start = placement.start  # the embedding -> the residual stream, or a pair of streams
@@ -49,7 +50,9 @@ class Llama(nn.Module):
         self.lm_head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        placement.extend(self)
         draw_weights(self, seed)
+        placement.after_step(self)
 
     def forward(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Logits (B, T, V) for the token after each of `tokens` (B, T).
@@ -91,9 +94,9 @@ class Block(nn.Module):
         super().__init__()
         residual = PLACEMENTS[config.placement].residual
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
-        self.attention_residual = residual(Site("attention", layer, config.layers, make_norm))
+        self.attention_residual = residual(Site("attention", layer, config.layers, config.dim, make_norm))
         self.self_attn = Attention(config)
-        self.mlp_residual = residual(Site("mlp", layer, config.layers, make_norm))
+        self.mlp_residual = residual(Site("mlp", layer, config.layers, config.dim, make_norm))
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
@@ -114,13 +117,14 @@ class Attention(nn.Module):
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
+        self.rotated_q_norm, self.rotated_k_norm = nn.Identity(), nn.Identity()  # replaced by --placement ngpt
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T H D
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
         v = self.v_norm(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = self.rotated_q_norm(rotate(q, rope)), self.rotated_k_norm(rotate(k, rope))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B H T D, B K T D twice
         mask, dropout = None, self.dropout.p if self.training else 0.0
         if cache is not None:

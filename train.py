@@ -29,6 +29,7 @@ from data.tokens import TokenFile
 from generate import Sampling, sample_text
 from model import Llama
 from norms import TRAITS
+from norms.placement import PLACEMENTS
 from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.acceleration import accelerate, resolve_fast, unavailable
@@ -37,6 +38,7 @@ from runtime.device import (
     CARDS,
     allow_tf32,
     autocast,
+    check_device_name,
     compile_by_default,
     describe,
     deterministic,
@@ -112,14 +114,17 @@ def plan(flags: argparse.Namespace) -> Plan:
     """
     require(not (flags.resume or flags.eval_only), "--plan is for new runs; leave out --resume and --eval-only")
     require(distributed.world_size() == 1, "--plan takes one process; leave out torchrun and use --ranks")
+    device = getattr(flags, "device", "auto")
+    check_device_name(device)
+    require(device not in ("cpu", "mps"), f"--plan is for a GPU; leave out --device {device}")
     model_config, config = configs_from(flags, "cuda")
     ranks, card = 1 if flags.ranks is None else flags.ranks, flags.card or "h100"
     require(ranks >= 1, f"--ranks must be at least 1, not {ranks}")
-    require(config.batch_size % ranks == 0, f"--batch-size {config.batch_size} is not divisible by --ranks {ranks}")
     require(config.dtype != "float32", "--plan is for half precision; add --dtype bfloat16")
+    check_options(model_config, config, ranks)
+    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), config.dtype, ranks)
     rows = config.batch_size // ranks
     micro = min(config.micro_batch_size, rows)
-    require(rows % micro == 0, f"--micro-batch-size {micro} does not divide the {rows} sequences of a rank")
     nothing = TokenFile(np.zeros(model_config.context + 1, np.uint16), 0, 0)
     simulated_config = dataclasses.replace(
         config, batch_size=min(rows, 2 * micro), micro_batch_size=micro, device="cpu", compile=False, fast=False
@@ -128,7 +133,7 @@ def plan(flags: argparse.Namespace) -> Plan:
         Path(), model_config, simulated_config, torch.device("cpu"), torch.bfloat16,
         Prepared(nothing, nothing, ByteTokenizer(), "", "", 0, 0),
     )  # fmt: skip
-    return make_plan(partial(Trainer, run), flops_per_token, card, ranks, rows // micro, config.shard)
+    return make_plan(partial(Trainer, run), flops_per_token, card, ranks, rows // micro, shard)
 
 
 @dataclass
@@ -174,7 +179,7 @@ def resolve_settings(
     if flags.eval_only and unavailable():
         flags.fast = False  # evaluate a run that used the kernels where there are none
     if out:
-        check_run_dir(out, existing)
+        check_run_dir(out, existing, writes=not flags.eval_only)
     model_config, config = resolve(flags)
     if existing:
         check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
@@ -202,21 +207,26 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
     check_tracker(config.log)
-    traits = TRAITS[model_config.norm]
-    if compiled and config.recompute and not traits.causal_in_training:
-        raise ValueError(f"--recompute and --compile do not work together with --norm {model_config.norm}")
-    if not traits.per_token and config.micro_batch_size * model_config.context < 2:
-        raise ValueError(f"--norm {model_config.norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
-    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype)
     distributed.check_device(device)
-    distributed.check_batch(config.batch_size, config.micro_batch_size)
-    if not traits.per_token and distributed.world_size() > 1:
-        raise ValueError(f"--norm {model_config.norm} trains on one rank: others would have other statistics")
+    config = dataclasses.replace(config, device=str(device), dtype=dtype, compile=compiled, out="")
+    ranks = distributed.world_size()
+    check_options(model_config, config, ranks)
+    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
     wants_fast = False if shard and not getattr(flags, "fast", False) else config.fast
     fast = resolve_fast(wants_fast, device, dtype, compiled, shard)
-    return model_config, dataclasses.replace(
-        config, device=str(device), dtype=dtype, compile=compiled, fast=fast, shard=shard, out=""
-    )
+    return model_config, dataclasses.replace(config, fast=fast, shard=shard)
+
+
+def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
+    """Raise ValueError unless so many ranks can train this model with these options."""
+    norm, traits = model_config.norm, TRAITS[model_config.norm]
+    if config.compile and config.recompute and not traits.causal_in_training:
+        raise ValueError(f"--recompute and --compile do not work together with --norm {norm}")
+    if not traits.per_token and config.micro_batch_size * model_config.context < 2:
+        raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
+    if not traits.per_token and ranks > 1:
+        raise ValueError(f"--norm {norm} trains on one rank: others would have other statistics")
+    distributed.check_batch(config.batch_size, config.micro_batch_size, ranks)
 
 
 def check_same_settings(run_file: Path, model_config: ModelConfig, config: TrainConfig, names: Iterable[str]) -> None:
@@ -307,6 +317,7 @@ class Trainer:
                 group["lr"] = rate * group["lr_ratio"]
             if not overflow:
                 self.scaler.step(optimizer)
+        PLACEMENTS[self.run.model_config.placement].after_step(self.model)
         for weight in self.weights:
             weight.grad = None
         self.scaler.update()

@@ -1,4 +1,4 @@
-"""Norms × placements × seeds: which runs an ablation needs, and its report."""
+"""Norms × placements × other factors × seeds: which runs an ablation needs, and what it writes about them."""
 
 import argparse
 import math
@@ -10,16 +10,18 @@ import torch
 
 from config import TrainConfig, check_sizes, require
 from data.batches import evaluation_batches, prepare
-from experiments.grid import MAX_SEEDS, SELECTION_SEEDS, Cell, Grid, cells, resolve_arms, settings_digest
+from experiments.comparison import ended
+from experiments.document import Document, write_document
+from experiments.factors import check_comparable, resolve_factors
+from experiments.grid import MAX_SEEDS, Cell, Grid, cells, resolve_arms, settings_digest
 from experiments.outcome import Arm, Outcome
 from experiments.page import plot_title, write_pictures
 from experiments.plots import plot_depth
 from experiments.probe import BlockStatistics, probe
-from experiments.report import arms_table, lr_table, to_csv
+from experiments.processes import resolve_devices
+from experiments.tables import to_csv
 from model import Llama
-from norms import KINDS
 from runtime.checkpoint import load_model
-from runtime.device import describe
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, write_atomically
 from runtime.run_report import DPI
@@ -30,8 +32,10 @@ class Ablation:
     """A resolved ablation: its runs, and which of them to report."""
 
     grid: Grid
-    lrs: list[float]  # learning rates to select from; may be empty
+    lrs: list[float]  # learning rates to select from, with the shared one; empty without a sweep
+    widen: int  # how many rates beyond them each arm may try
     seeds: range
+    margin: float | None  # for tests of equivalence, in val_bpb
     probe: bool
 
     @property
@@ -57,6 +61,15 @@ class Ablation:
         """The runs that select each arm's learning rate, on seeds that are not reported."""
         return self.grid.selection(self.arms, self.lrs, self.seeds.start)
 
+    def tried(self, found: dict[Cell, Outcome]) -> list[Cell]:
+        """The runs that select learning rates, with those of `found` at rates beyond the sweep."""
+        widened = [cell for cell in found if cell.seed not in self.seeds]
+        return list(dict.fromkeys([*self.selection, *widened]))
+
+    def at_best(self, best: dict[Arm, float]) -> list[Cell]:
+        """Every arm with every seed, at the arm's own learning rate. Empty if there are none yet."""
+        return [Cell(arm, best[arm], seed) for seed in self.seeds for arm in self.arms] if best else []
+
 
 def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
     """Turn flags into an ablation, cheap checks first. Raises ValueError for invalid flags.
@@ -66,84 +79,81 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     check_sizes(flags, "seeds", "jobs", "threads")
     require(flags.seeds <= MAX_SEEDS, f"--seeds must be at most {MAX_SEEDS}, not {flags.seeds}")
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
-    for name in ("norm", "placement"):
-        require(not hasattr(flags, name), f"--{name} is for a single run; use --{name}s here and list all of them")
-    for kind in (norm.partition(":")[0] for norm in flags.norms):
-        require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}")
-    arms = [Arm.of(norm=norm, placement=placement) for norm in flags.norms for placement in flags.placements]
-    settings = resolve_arms(arms, train_flags)
+    require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
+    require(not flags.widen or bool(flags.lrs), "--widen needs --lrs, the rates to start from")
+    margin = flags.equivalence
+    require(margin is None or 0 < margin < math.inf, f"--equivalence must be a positive number, not {margin}")
+    arms = resolve_factors(flags)
+    devices = resolve_devices(flags.device) if hasattr(flags, "device") else ("",)
+    settings = resolve_arms(arms, [*train_flags, *(["--device", devices[0]] if devices[0] else [])])
+    check_comparable(settings)
     model_config, config = next(iter(settings.values()))
+    context = max(model_config.context for model_config, _ in settings.values())
     cores = torch.get_num_threads()
     torch.set_num_threads(flags.threads)  # a run's description of its device includes them
     grid = Grid(
         folder=Path(getattr(flags, "out", "") or RUNS / f"ablation-{settings_digest(settings)}"),
         settings=settings,
         train_flags=train_flags,
-        data=prepare(
-            config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context
-        ),
+        data=prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), context),
         jobs=flags.jobs or (max(1, cores // flags.threads) if config.device == "cpu" else 1),
         threads=flags.threads,
+        devices=devices,
     )
-    ablation = Ablation(grid, sorted(set(flags.lrs)), range(config.seed, config.seed + flags.seeds), probe=flags.probe)
+    lrs = sorted({*flags.lrs, config.lr}) if flags.lrs else []
+    seeds = range(config.seed, config.seed + flags.seeds)
+    ablation = Ablation(grid, lrs, flags.widen, seeds, margin, flags.probe)
     grid.check([*ablation.reported, *ablation.selection, *cells(ablation.arms, ablation.lrs, ablation.seeds)])
     (ablation.folder / "cells").mkdir(parents=True, exist_ok=True)
     return ablation
 
 
 def run_ablation(ablation: Ablation, command: str) -> None:
-    """Run what has not ended: all arms at the shared learning rate, then each at its best. Write the report."""
+    """Run what has not ended: all arms at the shared learning rate, then each at its best.
+
+    Writes the tables after each run that ends, and everything at the end or when interrupted.
+    """
     grid = ablation.grid
-    outcomes = grid.run(ablation.reported)
+    write_atomically(ablation.folder / "command.txt", command + "\n")
+    found = grid.outcomes([*ablation.reported, *ablation.selection])
     best: dict[Arm, float] = {}
-    if ablation.lrs:
-        best, selection = grid.select_lrs(ablation.arms, ablation.lrs, ablation.seeds.start)
-        outcomes |= selection
-        outcomes |= grid.run(at_best(ablation, best))
-    write_report(ablation, outcomes, best, command)
-    planned = [ablation.reported, at_best(ablation, best) if best else [], ablation.selection]
-    write_pictures(grid, *([outcomes[cell] for cell in cells] for cells in planned))
+
+    def record(outcomes: dict[Cell, Outcome]) -> None:
+        found.update(outcomes)
+        write_tables(ablation, found, best, command)
+
+    try:
+        found |= grid.run(ablation.reported, record)
+        if ablation.lrs:
+            selected, selection = grid.select_lrs(
+                ablation.arms, ablation.lrs, ablation.seeds.start, ablation.widen, record
+            )
+            found |= selection
+            best |= selected
+            found |= grid.run(ablation.at_best(best), record)
+    finally:
+        if found:
+            write_tables(ablation, found, best, command)
+            runs = [ended(cells, found) for cells in (ablation.reported, ablation.at_best(best), ablation.tried(found))]
+            write_pictures(grid, *runs)
     if ablation.probe:
-        write_probes(ablation, outcomes)
+        write_probes(ablation, found)
 
 
-def at_best(ablation: Ablation, best: dict[Arm, float]) -> list[Cell]:
-    """Every arm with every seed, at the arm's own learning rate."""
-    return [Cell(arm, best[arm], seed) for seed in ablation.seeds for arm in ablation.arms]
+# --- what it writes --------------------------------------------------------------------------------------------------
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
-def write_report(ablation: Ablation, outcomes: dict[Cell, Outcome], best: dict[Arm, float], command: str) -> None:
-    """Write `runs.csv`, `table.md` and `command.txt`."""
-    folder, config = ablation.folder, ablation.common
-    write_atomically(folder / "command.txt", command + "\n")
-    write_atomically(folder / "runs.csv", to_csv([outcome.row for outcome in outcomes.values()]))
-    reported = [outcomes[cell] for cell in ablation.reported]
-    kernels = "with the CPU kernels" if config.fast else "in plain PyTorch"
-    sections = [
-        f"`{command}`",
-        f"{config.steps} steps, seeds {ablation.seeds[0]} to {ablation.seeds[-1]}, on "
-        f"{describe(torch.device(config.device))} in {config.dtype} {kernels}, {ablation.grid.jobs} runs at a time, "
-        f"torch {torch.__version__}. val_bpb is the mean over the seeds ± the half-width of its 95% interval "
-        "(Student's t). Differences from the first row are paired: each seed gives both arms the same initial draws "
-        "and batches. Below zero is better. Each interval is for one comparison; among many, some miss the true value. "
-        "Means leave out runs that diverged: their loss was not finite, or ended above that of a uniform prediction.",
-        f"## All arms at the same learning rate, {config.lr:g}",
-        arms_table(reported),
-    ]
-    if best:
-        best_runs = [outcomes[cell] for cell in at_best(ablation, best)]
-        sections += [
-            "## Each arm at its best learning rate",
-            f"Selected by mean val_bpb on {SELECTION_SEEDS} seeds that are not reported. If the best is the lowest "
-            "or the highest, a wider sweep may find a better one:",
-            lr_table([outcomes[cell] for cell in ablation.selection]),
-            "On the reported seeds:",
-            arms_table(best_runs),
-        ]
-    write_atomically(folder / "table.md", "\n\n".join(section.strip() for section in sections) + "\n")
+def write_tables(ablation: Ablation, found: dict[Cell, Outcome], best: dict[Arm, float], command: str) -> None:
+    """Write `runs.csv`, `table.md`, `table.csv` and `table.tex` about the runs that have ended."""
+    tried, at_best = ablation.tried(found), ablation.at_best(best)
+    runs = ended(dict.fromkeys([*ablation.reported, *tried, *at_best]), found)
+    write_atomically(ablation.folder / "runs.csv", to_csv([run.row for run in runs]))
+    document = Document(ablation.grid, ablation.seeds, ablation.margin, command, found)
+    document.compare("shared", f"All arms at the same learning rate, {ablation.common.lr:g}", ablation.reported)
+    if ablation.lrs:
+        document.sweep(tried, best)
+        document.compare("best", "Each arm at its best learning rate", at_best)
+    write_document(document, ablation.folder)
 
 
 def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:

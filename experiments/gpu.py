@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,9 +21,12 @@ import torch
 
 from config import option
 from experiments.benchmarks import Report
+from runtime.exit_codes import Stopped
 from runtime.run_dir import read_rows, write_atomically
+from train import stop_requests
 
 PART_SECONDS = 480
+POLL_SECONDS = 0.3  # between looks at whether a signal has arrived
 STOP_SECONDS = 20  # for a command that is out of time to stop what it has started
 ROOT = Path(__file__).parents[1]
 LOSS_TO_REACH = 1.4697  # nats per character: nanoGPT's validation loss with this model, from its README
@@ -143,6 +147,7 @@ def unused_folder(folder: Path) -> Path:
 def run_parts(parts: dict[str, list[str]], out: Path) -> list[dict[str, Any]]:
     """Run the commands of each part. Returns a row per command. One that fails does not stop the others.
 
+    SIGINT, SIGTERM and SIGHUP do: they raise Stopped once everything that a command has started has ended.
     `out` receives the rows (gpu.json, updated after each command) and the output of each part (PART.txt).
     """
     rows: list[dict[str, Any]] = []
@@ -152,10 +157,10 @@ def run_parts(parts: dict[str, list[str]], out: Path) -> list[dict[str, Any]]:
         deadline = time.monotonic() + PART_SECONDS
         for command in part:
             arguments, started = shlex.split(command.format(out=shlex.quote(str(out)))), time.monotonic()
-            with (out / f"{name}.txt").open("a") as file:
+            with (out / f"{name}.txt").open("a") as file, stop_requests() as requests:
                 file.write(f"$ python {command}\n")
                 file.flush()
-                ended = run([sys.executable, *arguments], file, max(1, deadline - started))
+                ended = run([sys.executable, *arguments], file, max(1, deadline - started), requests)
             seconds = round(time.monotonic() - started, 1)
             result = reached(read_rows(out / "loss" / "metrics.jsonl")) if name == "loss" else ""
             rows.append({"part": name, "seconds": seconds, "ended": ended, "result": result, "command": command})
@@ -164,14 +169,21 @@ def run_parts(parts: dict[str, list[str]], out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def run(command: list[str], output: Any, seconds: float) -> str:
-    """Run a command in the project's folder. When its time is over, stop it and every process it has started."""
+def run(command: list[str], output: Any, seconds: float, requests: list[int]) -> str:
+    """Run a command in the project's folder. When its time is over, stop it and every process it has started.
+
+    Raises Stopped, after the same, as soon as there is a signal in `requests`.
+    """
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
+    deadline = time.monotonic() + seconds
     try:
-        return f"exit {process.wait(seconds)}"
-    except subprocess.TimeoutExpired:
+        while not requests and time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                return f"exit {process.wait(POLL_SECONDS)}"
+        if requests:
+            raise Stopped(requests[0], "--part, once for each part that is missing")
         return "out of time"
     finally:
         if process.poll() is None:

@@ -8,7 +8,6 @@ batches: they are compared in pairs.
 import hashlib
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -24,9 +24,10 @@ import train
 from config import ModelConfig, TrainConfig, require
 from data.batches import Prepared
 from experiments.outcome import Arm, Outcome, best_lr, read_outcome
+from experiments.processes import start_process
 from norms.placement import Unsupported
 from runtime.device import describe
-from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped
+from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
 from runtime.run_dir import read_rows
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
@@ -85,16 +86,21 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
 
 
 def settings_digest(settings: Settings) -> str:
-    """Short hash of the compared settings. More seeds or learning rates do not change it."""
+    """Short hash of the compared settings. More seeds, learning rates or options at their defaults do not change it."""
     config = next(iter(settings.values()))[1]
-    training = {name: value for name, value in asdict(config).items() if name not in NOT_COMPARED}
-    arms = [[dict(arm.factors), asdict(model_config)] for arm, (model_config, _) in settings.items()]
-    return hashlib.sha256(json.dumps([training, arms]).encode()).hexdigest()[:8]
+    config = replace(config, device=torch.device(config.device).type)  # the same on every card
+    defaults = asdict(ModelConfig()) | asdict(TrainConfig())
+
+    def chosen(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in sorted(values.keys() - NOT_COMPARED) if values[name] != defaults[name]}
+
+    arms = [[dict(arm.factors), chosen(asdict(model_config))] for arm, (model_config, _) in settings.items()]
+    return hashlib.sha256(json.dumps([chosen(asdict(config)), arms]).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Runs in one folder, `jobs` at a time with `threads` CPU threads each."""
+    """Runs in one folder, on each device `jobs` at a time, with `threads` CPU threads each."""
 
     folder: Path
     settings: Settings  # their learning rate and seed are replaced by those of a cell
@@ -102,6 +108,7 @@ class Grid:
     data: Prepared
     jobs: int
     threads: int
+    devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `train_flags`
 
     def cell_folder(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
@@ -127,7 +134,8 @@ class Grid:
             require(
                 folder.is_dir() and not any(folder.iterdir()), f"--out {folder} is not empty; choose another folder"
             )
-        compared = [field.name for field in fields(TrainConfig) if field.name not in NOT_COMPARED]
+        # The index of a card does not matter; its kind is compared by its name.
+        compared = [field.name for field in fields(TrainConfig) if field.name not in NOT_COMPARED | {"device"}]
         for cell in cells:
             run_file = self.cell_folder(cell) / "run.json"
             if run_file.exists():
@@ -148,25 +156,29 @@ class Grid:
         `on_end` gets the outcomes so far after each cell that ends. Raises Stopped after a signal and CellFailed if a
         run fails. Running cells save before either.
         """
+        with bad_input():
+            self.check(cells)
         outcomes = self.outcomes(cells)
         waiting = [cell for cell in dict.fromkeys(cells) if cell not in outcomes]
         steps = {cell: self.settings[cell.arm][1].steps for cell in cells}
-        running: dict[Cell, subprocess.Popen] = {}
+        free = list(self.devices) * self.jobs
+        running: dict[Cell, tuple[subprocess.Popen, str]] = {}
         with train.stop_requests() as stop, tqdm(
             total=sum(steps.values()), initial=sum(steps[cell] for cell in outcomes), unit="step",
             smoothing=0, disable=None, dynamic_ncols=True,  # the remaining time is estimated from the mean speed
         ) as bar:  # fmt: skip
             try:
                 while waiting or running:
-                    while waiting and len(running) < self.jobs:
-                        cell = waiting.pop(0)
-                        running[cell] = self.start(cell)
+                    while waiting and free:
+                        cell, device = waiting.pop(0), free.pop(0)
+                        running[cell] = self.start(cell, device), device
                     time.sleep(POLL_SECONDS)
                     if stop:
                         raise Stopped(stop[0], "the same command")
-                    for cell, process in list(running.items()):
+                    for cell, (process, device) in list(running.items()):
                         if process.poll() is not None:
                             del running[cell]
+                            free.append(device)
                             if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
                                 waiting.append(cell)
                                 continue
@@ -176,27 +188,24 @@ class Grid:
                     done = sum(steps[cell] for cell in outcomes) + sum(self.steps_done(cell) for cell in running)
                     bar.update(done - bar.n)
             finally:
-                for process in running.values():
+                for process, _ in running.values():
                     process.terminate()
-                for process in running.values():
+                for process, _ in running.values():
                     process.wait()
         return {cell: outcomes[cell] for cell in cells}
 
-    def start(self, cell: Cell) -> subprocess.Popen:
+    def start(self, cell: Cell, device: str = "") -> subprocess.Popen:
         """Start or resume a cell in a process of its own. Its output goes to a log file next to its folder."""
         folder = self.cell_folder(cell)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        return start_process(self.command(cell, device), Path(f"{folder}.log"), self.threads)
+
+    def command(self, cell: Cell, device: str = "") -> list[str]:
+        """The command that starts a cell on `device`, or resumes it."""
+        folder = self.cell_folder(cell)
         flags = ["--resume"] if (folder / "run.json").exists() else [*self.train_flags, *cell.flags]
-        threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        with open(f"{folder}.log", "a") as log:
-            return subprocess.Popen(
-                [sys.executable, train.__file__, *flags, "--out", str(folder)],
-                env=os.environ | threads,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
-            )
+        flags += ["--device", device] if device else []
+        return [sys.executable, train.__file__, *flags, "--out", str(folder)]
 
     def finished_outcome(self, cell: Cell, code: int) -> Outcome:
         """The outcome of a cell whose process ended with exit code `code`. Raises CellFailed if the run failed."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 # Private: torch has no public way to generate code for a card that is absent, or to read that code. There is no
-# fallback; this script measures one version of torch, and nothing imports it.
+# fallback; this script measures one version of torch, and only its test imports it.
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition

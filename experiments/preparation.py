@@ -144,8 +144,14 @@ def prepare_elsewhere(config: PrepareConfig, text: Path) -> tuple[int, int, int]
 
 
 def children_of(pid: int) -> list[int]:
+    """The children that run a program of their own. Before it starts, a child has its parent's memory, not more."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in lists for child in _read(path).split()]
+    children = [int(child) for path in lists for child in _read(path).split()]
+    return [child for child in children if _command(child) != _command(pid)]
+
+
+def _command(pid: int) -> str:
+    return _read(Path(f"/proc/{pid}/cmdline"))
 
 
 def resident_kib(pid: int) -> int:

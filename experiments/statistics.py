@@ -49,9 +49,8 @@ def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimat
     if error is None:
         return Estimate(middle, None, 1, None)
     degrees = len(values) - 1
-    return Estimate(
-        middle, t_quantile(degrees, confidence) * error, len(values), t_tails(_ratio(middle, error), degrees)
-    )
+    half_width = t_quantile(degrees, confidence) * error
+    return Estimate(middle, half_width, len(values), t_tails(_ratio(middle, error), degrees))
 
 
 def bonferroni_interval(values: Sequence[float], comparisons: int) -> Estimate:
@@ -113,7 +112,7 @@ def proportion_interval(k: int, n: int, confidence: float = CONFIDENCE) -> tuple
     assert 0 <= k <= n
 
     def lower(count: int) -> float:
-        return beta_quantile((1 - confidence) / 2, count, n - count + 1) if count else 0.1
+        return beta_quantile((1 - confidence) / 2, count, n - count + 1) if count else 0.0
 
     return lower(k), 1 - lower(n - k)
 

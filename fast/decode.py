@@ -26,6 +26,10 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(hooks)
 
 
+def is_identity(module: Any) -> bool:
+    return type(module) is nn.Identity and not has_hooks(module)
+
+
 def plain_weight(linear: nn.Module) -> Tensor | None:
     """The weight, if a call of `linear` is x Wᵀ and nothing else: no LoRA, parametrization, hooks or bias."""
     if type(linear) is not Linear or has_hooks(linear) or "forward" in linear.__dict__:
@@ -86,6 +90,8 @@ def attention(module: Any, x: Tensor, rope: RopeTable, cache: LayerCache) -> Ten
     """Attention of one new token, x B 1 C, to those in the cache and itself."""
     if x.shape[1] != 1 or cache.length == 0:
         return None
+    if not all(is_identity(module._modules[name]) for name in ("rotated_q_norm", "rotated_k_norm")):
+        return None
     keys, values, (cos, sin) = cache.keys, cache.values, rope
     weights = weights_of(x, module, ("q_proj", "k_proj", "v_proj", "o_proj"), keys, values, cos, sin)
     if weights is None:
@@ -115,7 +121,7 @@ def attention(module: Any, x: Tensor, rope: RopeTable, cache: LayerCache) -> Ten
     pointers = (tensor.data_ptr() for tensor in (x, q_weight, k_weight, v_weight))
     kernels().project(batch, inputs, q_width, kv_width, bf16, *pointers, q, k, v)
     norms = [module._modules[name] for name in ("q_norm", "k_norm", "v_norm")]
-    if not all(type(norm) is nn.Identity and not has_hooks(norm) for norm in norms):
+    if not all(map(is_identity, norms)):
         shape = batch, 1, -1, dim
         parts = (part.view(shape) for part in qkv.split((q_size, kv_size, kv_size)))
         normed = [norm(part).contiguous() for norm, part in zip(norms, parts, strict=True)]

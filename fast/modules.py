@@ -16,7 +16,8 @@ class FastAttention(Attention):
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T H D
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
         v = self.v_norm(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
-        q, k, v = rotate(q, rope).transpose(1, 2), rotate(k, rope).transpose(1, 2), v.transpose(1, 2)
+        q, k = self.rotated_q_norm(rotate(q, rope)), self.rotated_k_norm(rotate(k, rope))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0, self.grouped)  # B H T D
         return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # B T C
 

@@ -51,8 +51,7 @@ def pick_device(name: str) -> torch.device:
 
     Raises ValueError if there is no such name, or if this machine does not have it.
     """
-    if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
-        raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
+    check_device_name(name)
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device in available if available[device])
@@ -62,6 +61,12 @@ def pick_device(name: str) -> torch.device:
     if index and int(index) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device {name}: the last of this machine's GPUs is cuda:{count - 1}")
     return torch.device(name)
+
+
+def check_device_name(name: str) -> None:
+    """Raise ValueError unless `name` is "auto" or a device, which this machine need not have."""
+    if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
+        raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -117,9 +117,12 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
     except shared as caught:
         error = caught
     errors: list[Any] = [None] * world_size()
-    dist.all_gather_object(errors, error and (type(error), str(error)))
-    for kind, message in filter(None, errors):
-        raise (ValueError if issubclass(kind, ValueError) else kind)(message) from error
+    dist.all_gather_object(errors, error and (type(error), str(error), getattr(error, "errno", None)))
+    for kind, message, number in filter(None, errors):
+        shared_error = (ValueError if issubclass(kind, ValueError) else kind)(message)
+        if isinstance(shared_error, OSError):
+            shared_error.errno = number  # the exit code depends on it
+        raise shared_error from error
 
 
 def from_main(function: Callable[..., T], *arguments: Any) -> T:
@@ -205,9 +208,9 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def check_batch(batch_size: int, micro_batch_size: int) -> None:
+def check_batch(batch_size: int, micro_batch_size: int, ranks: int) -> None:
     """Raise ValueError unless the batch divides among the ranks, and a rank's share into micro-batches."""
-    ranks, share = world_size(), batch_size // world_size()
+    share = batch_size // ranks
     if batch_size % ranks:
         raise ValueError(f"--batch-size {batch_size} is not divisible by the number of ranks, {ranks}")
     if share % min(share, micro_batch_size):
@@ -216,16 +219,16 @@ def check_batch(batch_size: int, micro_batch_size: int) -> None:
         )
 
 
-def resolve_shard(wanted: bool, by_flag: bool, dtype: str) -> bool:
+def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
     """Whether to shard: as `wanted`, with several ranks. A sharded run may be resumed in one process.
 
     Raises ValueError if the user has asked for it and it is not possible.
     """
-    if by_flag and world_size() == 1:
-        raise ValueError("--shard needs several ranks; start them with torchrun --nproc-per-node")
-    if wanted and world_size() > 1 and dtype == "float16":
+    if by_flag and ranks == 1:
+        raise ValueError("--shard needs several ranks: torchrun --nproc-per-node, or --ranks for --plan")
+    if wanted and ranks > 1 and dtype == "float16":
         raise ValueError("--shard needs --dtype float32 or bfloat16: float16's loss scale is not the same on all ranks")
-    return wanted and world_size() > 1
+    return wanted and ranks > 1
 
 
 def rows(batch_size: int) -> range:

@@ -1,5 +1,6 @@
 """How a command ends: an exit code and one line instead of a traceback."""
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from runtime import distributed
 
 FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
 
 class RunInUse(Exception):
@@ -43,14 +45,15 @@ class CellFailed(Exception):
 def bad_input() -> Iterator[None]:
     """Wrap input handling: a ValueError or OSError there ends with exit code 2. All ranks must have the same error.
 
-    That a process we started was killed is not bad input; it ends with exit code 1.
+    That the disk failed, or that a process we started was killed, is not bad input; it ends with exit code 1.
     """
     try:
         yield
     except ChildProcessError as error:
         _exit(FAILED, str(error))
     except (ValueError, OSError) as error:
-        _exit_together(BAD_INPUT, str(error))
+        failed = isinstance(error, OSError) and error.errno in DISK_FAILED
+        _exit_together(FAILED if failed else BAD_INPUT, str(error))
 
 
 @contextmanager

@@ -77,8 +77,8 @@ def _names(config: ModelConfig) -> dict[str, str]:
 def to_hugging_face(model: Llama) -> dict[str, Tensor]:
     """A model's state under Hugging Face's names. Raises ValueError unless it is a Llama: pre-norm with RMSNorm."""
     config = model.config
-    if (config.placement, config.norm, config.qk_norm) != ("pre", "rmsnorm", "none"):
-        raise ValueError("Hugging Face's Llama is --placement pre --norm rmsnorm --qk-norm none, and this model is not")
+    if (config.placement, config.norm, config.qk_norm, config.scaled_embedding) != ("pre", "rmsnorm", "none", False):
+        raise ValueError("Hugging Face's Llama has --placement pre, --norm rmsnorm, no QK-norm and no scaled embedding")
     return {hugging_face_name(name): tensor for name, tensor in model.state_dict().items()}
 
 

@@ -29,8 +29,8 @@ def newest_run() -> Path:
     return started[max(started)]
 
 
-def check_run_dir(folder: Path, exists: bool) -> None:
-    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one."""
+def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
+    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one, and is writable (`writes`)."""
     if exists:
         if not (folder / "run.json").is_file():
             raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")
@@ -39,7 +39,7 @@ def check_run_dir(folder: Path, exists: bool) -> None:
     elif folder.is_dir() and any(path.name not in (".lock", "run.json.part") for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK):
+    if writes and not os.access(parent, os.W_OK):
         raise ValueError(f"--out {folder}: no permission to write in {parent}")
 
 

@@ -22,19 +22,14 @@ import train
 from config import ModelConfig
 from generate import Sampling, generate
 from model import Llama
-from norms import KINDS, TRAITS
-from norms.placement import PLACEMENTS
+from norms import KINDS
+from norms.placement import PLACEMENTS, supports
 from runtime.decoding import compile_decoding
 
 SIZES: dict[str, Any] = dict(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
 SMALL = ModelConfig(**SIZES)
 TOKENS = torch.randint(29, (3, 4, 11), generator=torch.Generator().manual_seed(0))  # steps, B, T + 1
-CELLS = [
-    (kind, placement)
-    for kind in KINDS
-    for placement in PLACEMENTS
-    if PLACEMENTS[placement].without_norm or not TRAITS[kind].identity
-]
+CELLS = [(kind, placement) for kind in KINDS for placement in PLACEMENTS if supports(placement, kind)]
 DEFAULT = [(kind, placement) for kind, placement in CELLS if placement == "pre" or kind == "rmsnorm"]
 DEFAULT += [("powernorm", "sandwich"), ("batchnorm", "residual")]
 

@@ -194,6 +194,14 @@ def test_flags_recompute_derived_defaults(tmp_path):
     assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
 
 
+def test_more_steps_keep_a_warmup_that_was_chosen(tmp_path):
+    for warmup, later in ((7, 7), (5, 10)):  # 5 is the default for 100 steps
+        training = TrainConfig(steps=100, warmup=warmup)
+        path = write_run_json(tmp_path / "run.json", {}, dataclasses.asdict(training))
+        assert parse(f"--config {path} --steps 200")[1].warmup == later
+        assert parse(f"--config {path} --steps 200 --warmup 3")[1].warmup == 3
+
+
 def test_flag_that_repeats_the_preset_changes_nothing():
     """Both for values that the preset sets and for values that it leaves at the default."""
     for preset in ("124m", "1b"):
@@ -233,6 +241,7 @@ def test_every_flag_sets_its_field():
     values = {
         "norm": "layernorm", "placement": "post", "qk_norm": "full", "dim": 48, "layers": 3, "heads": 6, "kv_heads": 3,
         "hidden_dim": 17, "context": 12, "vocab_size": 400, "rope_theta": 123.5, "tie_embeddings": False,
+        "scaled_embedding": True,
         "dropout": 0.25, "init": "xavier", "depth_scaled_init": False,
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 12,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "adamw",

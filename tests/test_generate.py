@@ -5,9 +5,11 @@ import io
 import itertools
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -329,6 +331,30 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, capsys):
     expected = join_pieces(stream_text(model, ByteTokenizer(), list(b"def "), GREEDY))
     assert output.out == f"def {expected}\n"
     assert "12 tokens in" in output.err and "tokens/s" in output.err and "step-000001 on cpu in float32" in output.err
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_speed_leaves_out_the_compiler(samples, compiled, capsys):
+    """Which runs before the second token."""
+
+    def stream():
+        for index in range(102):
+            time.sleep(1.0 if index == 1 else 0.0)
+            yield ["a"] * samples
+
+    command.print_samples("", stream(), samples, compiled)
+    line = capsys.readouterr().err
+    speed = float(re.sub(r".* ([\d,]+) tokens/s.*", r"\1", line, flags=re.S).replace(",", ""))
+    assert line.startswith(f"{102 * samples} tokens in 1.") and ("once compiled" in line) == compiled
+    assert speed > 300 * samples if compiled else speed < 102 * samples
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_too_few_tokens_for_a_speed_once_compiled(tokens, capsys):
+    command.print_samples("", iter([["a"]] * tokens), 1, compiled=True)
+    line = capsys.readouterr().err
+    assert line.startswith(f"{tokens} tokens in") and "tokens/s" not in line
 
 
 @pytest.mark.slow

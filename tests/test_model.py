@@ -18,8 +18,8 @@ from torch import Tensor
 
 from config import ModelConfig
 from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
-from norms import KINDS, TRAITS
-from norms.placement import PLACEMENTS
+from norms import KINDS
+from norms.placement import PLACEMENTS, supports
 from runtime.huggingface import from_hugging_face, hugging_face_name, to_hugging_face
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
@@ -81,7 +81,7 @@ def oracle_attention(x: np.ndarray, weights: dict[str, np.ndarray], config: Mode
 def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
     """Logits of one sequence under placement `pre` with rmsnorm."""
     weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
-    x = weights["embed_tokens.weight"][tokens.numpy()]
+    x = weights["embed_tokens.weight"][tokens.numpy()] * weights.get("embed_tokens.scale", 1.0)
     for layer in range(model.config.layers):
         start = f"layers.{layer}."
         block = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start)}
@@ -102,6 +102,7 @@ def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
         {"rope_theta": 100.0, "layers": 3},
         {"qk_norm": "head"},
         {"qk_norm": "full"},
+        {"scaled_embedding": True},
     ],
     ids=str,
 )
@@ -221,12 +222,7 @@ class FixedOutput(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "norm, placement",
-    [
-        (norm, name)
-        for norm in KINDS
-        for name in PLACEMENTS
-        if PLACEMENTS[name].without_norm or not TRAITS[norm].identity
-    ],
+    [(norm, name) for norm in KINDS for name in PLACEMENTS if supports(name, norm)],
 )
 def test_logits_are_causal(norm, placement):
     model = random_weights_model(dataclasses.replace(SMALL, norm=norm, placement=placement))
@@ -441,6 +437,7 @@ NORM_KEYS = ["attention_residual.norm.weight", "mlp_residual.norm.weight"]
         ({"qk_norm": "head"}, [*NORM_KEYS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"], ["finish.weight"]),
         ({"qk_norm": "full"}, [*NORM_KEYS, "self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"],
          ["finish.weight"]),
+        ({"scaled_embedding": True}, NORM_KEYS, ["finish.weight", "embed_tokens.scale"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -448,6 +445,11 @@ def test_state_dict_keys(changes, in_block, outside):
     keys = Llama(dataclasses.replace(SMALL, layers=2, **changes)).state_dict().keys()
     blocks = {f"layers.{layer}.{key}" for layer in range(2) for key in [*BLOCK_KEYS, *in_block]}
     assert keys == blocks | {"embed_tokens.weight", "lm_head.weight", *outside}
+
+
+def test_embedding_scale_starts_at_the_square_root_of_the_width():
+    plain, scaled = (Llama(dataclasses.replace(SMALL, scaled_embedding=scaled)) for scaled in (False, True))
+    torch.testing.assert_close(scaled.embed_tokens(TOKENS), math.sqrt(SMALL.dim) * plain.embed_tokens(TOKENS))
 
 
 def test_tied_lm_head_shares_the_embedding_weight():

@@ -16,13 +16,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+try:
+    import resource
+except ImportError:  # missing on Windows
+    resource = None  # type: ignore[assignment]
 
 import train
 from config import ModelConfig, TrainConfig
 from model import Llama, weights_by_role
 from norms import KINDS, TRAITS, register
-from norms.placement import PLACEMENTS
+from norms.placement import PLACEMENTS, supports
 from optim import learning_rate, make_optimizers
 from runtime.checkpoint import find_checkpoint
 from runtime.device import has_bfloat16
@@ -130,12 +136,7 @@ def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
-VALID_CELLS = [
-    (kind, name)
-    for kind in sorted(KINDS)
-    for name in PLACEMENTS
-    if PLACEMENTS[name].without_norm or not TRAITS[kind].identity
-]
+VALID_CELLS = [(kind, name) for kind in sorted(KINDS) for name in PLACEMENTS if supports(name, kind)]
 ARMS = [(kind, name) for kind, name in VALID_CELLS if kind == "rmsnorm" or name == "pre"]
 
 
@@ -185,8 +186,28 @@ def test_arms_have_the_same_initial_weights_and_batches(command, monkeypatch):
         batches.add(tuple(seen))
     assert len(batches) == 1
     assert len(set(batches.pop())) == 4  # each step has a different batch
-    for weights in initial_weights[1:]:  # up to rounding, where a gain was multiplied and divided
-        torch.testing.assert_close(weights, initial_weights[0], rtol=3e-7, atol=0)
+    for (_, placement), weights in zip(ARMS[1:], initial_weights[1:], strict=True):
+        expected = initial_weights[0]
+        if placement == "ngpt":
+            expected = {name: on_sphere(name, weight) for name, weight in expected.items()}
+        # up to rounding, where a gain was multiplied and divided
+        torch.testing.assert_close(weights, expected, rtol=3e-7, atol=0)
+
+
+def on_sphere(name: str, weight: Tensor) -> Tensor:
+    """A matrix with length 1 along the features of the residual stream, as nGPT has it."""
+    return weight / weight.norm(dim=0 if "o_proj" in name or "down_proj" in name else 1, keepdim=True)
+
+
+@pytest.mark.parametrize("flags", ["", "--optimizer adamw --no-tie-embeddings"])
+def test_ngpt_stays_on_the_sphere(flags, command):
+    run = command(f"--placement ngpt --steps 4 --lr 0.1 {flags}")
+    start = Llama(ModelConfig(**json.loads((run / "run.json").read_text())["model"])).state_dict()
+    state = load_file(find_checkpoint(str(run)) / "model.safetensors")
+    for name, weight in state.items():
+        assert not torch.equal(weight, start[name]), name
+        if weight.ndim == 2:
+            torch.testing.assert_close(weight, on_sphere(name, weight), rtol=1e-6, atol=0)
 
 
 def test_norm_registered_at_runtime_can_be_trained(command):
@@ -480,6 +501,21 @@ def test_eval_only_reproduces_val_bpb(command, capsys):
     assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
 
 
+def test_evaluation_needs_no_permission_to_write(command, capsys, tmp_path):
+    run = command("--steps 5")
+    folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o500)
+    try:
+        if os.access(run, os.W_OK):
+            pytest.skip("root can write everywhere")
+        train.main(["--eval-only", "--out", str(run)])
+    finally:
+        for folder in folders:
+            folder.chmod(0o700)
+    assert "val_bpb" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_a_checkpoint(number, code, command, monkeypatch, capsys, tmp_path):
     update = train.Trainer.update
@@ -708,6 +744,20 @@ def test_out_folder_that_cannot_be_created_is_refused(out, command, capsys):
     with pytest.raises(SystemExit) as excinfo:
         command("--steps 5", out)
     assert excinfo.value.code == 2 and out in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(resource is None, reason="needs a limit on the size of files")
+def test_a_disk_that_fails_while_text_is_prepared_is_not_bad_input(text, tmp_path):
+    """The size limit stands in for a full disk: the token file does not fit."""
+    flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --steps 2".split()
+    result = subprocess.run(
+        [sys.executable, ROOT / "train.py", *flags],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: [Errno") and not (tmp_path / "run").exists()
 
 
 def test_bfloat16_without_cpu_support_is_refused(text, tmp_path):

@@ -26,6 +26,9 @@ class Protocol:
     arms: tuple[Mapping[str, str], ...] = ()  # factors, see `experiments.outcome.Arm`; the first is the baseline
     lrs: tuple[float, ...] = ()
     select_lr: bool = True  # each arm gets its best rate, selected on two other seeds; else every rate is reported
+    best_variant: bool = (
+        False  # of arms that differ in their norm's arguments only, the best on those seeds is reported
+    )
     seeds: int = 5  # reported, paired
     settings: Mapping[str, Any] = field(default_factory=dict)  # what only this claim needs
 

@@ -6,21 +6,23 @@ from pathlib import Path
 from config import DEVICES, Parser, check_sizes, require
 from experiments.claims import load_claims
 from experiments.claims.claim import SCALES, Lab
-from experiments.claims.document import read_entries, run_claim, to_markdown
+from experiments.claims.document import read_entries, run_claim, to_html, to_markdown
 from runtime.device import pick_device
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, locked, write_atomically
 
 
 def main(arguments: list[str]) -> None:
-    """Test one claim or all, and write the results and CLAIMS.md."""
+    """Test one claim or all, and write the results, CLAIMS.md and claims.html."""
     claims = load_claims()
     single = arguments[0] == "claim"
     parser = Parser(prog=f"ablate.py {arguments[0]}", description=main.__doc__, allow_abbrev=False)
     if single:
         parser.add_argument("name", choices=claims, metavar="NAME", help=", ".join(claims))
     parser.add_argument("--scale", choices=SCALES, help="default: the smallest that the claim has; quick for claims")
-    parser.add_argument("--report", action="store_true", help="run nothing; only write CLAIMS.md from the results")
+    parser.add_argument(
+        "--report", action="store_true", help="run nothing; only write CLAIMS.md and claims.html from the results"
+    )
     parser.add_argument("--results", type=Path, default=Path("results"), help="results directory (default: results)")
     parser.add_argument("--runs", type=Path, default=RUNS / "claims", help="run directory (default: runs/claims)")
     parser.add_argument("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
@@ -45,6 +47,7 @@ def main(arguments: list[str]) -> None:
                 print(f"{claim.number}. {claim.statement}: {judgement.verdict} ({judgement.ours}; {judgement.reason})")
                 sys.stdout.flush()
     with bad_input():
-        document = flags.results.parent / "CLAIMS.md"
-        write_atomically(document, to_markdown(read_entries(claims, flags.results), flags.results.name))
-        print(f"see {document}")
+        entries, folder = read_entries(claims, flags.results), flags.results.parent
+        write_atomically(folder / "claims.html", to_html(entries))
+        write_atomically(folder / "CLAIMS.md", to_markdown(entries, flags.results.name))
+        print(f"see {folder / 'CLAIMS.md'}")

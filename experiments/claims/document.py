@@ -1,8 +1,9 @@
-"""Results of claims: a JSON file and a figure for each, and CLAIMS.md, which is generated from them."""
+"""Results of claims: a JSON file and a figure for each, and CLAIMS.md and claims.html, generated from them."""
 
 import dataclasses
 import json
 import platform
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 from experiments.claims.claim import NOT_RUN, SCALES, Claim, Judgement, Lab, Protocol, Scale
 from experiments.statistics import holm
 from runtime.device import describe
+from runtime.page import figure, markdown, page
 from runtime.run_dir import write_atomically
 
+TITLE = "Claims about normalization"
 INTRODUCTION = """\
-# Claims about normalization
-
 Papers and articles say these things about normalization. Each claim here has a protocol, a rule that turns
 measurements into a verdict, and a command. Protocols and rules were written before the runs; they are in
-`experiments/claims/`, one file per claim. `python ablate.py claims --report` makes this file from `results/`.
+`experiments/claims/`, one file per claim. `python ablate.py claims --report` makes this page from the results.
 
 A verdict is *confirmed*, *refuted* or *inconclusive at this scale*. Scales: *quick* is exact, or about initialization,
 and takes seconds; *cpu* trains models of about 0.2 million parameters on 0.4 million tokens; *gpu* trains 10 to 30
@@ -63,7 +64,7 @@ def as_json(protocol: Protocol) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(protocol)))
 
 
-# --- CLAIMS.md -------------------------------------------------------------------------------------------------------
+# --- CLAIMS.md and claims.html ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +75,11 @@ class Entry:
     scale: Scale
     judgement: Judgement
     p_over_all: float | None
-    environment: dict[str, Any] | None  # None if not run
+    content: dict[str, Any]  # of the results file; empty if not run
 
     @property
     def verdict(self) -> str:
-        return self.judgement.verdict + (": not run" if self.environment is None else "")
+        return self.judgement.verdict + ("" if self.content else ": not run")
 
     @property
     def command(self) -> str:
@@ -87,26 +88,54 @@ class Entry:
 
 def read_entries(claims: dict[str, Claim], results: Path) -> list[Entry]:
     """Every claim at every scale that it has a protocol for."""
-    found: list[tuple[Claim, Scale, Judgement, dict | None]] = []
+    found: list[tuple[Claim, Scale, Judgement, dict[str, Any]]] = []
     for claim in claims.values():
         for scale in SCALES:
             if scale in claim.protocols:
                 done = results_file(results, claim, scale).exists()
                 content = read_results(results, claim, scale) if done else {}
-                judgement = claim.judge(content["measured"]) if done else NOT_RUN
-                found.append((claim, scale, judgement, content.get("environment")))
+                found.append((claim, scale, claim.judge(content["measured"]) if done else NOT_RUN, content))
     corrected = holm([judgement.p for _, _, judgement, _ in found])
     return [
-        Entry(claim, scale, judgement, p, environment)
-        for (claim, scale, judgement, environment), p in zip(found, corrected, strict=True)
+        Entry(claim, scale, judgement, p, content)
+        for (claim, scale, judgement, content), p in zip(found, corrected, strict=True)
     ]
 
 
 def to_markdown(entries: list[Entry], results: str = "results") -> str:
     """CLAIMS.md. `results` is the path of the results as seen from it."""
+    parts = [f"# {TITLE}", INTRODUCTION, summary(entries)]
+    for claim, mine in by_claim(entries):
+        parts.append(f'## <a name="{claim.name}"></a>{claim.number}. {claim.statement}')
+        parts += about(claim)
+        for entry in mine:
+            parts += findings(entry)
+            if entry.content:
+                parts.append(f"![{claim.statement}]({results}/{entry.scale}/claims/{claim.name}.png)")
+    return "\n\n".join(parts) + "\n"
+
+
+def to_html(entries: list[Entry]) -> str:
+    """claims.html: the same, with the figures inside."""
+    sections = [markdown(INTRODUCTION), markdown(summary(entries))]
+    for claim, mine in by_claim(entries):
+        sections.append(f'<h2 id="{claim.name}">{claim.number}. {escape(claim.statement)}</h2>')
+        sections += [markdown(text) for text in about(claim)]
+        for entry in mine:
+            sections += [markdown(text) for text in findings(entry)]
+            if entry.content:
+                sections.append(figure(claim.plot(entry.content["measured"]), claim.statement))
+    return page(TITLE, sections)
+
+
+def by_claim(entries: list[Entry]) -> list[tuple[Claim, list[Entry]]]:
+    claims = {entry.claim.name: entry.claim for entry in entries}
+    return [(claim, [entry for entry in entries if entry.claim is claim]) for claim in claims.values()]
+
+
+def summary(entries: list[Entry]) -> str:
+    """The table of all verdicts, in Markdown."""
     lines = [
-        INTRODUCTION,
-        "",
         "| # | claim | published | ours | verdict | scale | p | p over all claims |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -123,34 +152,30 @@ def to_markdown(entries: list[Entry], results: str = "results") -> str:
             format_p(entry.p_over_all),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    for entry in entries:
-        lines += ["", *section(entry, results, first=entry is next(e for e in entries if e.claim is entry.claim))]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def section(entry: Entry, results: str, first: bool) -> list[str]:
-    """What there is to say about a claim at one scale; the claim itself only at its first."""
-    claim, protocol = entry.claim, entry.claim.protocols[entry.scale]
-    lines = []
-    if first:
-        lines += [f'## <a name="{claim.name}"></a>{claim.number}. {claim.statement}', ""]
-        lines += [f"Source: {claim.source}. Published: {claim.published}.", "", f"Rule: {claim.rule}", ""]
-    lines += [f"**{entry.scale}: {entry.verdict}**", ""]
-    if entry.environment is None:
-        return [*lines, f"`{entry.command}`, about {duration(protocol.minutes)}."]
-    made_on = f"{entry.environment['device']}, torch {entry.environment['torch']}"
+def about(claim: Claim) -> list[str]:
+    return [f"Source: {claim.source}. Published: {claim.published}.", f"Rule: {claim.rule}"]
+
+
+def findings(entry: Entry) -> list[str]:
+    """The verdict at one scale, why, and how to repeat it."""
+    repeat = f"`{entry.command}`, about {duration(entry.claim.protocols[entry.scale].minutes)}."
+    if not entry.content:
+        return [f"**{entry.scale}: {entry.verdict}**", repeat]
+    environment = entry.content["environment"]
     return [
-        *lines,
+        f"**{entry.scale}: {entry.verdict}**",
         f"{entry.judgement.ours}: {entry.judgement.reason}.",
-        "",
-        f"`{entry.command}`, about {duration(protocol.minutes)}. Measured on {made_on}.",
-        "",
-        f"![{claim.statement}]({results}/{entry.scale}/claims/{claim.name}.png)",
+        f"{repeat} Measured on {environment['device']}, torch {environment['torch']}.",
     ]
 
 
 def duration(minutes: float) -> str:
-    return f"{minutes:g} minutes" if minutes >= 1 else f"{60 * minutes:g} seconds"
+    if minutes < 1:
+        return f"{60 * minutes:g} seconds"
+    return f"{minutes:g} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
 
 
 def format_p(p: float | None) -> str:

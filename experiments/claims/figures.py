@@ -36,7 +36,7 @@ def draw_sweep(axes, measured: Measured) -> None:
     """Mean loss on the selection seeds against the learning rate. A cross at the top: a run diverged."""
     runs = Runs(measured["selection"])
     for number, arm in enumerate(arms_of(measured)):
-        mine = runs.where(**arm)
+        mine = runs.of(arm)
         lrs = sorted({row["lr"] for row in mine.rows})
         complete = [lr for lr in lrs if not mine.where(lr=lr).diverged]
         axes.plot(
@@ -58,8 +58,8 @@ def draw_differences(axes, measured: Measured) -> None:
     runs = Runs(measured["runs"])
     baseline, *others = arms_of(measured)
     for height, arm in enumerate(others):
-        values = paired(runs.where(**arm), runs.where(**baseline))
-        failed = runs.where(**arm).diverged
+        values = paired(runs.of(arm), runs.of(baseline))
+        failed = runs.of(arm).diverged
         if values:
             found = estimate(values)
             axes.plot(values, [height] * len(values), "o", color="0.6", markersize=4)

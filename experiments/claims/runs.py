@@ -1,11 +1,13 @@
 """The runs of a claim: making them from a protocol, and asking for their losses."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.batches import prepare
@@ -20,7 +22,17 @@ Losses = dict[int, float]  # nats per token by seed
 # nats per token are nats per byte.
 CPU_MODEL = "--tokenizer bytes --dim 64 --layers 4 --heads 2 --context 128 --batch-size 8 --dtype float32"
 CPU_RUN = f"{CPU_MODEL} --optimizer adamw --steps 400 --eval-every 100 --eval-tokens 32768 --save-every 400 --keep 1"
-CPU_LRS = (3e-3, 1e-2, 3e-2)
+CPU_LRS = (1e-3, 3e-3, 1e-2)
+
+# For DyT and Derf, which do not rescale what they get. With the init and embedding of the other runs, the residual
+# stream is so small at this width that they learn only the frequencies of the bytes.
+NO_STATISTICS = "--init xavier --scaled-embedding"
+
+# 0.27 million parameters in 12 blocks. Xavier's init, under which the troubles of depth show at this width.
+DEEP_RUN = (
+    "--tokenizer bytes --dim 40 --layers 12 --heads 2 --context 128 --batch-size 8 --dtype float32 --init xavier "
+    "--optimizer adamw --steps 200 --eval-every 100 --eval-tokens 32768 --save-every 200 --keep 1"
+)
 
 # 27 million parameters, 65 million tokens: about 10 minutes on an H100.
 GPU_RUN = (
@@ -45,7 +57,7 @@ def make_grid(protocol: Protocol, lab: Lab) -> Grid:
 def make_runs(protocol: Protocol, lab: Lab) -> Measured:
     """Run every arm of `protocol` with every seed: at its best rate, or at all of them.
 
-    {"runs": the reported runs, "selection": those that selected the rates, "lrs": the rates tried, by arm}
+    {"runs": the reported runs, "selection": those that selected rates and variants}
     """
     grid = make_grid(protocol, lab)
     arms = list(grid.settings)
@@ -53,6 +65,8 @@ def make_runs(protocol: Protocol, lab: Lab) -> Measured:
     selection: dict[Cell, Outcome] = {}
     if protocol.select_lr:
         best, selection = grid.select_lrs(arms, list(protocol.lrs), first_seed=0, widen=WIDEN)
+        if protocol.best_variant:
+            arms = best_variants(best, selection)
         wanted = [Cell(arm, best[arm], seed) for seed in range(protocol.seeds) for arm in arms]
     else:
         wanted = cells(arms, protocol.lrs, range(protocol.seeds))
@@ -61,6 +75,18 @@ def make_runs(protocol: Protocol, lab: Lab) -> Measured:
         "runs": [to_json(outcome) for outcome in outcomes.values()],
         "selection": [to_json(outcome) for outcome in selection.values()],
     }
+
+
+def best_variants(best: dict[Arm, float], selection: dict[Cell, Outcome]) -> list[Arm]:
+    """Of arms that differ in their norm's arguments only, the one with the lowest loss at its best rate."""
+    chosen: dict[Arm, tuple[float, Arm]] = {}
+    for arm, lr in best.items():
+        runs = [outcome for cell, outcome in selection.items() if (cell.arm, cell.lr) == (arm, lr)]
+        loss = mean(math.inf if run.diverged or run.val_loss is None else run.val_loss for run in runs)
+        kind = Arm.of(**(dict(arm.factors) | {"norm": arm["norm"].partition(":")[0]}))
+        if kind not in chosen or loss < chosen[kind][0]:
+            chosen[kind] = loss, arm
+    return [arm for _, arm in chosen.values()]
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
@@ -78,10 +104,14 @@ class Runs:
         self.rows = list(rows)
 
     def where(self, **wanted: Any) -> "Runs":
-        """Those with these values of lr, seed or factors."""
+        """Those with these values of lr, seed or factors, whatever their other factors."""
         return Runs(
-            row for row in self.rows if all((row["arm"] | row)[name] == value for name, value in wanted.items())
+            row for row in self.rows if all((row | row["arm"]).get(name) == value for name, value in wanted.items())
         )
+
+    def of(self, arm: Mapping[str, str]) -> "Runs":
+        """Those of an arm: with these factors and no others."""
+        return Runs(row for row in self.rows if row["arm"] == arm)
 
     def losses(self, which: str = "val_loss") -> Losses:
         """By seed, of the runs that did not diverge. `which` may be best_val_loss."""
@@ -110,6 +140,18 @@ def nats(found: Estimate) -> str:
     return f"{found.mean:+.4f}{half} nats (n = {found.n})"
 
 
+def unigram_loss(val: np.ndarray) -> float:
+    """Loss in nats per token of a model that knows the frequencies of `val`'s tokens and nothing else."""
+    counts = np.unique(val, return_counts=True)[1]
+    return float(-(counts / counts.sum() * np.log(counts / counts.sum())).sum())
+
+
 def geometric(values: Iterable[float]) -> Estimate:
     """The estimate of the logarithms of positive values, for ratios."""
     return estimate([math.log(value) for value in values])
+
+
+def ratio(logarithms: Estimate) -> str:
+    """`1.23 [1.10, 1.37]`: the ratio and its interval, from an estimate of its logarithm."""
+    middle, low, high = (math.exp(value) for value in (logarithms.mean, logarithms.low, logarithms.high))
+    return f"{middle:.3g} [{low:.3g}, {high:.3g}]"

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from norms.placement.ngpt import NormalizedUpdate, add_scales, return_to_sphere, start_on_sphere
 from norms.placement.one_stream import (
     DeepNorm,
     LayerNormScaling,
@@ -20,13 +21,15 @@ from norms.placement.one_stream import (
     deepnorm_gain,
     final_norm,
     hybrid_norm,
+    keel,
     mix_norm,
     no_final_norm,
 )
 from norms.placement.site import MakeNorm, Site
 from norms.placement.two_streams import FinishResiDual, FinishSiamese, ResiDual, Siamese, start_two
+from norms.registry import TRAITS
 
-__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Site", "Unsupported", "check_placement"]
+__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Site", "Unsupported", "check_placement", "supports"]
 
 
 class Unsupported(ValueError):
@@ -39,6 +42,10 @@ def identity(x: Tensor) -> Tensor:
 
 def no_gain(role: str, depth: int) -> float:
     return 1.0
+
+
+def leave(model: nn.Module) -> None:
+    """Change nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,9 @@ class Placement:
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
     min_layers: int = 1
     without_norm: bool = False  # supported with --norm none
+    own_norm: bool = False  # N is fixed: supported with the default of --norm only
+    extend: Callable[[nn.Module], None] = leave  # adds modules to the new model
+    after_step: Callable[[nn.Module], None] = leave  # called with the drawn weights and after every optimizer step
 
 
 # Depth-scaled init is off if the placement scales by depth itself, or if a norm after the sublayer undoes it.
@@ -69,16 +79,29 @@ PLACEMENTS = {
     "hybrid": Placement(hybrid_norm, qkv_norm=True),
     "siamese": Placement(Siamese, FinishSiamese, start_two),
     "rezero": Placement(ReZero, without_norm=True),
-}
+    "keel": Placement(keel, no_final_norm, depth_scaled=False),
+    "ngpt": Placement(
+        NormalizedUpdate, no_final_norm, start_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
+        after_step=return_to_sphere,
+    ),
+}  # fmt: skip
 
 
-def check_placement(name: str, layers: int, identity: bool) -> None:
-    """Raise Unsupported if a placement is not supported with so few layers or with the identity as its norm."""
+def supports(name: str, norm: str) -> bool:
+    """Whether a placement is supported with the kind of norm."""
+    placement = PLACEMENTS[name]
+    return norm == "rmsnorm" if placement.own_norm else placement.without_norm or not TRAITS[norm].identity
+
+
+def check_placement(name: str, layers: int, norm: str, norm_args: dict[str, Any]) -> None:
+    """Raise Unsupported if a placement is not supported with so few layers or with that norm."""
     placement = PLACEMENTS[name]
     if layers < placement.min_layers:
         raise Unsupported(
             f"--placement {name} needs --layers {placement.min_layers} or more: it has two kinds of blocks"
         )
-    if identity and not placement.without_norm:
+    if placement.own_norm and (norm_args or not supports(name, norm)):
+        raise Unsupported(f"--placement {name} has a norm of its own; leave out --norm and --norm-arg")
+    if not supports(name, norm):
         choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.without_norm)
         raise Unsupported(f"--norm none is not supported with --placement {name}; choose {choices}")

@@ -61,6 +61,23 @@ class Sandwich(OneNorm):
         return x + self.norm_out(f(self.norm(x), *args))
 
 
+class Keel(OneNorm):
+    """N(αx + f(N(x))), α = 2L, the number of sublayers; α = 1 in the first block. Keel, arXiv 2601.19895."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.norm_out = site.make_norm(site.name)
+        self.alpha = 2 * site.depth if site.layer > 0 else 1
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        return self.norm_out(self.alpha * x + f(self.norm(x), *args))
+
+
+def keel(site: Site) -> nn.Module:
+    """Keel, but pre-norm around the first attention: the stream starts as the embedding without a norm."""
+    return PreNorm(site) if (site.name, site.layer) == ("attention", 0) else Keel(site)
+
+
 class Reordered(OneNorm):
     """x + N(f(x)). OLMo 2, arXiv 2501.00656."""
 

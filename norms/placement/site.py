@@ -15,4 +15,5 @@ class Site:
     name: str  # "attention" or "mlp"
     layer: int  # index of the block, from 0
     depth: int  # number of blocks
+    dim: int  # width of the residual stream
     make_norm: MakeNorm

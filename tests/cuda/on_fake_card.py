@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import generate
 import train
 from model import Llama
-from norms import KINDS, TRAITS
-from norms.placement import PLACEMENTS
+from norms import KINDS
+from norms.placement import PLACEMENTS, supports
 from norms.rmsnorm import RMSNorm
 from runtime.device import autocast
 
@@ -39,9 +39,7 @@ SIZES = (
 CARD = torch.device("cuda")
 DTYPES = ("bfloat16", "float32")
 KINDS_IN_ORDER, PLACEMENTS_IN_ORDER = list(KINDS), list(PLACEMENTS)
-CELLS = [
-    (kind, name) for kind in KINDS for name in PLACEMENTS if PLACEMENTS[name].without_norm or not TRAITS[kind].identity
-]
+CELLS = [(kind, name) for kind in KINDS for name in PLACEMENTS if supports(name, kind)]
 SAMPLINGS = {
     "greedy": generate.Sampling(tokens=3, temperature=0),
     "temperature": generate.Sampling(tokens=3, temperature=0.7),

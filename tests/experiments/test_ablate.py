@@ -12,20 +12,25 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import scipy.stats
 import torch
 
 import ablate
 from config import ModelConfig
 from data.batches import evaluation_batches, prepare
-from experiments.ablation import resolve_ablation
+from experiments.ablation import resolve_ablation, run_ablation
 from experiments.grid import resolve_arms
 from experiments.outcome import Arm
 from experiments.probe import probe
+from experiments.processes import end_with_parent
 from model import Llama
-from runtime.exit_codes import CellFailed
+from runtime.exit_codes import CellFailed, RunInUse
 from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +38,7 @@ SIZES = (
     "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
     "--no-fast --lr 0.01 --steps 12 --eval-every 12"
 )
-GRID = "--norms rmsnorm layernorm:bias=false --seeds 2 --jobs 2"  # four cells
+GRID = "--norms rmsnorm layernorm:bias=false --seeds 2 --jobs 2 --equivalence 0.5"  # four cells
 LONG = "--seeds 2 --jobs 2 --steps 400 --eval-every 200"  # two cells that take several seconds
 
 
@@ -69,8 +74,8 @@ def grid(text, tmp_path_factory) -> Path:
     return folder
 
 
-def csv_rows(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "runs.csv", newline="") as file:
+def csv_rows(folder: Path, name: str = "runs.csv") -> list[dict[str, str]]:
+    with open(folder / name, newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -116,12 +121,22 @@ def test_the_table_follows_from_runs_csv(grid, text):
     base, arm = ([bpb[norm, seed] for seed in "01"] for norm in ("rmsnorm", "layernorm:bias=false"))
 
     def show(values: list[float], sign: str = "") -> str:  # for two values: one degree of freedom
-        return f"{statistics.mean(values):{sign}.4f} ± {12.7062 * statistics.stdev(values) / math.sqrt(2):.4f}"
+        return f"{statistics.mean(values):{sign}.4f} ± {12.7062 * statistics.stdev(values) / math.sqrt(2):.4f} (2)"
 
     table = (grid / "table.md").read_text()
-    assert f"| rmsnorm | pre | 0.01 | {show(base)} | – | 0 of 2 |" in table
-    differences = show([here - there for here, there in zip(arm, base, strict=True)], "+")
-    assert f"| layernorm:bias=false | pre | 0.01 | {show(arm)} | {differences} | 0 of 2 |" in table
+    assert f"| rmsnorm | pre | 0.01 | {show(base)} | – | – | – | 0 of 2 |" in table
+    differences = [here - there for here, there in zip(arm, base, strict=True)]
+    p = scipy.stats.ttest_1samp(differences, 0).pvalue
+    one_sided = [
+        scipy.stats.ttest_1samp(differences, edge, alternative=side).pvalue
+        for edge, side in ((0.5, "less"), (-0.5, "greater"))
+    ]
+    shown = f"{show(differences, '+')} | {p:.4f} | {max(one_sided):.4f}"
+    assert f"| layernorm:bias=false | pre | 0.01 | {show(arm)} | {shown} | 0 of 2 |" in table
+    (last,) = (row for row in csv_rows(grid, "table.csv") if row["norm"] != "rmsnorm")
+    assert float(last["p"]) == pytest.approx(p) and float(last["difference"]) == statistics.mean(differences)
+    assert last["tokens"] == str(12 * 4 * 16) and f"{show(base)[:6]}" in (grid / "table.tex").read_text()
+    assert "Partial" not in table and not (grid / "interactions.csv").exists()
     exact = "python ablate.py " + " ".join(arguments(text, grid, GRID))
     assert (grid / "command.txt").read_text() == exact + "\n" and exact in table
     for plot in ("curves.png", "differences.png"):
@@ -137,7 +152,7 @@ def test_divergence_is_a_row(command, text, capsys):
     folder = command("--seeds 1 --lr 1e4 --probe")
     (row,) = csv_rows(folder)
     assert (row["diverged"], row["val_bpb"]) == ("True", "") and 1 <= int(row["step"]) <= 12
-    assert "| rmsnorm | pre | 10000 | – | – | 1 of 1 |" in (folder / "table.md").read_text()
+    assert "| rmsnorm | pre | 10000 | – | – | – | 1 of 1 |" in (folder / "table.md").read_text()
     assert f"diverged at step {row['step']}" in capsys.readouterr().out
     with open(folder / "probe.csv", newline="") as file:
         found = [
@@ -212,6 +227,19 @@ def test_accelerated_and_plain_runs_are_never_mixed(grid, command, capsys, tmp_p
     assert write_times(folder) == before
 
 
+def test_the_kind_of_card_is_compared_and_its_index_is_not(grid, text, tmp_path):
+    folder = shutil.copytree(grid, tmp_path / "out")
+    ablation = resolve_ablation(*ablate.parse(arguments(text, folder, GRID)))
+    run_file = folder / "cells" / "rmsnorm-pre-lr0.01-seed1" / "run.json"
+    run = json.loads(run_file.read_text())
+    run["training"]["device"] = "cuda:1"
+    run_file.write_text(json.dumps(run))
+    ablation.grid.check(ablation.reported)
+    run_file.write_text(json.dumps(run | {"device": "another card"}))
+    with pytest.raises(ValueError, match="was trained on another card with torch"):
+        ablation.grid.check(ablation.reported)
+
+
 def test_two_commands_do_not_share_a_folder(grid, command, capsys):
     with locked(grid):
         assert "in use" in error_line(capsys, 4, command, GRID, grid)
@@ -226,10 +254,12 @@ def test_without_out_the_folder_follows_from_what_is_compared(text, tmp_path, mo
         return resolve_ablation(*ablate.parse([*common, *flags.split()])).folder
 
     first = folder("--norms rmsnorm layernorm --seeds 2")
-    same = ("--seeds 3", "--seeds 2 --lrs 0.1 0.2", "--seeds 2 --save-every 7 --keep 1", "--jobs 2 --probe")
+    same = ["--seeds 3", "--seeds 2 --lrs 0.1 0.2", "--seeds 2 --save-every 7 --keep 1", "--jobs 2 --probe"]
+    same += ["--equivalence 0.1", "--lrs 0.1 --widen 2"]
     assert {folder(f"--norms rmsnorm layernorm {flags}") for flags in same} == {first}
-    others = ("rmsnorm", "rmsnorm layernorm --steps 13", "rmsnorm layernorm --dim 32", "rmsnorm layernorm --seed 1")
-    assert len({folder(f"--norms {flags}") for flags in others} | {first}) == 5
+    others = ["rmsnorm", "rmsnorm layernorm --steps 13", "rmsnorm layernorm --dim 32", "rmsnorm layernorm --seed 1"]
+    others += ["rmsnorm layernorm --factor clip=0,1"]
+    assert len({folder(f"--norms {flags}") for flags in others} | {first}) == 6
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -244,6 +274,8 @@ def test_without_out_the_folder_follows_from_what_is_compared(text, tmp_path, mo
         ("--norm rmsnorm", "--norm is for a single run; use --norms here and list all of them"),
         ("--placement post", "--placement is for a single run"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
+        ("--factor optimiser=muon,adamw", "'optimiser' is no option of train.py"),
+        ("--factor optimizer=muon,adam", "argument --optimizer: invalid choice: 'adam'"),
         ("--seeds 0", "--seeds must be at least 1, not 0"),
         ("--seeds 1001", "--seeds must be at most 1000"),
         ("--jobs 0", "--jobs must be at least 1"),
@@ -301,12 +333,18 @@ def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text):
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_is_named_with_its_error(command, capsys, tmp_path):
+def test_a_cell_that_fails_is_named_and_the_others_are_reported(command, capsys, tmp_path):
     cells = tmp_path / "out" / "cells"
     cells.mkdir(parents=True)
-    (cells / "rmsnorm-pre-lr0.01-seed0").touch()  # a file where its folder should be
-    line = error_line(capsys, 2, command, "--seeds 1")
-    assert line.startswith(f"error: {cells}/rmsnorm-pre-lr0.01-seed0.log: --out") and line.endswith("is a file")
+    (cells / "rmsnorm-pre-lr0.01-seed1").touch()  # a file where its folder should be
+    line = error_line(capsys, 2, command, "--norms rmsnorm dyt --seeds 2 --jobs 1 --lrs 0.02")
+    assert line.startswith(f"error: {cells}/rmsnorm-pre-lr0.01-seed1.log: --out") and line.endswith("is a file")
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "**Partial: 2 of 4 runs have ended.** Missing: seed 1 of all arms." in table
+    assert "**Partial: 0 of 8 runs have ended.**" in table and "**Partial: not started.**" in table
+    arms = [row["norm"] for row in csv_rows(tmp_path / "out", "table.csv")]
+    assert arms == ["rmsnorm", "dyt"] and len(csv_rows(tmp_path / "out")) == 2
+    assert (tmp_path / "out" / "differences.png").exists()
 
 
 # --- more cells ------------------------------------------------------------------------------------------------------
@@ -325,19 +363,41 @@ def test_parallel_jobs_change_nothing_and_seeds_can_be_added(grid, command):
 
 
 @pytest.mark.slow
+def test_runs_are_spread_over_devices_and_factors_interact(text, tmp_path):
+    """Two names of the same device. Each runs two of the cells, if they take about the same time."""
+    ablation = resolve_ablation(
+        *ablate.parse(arguments(text, tmp_path / "out", "--norms rmsnorm dyt --factor clip=0,1 --seeds 2 --jobs 1"))
+    )
+    ablation = replace(ablation, grid=replace(ablation.grid, devices=("cpu", "auto")))
+    run_ablation(ablation, "command")
+    runs = [json.loads(file.read_text()) for file in (tmp_path / "out" / "cells").glob("*/run.json")]
+    devices = [run["command"][run["command"].index("--device", 20) + 1] for run in runs]
+    assert len(runs) == 8 and set(devices) == {"cpu", "auto"}
+    bpb = {(row["norm"], row["clip"], row["seed"]): float(row["val_bpb"]) for row in csv_rows(tmp_path / "out")}
+    expected = statistics.mean(
+        bpb["dyt", "1", seed] - bpb["rmsnorm", "1", seed] - bpb["dyt", "0", seed] + bpb["rmsnorm", "0", seed]
+        for seed in "01"
+    )
+    (row,) = csv_rows(tmp_path / "out", "interactions.csv")
+    assert (row["baseline"], row["change"], row["other_change"]) == ("rmsnorm pre clip=0", "dyt", "clip=1")
+    assert float(row["difference_of_differences"]) == pytest.approx(expected)
+
+
+@pytest.mark.slow
 def test_each_arm_gets_the_learning_rate_that_is_best_on_other_seeds(command):
     folder = command("--norms rmsnorm --placements pre post --seeds 2 --seed 3 --lr 0.02 --lrs 1e-5 0.03 1e4 --jobs 2")
     rows = csv_rows(folder)
     selection = [row for row in rows if int(row["seed"]) >= 1000]
     assert [row["seed"] for row in rows[:4]] == ["3", "3", "4", "4"] and {row["lr"] for row in rows[:4]} == {"0.02"}
-    assert len(selection) == 2 * 3 * 2 and {row["seed"] for row in selection} == {"1003", "1004"}
+    assert len(selection) == 2 * 4 * 2 and {row["seed"] for row in selection} == {"1003", "1004"}
     assert {row["diverged"] for row in selection if row["lr"] == "10000.0"} == {"True"}
-    assert [(row["lr"], row["seed"]) for row in rows[16:]] == [("0.03", seed) for seed in "3344"]
+    assert [(row["lr"], row["seed"]) for row in rows[20:]] == [("0.03", seed) for seed in "3344"]
     shared, best = (folder / "table.md").read_text().split("## Each arm at its best learning rate")
     assert "| rmsnorm | post | 0.02 |" in shared and "| rmsnorm | post | 0.03 |" in best
     for arm in ("pre", "post"):
         there = [float(row["val_bpb"]) for row in selection if row["lr"] == "0.03" and row["placement"] == arm]
-        assert f"| **{statistics.mean(there):.4f}** | 2 of 2 diverged |" in best
+        assert f"| **{statistics.mean(there):.4f} (2)** | 2 of 2 diverged |" in shared
+    assert {row["rates"] for row in csv_rows(folder, "table.csv")} == {"shared", "best"}
     assert (folder / "curves-best.png").exists() and (folder / "differences-best.png").exists()
 
 
@@ -356,6 +416,20 @@ def start(text: Path, out: Path) -> subprocess.Popen:
     return process
 
 
+@contextmanager
+def when_unlocked(folder: Path) -> Iterator[None]:
+    """Wait at most a minute until no process uses the folder, and lock it."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with locked(folder):
+                yield
+                return
+        except RunInUse:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(text, tmp_path_factory) -> list[tuple[str, ...]]:
     folder = tmp_path_factory.mktemp("whole") / "out"
@@ -366,17 +440,18 @@ def uninterrupted(text, tmp_path_factory) -> list[tuple[str, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_ablation_continues_to_the_same_results(how, uninterrupted, command, text, tmp_path):
-    """SIGKILL leaves the cells running: the next command waits for them."""
+    """After SIGKILL the cells stop too, on Linux, perhaps without saving. Elsewhere the next command waits for them."""
     process = start(text, tmp_path / "killed")
     process.send_signal(how)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
     if how != signal.SIGKILL:
         assert errors.endswith(f"error: stopped by {how.name}; continue with the same command\n")
+    if how != signal.SIGKILL or end_with_parent():
         for seed in range(2):
             cell = tmp_path / "killed" / "cells" / f"rmsnorm-pre-lr0.01-seed{seed}"
-            with locked(cell):  # no process is left in it
+            with when_unlocked(cell):  # no process is left in it
                 steps = json.loads((cell / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-            assert steps < 400 and any((cell / "checkpoints").iterdir())
+            assert steps < 400 and (how == signal.SIGKILL or any((cell / "checkpoints").iterdir()))
     assert not (tmp_path / "killed" / "table.md").exists()
     assert results(command(LONG, "killed")) == uninterrupted

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import bench
 import train
 from config import configs_from
 from experiments import gpu
+from runtime.exit_codes import Stopped
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +54,23 @@ def test_a_part_out_of_time_leaves_no_process(tmp_path, monkeypatch):
     while running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_a_signal_stops_the_command_and_the_suite(tmp_path, monkeypatch):
+    program = "import os, signal, time; print(os.getpid(), flush=True); "
+    program += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    monkeypatch.setattr(gpu, "PART_SECONDS", 10)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(Stopped, match="SIGTERM"):
+            gpu.run_parts({"good": ["-c pass"], "long": [f"-c {shlex.quote(program)}"], "next": ["-c pass"]}, tmp_path)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not running(int((tmp_path / "long.txt").read_text().splitlines()[1]))
+    assert [row["part"] for row in json.loads((tmp_path / "gpu.json").read_text())] == ["good"]
+    assert not (tmp_path / "next.txt").exists()
 
 
 def running(pid: int) -> bool:

@@ -1,11 +1,13 @@
 """bench.py prepare: the report adds up, and the text it generates is gone afterwards."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 
 import bench
+from experiments.preparation import children_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -30,6 +32,27 @@ def test_encoding_is_measured_with_one_process_and_several(tmp_path, monkeypatch
     report = report_of("--megabytes 20 --vocab-size 500", tmp_path, monkeypatch)
     assert report["processes"] > 1
     assert len(report["rows"]) == 6 and all(row["MB/s"] > 0 for row in report["rows"])
+
+
+# A process with two children: one runs a program of its own, the other has only been forked.
+FAMILY = """
+import os, subprocess, sys
+wait = "import sys; sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", wait])
+if os.fork():
+    print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_before_a_child_starts_is_not_counted_twice():
+    process = subprocess.Popen([sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin and process.stdout
+    child = int(process.stdout.readline())
+    try:
+        assert children_of(process.pid) == [child]
+    finally:
+        process.communicate()  # closes their standard input, so all of them end
 
 
 def test_a_bad_size_ends_with_one_line(capsys):

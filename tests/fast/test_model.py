@@ -24,9 +24,10 @@ def models(**settings: Any) -> tuple[Any, Any]:
     """Plain and accelerated, with random gains, and every matrix large enough for all parts to matter."""
     small = {"dim": 24, "layers": 2, "heads": 4, "hidden_dim": 40, "vocab_size": 61, "context": 17}
     plain = Llama(ModelConfig(**small | settings))
-    for seed, parameter in enumerate(plain.parameters()):
+    for seed, (name, parameter) in enumerate(plain.named_parameters()):
         draw = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-        parameter.data.copy_(0.15 * draw if parameter.dim() == 2 else 1 + 0.2 * draw)
+        gain = 0.2 if "rotated_q_norm" in name else 1  # about where it starts: more, and softmax amplifies roundings
+        parameter.data.copy_(0.15 * draw if parameter.dim() == 2 else gain * (1 + 0.2 * draw))
     return plain, accelerate(copy.deepcopy(plain))
 
 
@@ -139,7 +140,8 @@ def test_generation_continues_the_uncached_forward(settings, rows, kernel_calls)
     with torch.inference_mode():
         expected = plain(TOKENS[:rows])[:, 3:]
     found = cached_logits(ours, rows=rows)
-    assert len(kernel_calls) >= 13 * 3 * len(ours.layers)
+    parts = 0 if settings.get("placement") == "ngpt" else 3  # nGPT's scales are the formula's
+    assert len(kernel_calls) >= 13 * parts * len(ours.layers)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()  # as above
 
 

@@ -56,6 +56,9 @@ def reference_logits(
 
         return standardized
 
+    def unit(h: Tensor) -> Tensor:
+        return h / (h * h).sum(-1, keepdim=True) ** 0.5
+
     def rotated(h: Tensor) -> Tensor:  # (T, 8): feature i is the real part and i + 4 the imaginary part
         angle = torch.outer(torch.arange(len(h)).double(), 10000.0 ** (-torch.arange(4).double() / 4))
         cos, sin = angle.cos().float().double(), angle.sin().float().double()  # the model keeps its table in fp32
@@ -76,7 +79,12 @@ def reference_logits(
             future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
             rows = []
             for b, head in itertools.product(range(len(h)), range(2)):
-                scores = rotated(q[b, :, 8 * head : 8 * head + 8]) @ rotated(k[b]).T / 8**0.5
+                query, key = rotated(q[b, :, 8 * head : 8 * head + 8]), rotated(k[b])
+                if placement == "ngpt":
+                    scale = 4 * w[path + "rotated_q_norm.scale"][8 * head : 8 * head + 8]
+                    scores = (unit(query) * scale) @ (unit(key) * scale).T * 8**0.5
+                else:
+                    scores = query @ key.T / 8**0.5
                 rows.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[b])
             y = torch.stack([torch.cat(rows[2 * b : 2 * b + 2], -1) for b in range(len(h))])
             return y @ w[path + "o_proj.weight"].T
@@ -86,6 +94,8 @@ def reference_logits(
     def mlp(path: str) -> Callable[[Tensor], Tensor]:
         def f(h: Tensor) -> Tensor:
             gate, up = h @ w[path + "gate_proj.weight"].T, h @ w[path + "up_proj.weight"].T
+            if placement == "ngpt":
+                gate, up = gate * w[path + "gate_proj.scale"] * 4, up * w[path + "up_proj.scale"]
             return (gate / (1 + (-gate).exp()) * up) @ w[path + "down_proj.weight"].T
 
         return f
@@ -96,6 +106,8 @@ def reference_logits(
         sublayers.append((layer + 1, attention(at + "self_attn."), at + "attention_residual."))
         sublayers.append((layer + 1, mlp(at + "mlp."), at + "mlp_residual."))
     x = w["embed_tokens.weight"][tokens]
+    if placement == "ngpt":
+        x = unit(x)
     y = x
     for number, (block, f, at) in enumerate(sublayers):
         first = at + "norm"
@@ -126,9 +138,18 @@ def reference_logits(
                 x, y = h + z / math.sqrt(2 * block), y + z
             case "rezero":
                 x = x + w[at + "a"] * f(x)
+            case "keel" if number == 0:
+                x = x + f(norm(first)(x))
+            case "keel":
+                alpha = 1 if number == 1 else 2 * layers
+                x = norm(at + "norm_out")(alpha * x + f(norm(first)(x)))
+            case "ngpt":
+                x = unit(x + (0.05 * 4 * w[at + "alpha"]).abs() * (unit(f(x)) - x))
     match placement:
-        case "post" | "deepnorm":
+        case "post" | "deepnorm" | "keel":
             pass
+        case "ngpt":
+            return x @ w["lm_head.weight"].T * w["lm_head.scale"] * 4
         case "residual":
             x = x + norm("finish.norm")(y)
         case "siamese":
@@ -141,7 +162,7 @@ def reference_logits(
 CELLS = [(name, "rmsnorm", "none") for name in PLACEMENTS] + [
     ("pre", "layernorm", "none"), ("sandwich", "layernorm", "none"), ("siamese", "layernorm", "none"),
     ("hybrid", "layernorm", "none"), ("hybrid", "rmsnorm", "head"), ("hybrid", "rmsnorm", "full"),
-    ("reordered", "rmsnorm", "full"), ("residual", "rmsnorm", "head"),
+    ("reordered", "rmsnorm", "full"), ("residual", "rmsnorm", "head"), ("ngpt", "rmsnorm", "head"),
 ]  # fmt: skip
 
 
@@ -232,7 +253,10 @@ KEYS = {
         ["norm.weight", "norm_x.weight", "norm_y.weight"],
     ),
     "rezero": (["a"], ["a"], ["weight"]),
+    "keel": ([*ONE, "norm_out.weight"], [*ONE, "norm_out.weight"], []),
+    "ngpt": (["alpha"], ["alpha"], []),
 }
+NGPT_SCALES = ["self_attn.rotated_q_norm.scale", "mlp.gate_proj.scale", "mlp.up_proj.scale"]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -242,8 +266,14 @@ def test_state_dict_keys(placement):
     in_block += [f"attention_residual.{key}" for key in attention] + [f"mlp_residual.{key}" for key in mlp]
     if placement == "hybrid":
         in_block += [f"self_attn.{part}_norm.weight" for part in "qkv"]
+    if placement == "ngpt":
+        in_block += NGPT_SCALES
     expected = {f"layers.{layer}.{key}" for layer in range(8) for key in in_block}
     expected |= {"embed_tokens.weight", "lm_head.weight", *(f"finish.{key}" for key in finish)}
+    if placement == "keel":
+        expected.remove("layers.0.attention_residual.norm_out.weight")
+    if placement == "ngpt":
+        expected.add("lm_head.scale")
     state = model_of(placement).state_dict()
     assert state.keys() == expected
     assert all(tensor.ndim >= 1 for tensor in state.values())  # FSDP2 refuses parameters without dimensions
@@ -257,12 +287,26 @@ def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
     assert len(scalars) == 16 and all(torch.equal(a.detach(), torch.zeros(1)) for a in scalars.values())
 
 
+def test_ngpt_starts_with_the_scales_of_the_paper():
+    """α = 0.05 and s = 1, so the logits are cosines."""
+    model = model_of("ngpt", tie_embeddings=False).double()
+    with torch.no_grad():
+        hidden, logits = model.hidden(TOKENS), model(TOKENS)
+        torch.testing.assert_close(hidden.norm(dim=-1), torch.ones(1, 6).double())
+        cosines = torch.cosine_similarity(hidden[:, :, None], model.lm_head.weight, dim=-1)
+        torch.testing.assert_close(logits, cosines, rtol=1e-6, atol=1e-7)
+        x = torch.eye(16).double()[None]
+        residual = PLACEMENTS["ngpt"].residual(Site("mlp", 0, 4, 16, lambda where: nn.Identity()))
+        stepped = residual(x, lambda x: 7 * x.roll(1, -1))
+    torch.testing.assert_close(stepped, (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("layers, post", [(2, 1), (3, 1), (4, 1), (7, 1), (8, 2), (12, 3)])
 def test_mix_is_post_norm_in_the_first_quarter(layers, post):
     x = torch.full((1, 1, 16), 100.0)
 
     def is_post(layer: int, site: str) -> bool:
-        residual = PLACEMENTS["mix"].residual(Site(site, layer, layers, lambda where: build_norm("rmsnorm", 16)))
+        residual = PLACEMENTS["mix"].residual(Site(site, layer, layers, 16, lambda where: build_norm("rmsnorm", 16)))
         return bool(residual(x, torch.zeros_like).max() < 2)  # pre-norm leaves the stream at 100
 
     for site in ("attention", "mlp"):
@@ -277,8 +321,8 @@ def test_norms_are_built_with_their_site():
             sites.append(where)
             return nn.Identity()
 
-        PLACEMENTS[placement].residual(Site(name, 0, 4, make_norm))
-        norms = [key for key in KEYS[placement][count] if key != "a"]
+        PLACEMENTS[placement].residual(Site(name, 1, 4, 16, make_norm))
+        norms = [key for key in KEYS[placement][count] if key not in ("a", "alpha")]
         assert sites == [name] * len(norms)
         sites.clear()
         PLACEMENTS[placement].finish(make_norm)
@@ -292,7 +336,11 @@ def test_norms_are_built_with_their_site():
         *(
             ({"placement": name, "norm": "none"}, f"--norm none is not supported with --placement {name}; choose ")
             for name in PLACEMENTS
-            if name not in ("pre", "rezero")
+            if name not in ("pre", "rezero", "ngpt")
+        ),
+        *(
+            ({"placement": "ngpt"} | changes, "--placement ngpt has a norm of its own; leave out --norm and --norm-arg")
+            for changes in ({"norm": "none"}, {"norm": "layernorm"}, {"norm_args": {"eps": 1e-5}})
         ),
     ],
     ids=str,
@@ -320,14 +368,18 @@ GAINS = {"value": BETA, "attention_out": BETA, "gate": BETA, "up": BETA, "down":
 def test_init_gain_by_role(placement, init):
     pre = initial_weights("pre", init=init, depth_scaled_init=False)
     for (role, name), weight in initial_weights(placement, init=init, depth_scaled_init=False).items():
-        gain = GAINS.get(role, 1.0) if placement == "deepnorm" else 1.0
-        torch.testing.assert_close(weight, pre[role, name] * gain, rtol=1e-6, atol=0)
+        expected = pre[role, name]
+        if placement == "deepnorm":
+            expected = expected * GAINS.get(role, 1.0)
+        elif placement == "ngpt":  # every row or column with the 16 features of the stream has length 1
+            expected = expected / expected.norm(dim=0 if role in ("attention_out", "down") else 1, keepdim=True)
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_placements_that_ignore_depth_scaled_init(placement):
     unscaled = initial_weights(placement, init="normal", depth_scaled_init=False)
-    is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns")
+    is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns", "keel", "ngpt")
     for (role, name), weight in initial_weights(placement, init="normal").items():
         factor = 1 / math.sqrt(8) if is_scaled and role in ("attention_out", "down") else 1.0
         torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)

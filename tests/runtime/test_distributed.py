@@ -2,6 +2,7 @@
 than training.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -154,6 +155,7 @@ CASES = {  # name: flags; every one with DDP and FSDP2
     "muon": "--steps 8",
     "accumulated": "--steps 8 --optimizer adamw --micro-batch-size 2 --no-tie-embeddings --vocab-size 257",
     "dyt": "--steps 8 --optimizer adamw --norm dyt --recompute --kv-heads 1 --clip 0.5",
+    "ngpt": "--steps 8 --optimizer adamw --placement ngpt",
 }
 LONG = "--steps 80 --save-every 10 --eval-every 40 --dropout 0.1"
 BAD = {
@@ -277,6 +279,19 @@ def test_ranks_do_not_share_a_gpu(monkeypatch):
     distributed.check_device(torch.device("cpu"))
     with pytest.raises(ValueError, match="--device cuda:1 is one GPU for all ranks; use --device cuda"):
         distributed.check_device(torch.device("cuda:1"))
+
+
+def test_an_error_that_ranks_share_keeps_its_errno(monkeypatch):
+    """By which a full disk is told from bad input. Nothing is sent."""
+
+    def gather(errors, mine):
+        errors[1] = mine
+
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed.dist, "all_gather_object", gather)
+    with pytest.raises(OSError, match="No space left") as raised, distributed.together():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert raised.value.errno == errno.ENOSPC
 
 
 @pytest.mark.parametrize("batches", range(8))

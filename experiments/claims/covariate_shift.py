@@ -1,0 +1,185 @@
+"""Claim 17. Normalization makes training faster by removing internal covariate shift."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from data.batches import evaluation_batches, prepare
+from experiments.claims.claim import OPEN, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.figures import arms_of, label
+from experiments.claims.runs import CPU_LRS, CPU_MODEL, WIDEN, Runs, nats, paired, ratio
+from experiments.claims.verdict import Comparison, all_of
+from experiments.grid import MAX_SEEDS, SELECTION_SEEDS, next_lr, resolve_arms
+from experiments.outcome import Arm
+from experiments.statistics import estimate
+from model import Llama
+from optim import learning_rate
+from runtime.device import pick_dtype
+from runtime.exit_codes import NotFinite
+from train import Run, Trainer, evaluate
+
+BASELINE = {"norm": "none", "placement": "pre"}
+NORMS = ("rmsnorm", "layernorm")
+REMOVED = 0.5  # drift relative to that without a norm
+PROBE_ROWS = 8  # windows of the validation text
+
+Statistics = tuple[Tensor, Tensor]  # mean and variance of each feature of each sublayer's input, (sublayers, C)
+
+
+def measure(protocol: Protocol, lab: Lab) -> Measured:
+    """Runs with their loss and drift: those at each arm's best learning rate, and those that selected it."""
+    device = torch.device(lab.device)
+    torch.set_num_threads(lab.threads)
+    flags = [*protocol.flags.split(), "--device", lab.device, "--cache-dir", lab.cache_dir]
+    runs: list[dict[str, Any]] = []
+    selection: list[dict[str, Any]] = []
+    for arm, (model_config, config) in resolve_arms([Arm.of(**arm) for arm in protocol.arms], flags).items():
+        data = prepare(
+            config.data, config.tokenizer, model_config.vocab_size, Path(lab.cache_dir), model_config.context
+        )
+        base = Run(Path(), model_config, config, device, pick_dtype(config.dtype, device), data)  # writes nothing
+
+        def watch(lr: float, seed: int, base: Run = base, arm: Arm = arm) -> dict[str, Any]:
+            run = replace(base, config=replace(base.config, lr=lr, seed=seed))
+            return {"arm": dict(arm.factors), "lr": lr, "seed": seed} | train_and_watch(run)
+
+        best, tried = select_lr(watch, protocol.lrs)
+        selection += tried
+        runs += [watch(best, seed) for seed in range(protocol.seeds)]
+    return {"runs": runs, "selection": selection}
+
+
+def select_lr(watch, lrs: tuple[float, ...]) -> tuple[float, list[dict[str, Any]]]:
+    """The rate with the lowest mean loss on seeds that are not reported, and the runs that selected it.
+
+    While it is the lowest or the highest, a rate beyond it is tried, up to `WIDEN` times.
+    """
+    rows: list[dict[str, Any]] = []
+    waiting = list(lrs)
+    for _ in range(WIDEN + 1):
+        rows += [watch(lr, MAX_SEEDS + seed) for lr in waiting for seed in range(SELECTION_SEEDS)]
+        losses = {
+            lr: mean(math.inf if row["diverged"] else row["val_loss"] for row in rows if row["lr"] == lr)
+            for lr in sorted({row["lr"] for row in rows})
+        }
+        best = min(losses, key=lambda lr: losses[lr])
+        beyond = next_lr(list(losses), best)
+        if beyond is None:
+            break
+        waiting = [beyond]
+    return best, rows
+
+
+def train_and_watch(run: Run) -> dict[str, Any]:
+    """Train, and measure after each step how far it moved the inputs of the sublayers on a fixed batch."""
+    trainer, config, context = Trainer(run), run.config, run.model_config.context
+    ((tokens, _),) = evaluation_batches(run.data.val.tokens, context, PROBE_ROWS, PROBE_ROWS * context)
+    before, drifts = input_statistics(trainer.model, tokens), []
+    for step in range(config.steps):
+        trainer.update(learning_rate(config, step))
+        trainer.step += 1
+        after = input_statistics(trainer.model, tokens)
+        drifts.append(drift(before, after))
+        before = after
+    try:
+        trainer.meter.read()
+    except NotFinite:
+        return {"diverged": True, "val_loss": None, "log_drift": None}
+    loss, total = evaluate(trainer.model, run)[0], mean(drifts)
+    diverged = not (loss < math.log(run.model_config.vocab_size) and 0 < total < math.inf)
+    return {"diverged": diverged, "val_loss": loss, "log_drift": None if diverged else math.log(total)}
+
+
+@torch.no_grad()
+def input_statistics(model: Llama, tokens: Tensor) -> Statistics:
+    """Mean and variance over `tokens` of what each attention and each MLP gets: the output of its norm, if any."""
+    inputs: list[Tensor] = []
+    hooks = [
+        sublayer.register_forward_pre_hook(lambda sublayer, args: inputs.append(args[0].flatten(0, 1)))
+        for block in model.layers
+        for sublayer in (block.get_submodule("self_attn"), block.get_submodule("mlp"))
+    ]
+    model.hidden(tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([x.mean(0) for x in inputs]), torch.stack([x.var(0) for x in inputs])
+
+
+def drift(before: Statistics, after: Statistics) -> float:
+    """Symmetric Kullback-Leibler divergence of normal distributions with these statistics, in nats per feature.
+
+    Scaling and shifting a feature in both changes nothing, so models with inputs of different sizes can be compared.
+    """
+    (mean0, var0), (mean1, var1) = before, after
+    squared = (mean1 - mean0).square()
+    return float(((var0 + squared) / var1 + (var1 + squared) / var0 - 2).mean() / 2)
+
+
+def judge(measured: Measured) -> Judgement:
+    runs = Runs(measured["runs"])
+    baseline, compared = runs.where(**BASELINE), [runs.where(norm=norm) for norm in NORMS]
+    if diverged := baseline.diverged + sum(arm.diverged for arm in compared):
+        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+    comparisons, ours = [], []
+    for norm, arm in zip(NORMS, compared, strict=True):
+        log_drifts, losses = paired(arm, baseline, "log_drift"), paired(arm, baseline)
+        comparisons.append(Comparison(f"{norm} at least halves drift", log_drifts, "below", math.log(REMOVED)))
+        comparisons.append(Comparison(f"{norm} trains faster", losses, "below"))
+        ours.append(f"{norm}: drift × {ratio(estimate(log_drifts))}, loss {nats(estimate(losses))}")
+    return all_of(comparisons, "; ".join(ours))
+
+
+def plot(measured: Measured) -> Figure:
+    """Drift over the learning rate, on the selection seeds, and loss over drift of the reported runs."""
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    by_lr, by_drift = figure.subplots(1, 2)
+    for number, arm in enumerate(arms_of(measured)):
+        selection, runs = (Runs(measured[name]).where(**arm, diverged=False).rows for name in ("selection", "runs"))
+        lrs = sorted({row["lr"] for row in selection})
+        drifts = [math.exp(mean(row["log_drift"] for row in selection if row["lr"] == lr)) for lr in lrs]
+        by_lr.loglog(lrs, drifts, "o-", color=f"C{number}", label=label(arm))
+        drifts = [math.exp(row["log_drift"]) for row in runs]
+        by_drift.semilogx(drifts, [row["val_loss"] for row in runs], "o", color=f"C{number}", label=label(arm))
+    by_lr.set(xlabel="learning rate", ylabel="drift per step (nats per feature)")
+    by_drift.set(xlabel="drift per step (nats per feature)", ylabel="validation loss (nats per token)")
+    by_lr.legend()
+    for axes in (by_lr, by_drift):
+        axes.grid(alpha=0.3)
+    return figure
+
+
+CLAIM = Claim(
+    number=17,
+    name="covariate-shift",
+    statement="Normalization makes training faster by removing internal covariate shift",
+    source="articles 000, 002 and 003",
+    published="1805.11604 says no for BatchNorm",
+    rule="Drift is how far a step moves the distribution of each sublayer's input on a fixed batch: the symmetric "
+    "Kullback-Leibler divergence of normal distributions with the mean and variance of each feature, averaged over "
+    "features, sublayers and steps. Each arm at its best learning rate, paired by seed. Four comparisons (Holm): with "
+    f"RMSNorm and with LayerNorm, pre-norm, the drift is below {REMOVED:g} times that without a norm, and the final "
+    "loss is lower. Confirmed if all four hold, refuted if the opposite of one does: then a norm makes training faster "
+    "without removing the shift, or not faster. ReZero without a norm is shown.",
+    protocols={
+        "cpu": Protocol(
+            minutes=15,
+            flags=f"{CPU_MODEL} --optimizer adamw --steps 150 --eval-tokens 32768 --no-fast",
+            arms=(
+                BASELINE,
+                *({"norm": norm, "placement": "pre"} for norm in NORMS),
+                {"norm": "none", "placement": "rezero"},
+            ),
+            lrs=CPU_LRS,
+            seeds=5,
+        )
+    },
+    measure=measure,
+    judge=judge,
+    plot=plot,
+)

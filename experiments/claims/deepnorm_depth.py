@@ -1,0 +1,102 @@
+"""Claim 5. Deep post-norm fails, DeepNorm trains."""
+
+from matplotlib.figure import Figure
+
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.runs import Runs, make_grid, make_runs, unigram_loss
+from experiments.claims.verdict import ALPHA
+from experiments.statistics import fisher_p
+
+PLACEMENTS = ("post", "deepnorm")
+RUN = (
+    "--tokenizer bytes --dim 64 --heads 2 --context 64 --batch-size 8 --dtype float32 --optimizer adamw --steps 100 "
+    "--init xavier --eval-every 100 --eval-tokens 16384 --save-every 100 --keep 1 --norm layernorm"
+)
+LRS = (3e-4, 1e-3, 3e-3)
+
+
+def arms(depths: tuple[int, ...]) -> tuple[dict[str, str], ...]:
+    return tuple({"placement": placement, "layers": str(depth)} for depth in depths for placement in PLACEMENTS)
+
+
+def measure(protocol: Protocol, lab: Lab) -> Measured:
+    """The runs, and the loss of a model that knows the frequencies of the bytes only."""
+    val = make_grid(protocol, lab).data.val.tokens
+    return make_runs(protocol, lab) | {"unigram": unigram_loss(val)}
+
+
+def failures(measured: Measured) -> dict[tuple[str, int], tuple[float, int, int]]:
+    """By placement and depth, at the learning rate with the fewest: that rate, the failed runs, and all runs."""
+    runs, found = Runs(measured["runs"]), {}
+    for placement, layers in {(row["arm"]["placement"], row["arm"]["layers"]) for row in runs.rows}:
+        arm = runs.where(placement=placement, layers=layers)
+        by_lr = []
+        for lr in sorted({row["lr"] for row in arm.rows}):
+            rows = arm.where(lr=lr).rows
+            failed = sum(row["diverged"] or row["val_loss"] > measured["unigram"] for row in rows)
+            by_lr.append((failed, lr, len(rows)))
+        failed, lr, total = min(by_lr)
+        found[placement, int(layers)] = lr, failed, total
+    return found
+
+
+def judge(measured: Measured) -> Judgement:
+    found = failures(measured)
+    deepest = max(depth for _, depth in found)
+    (_, post, n), (_, deep, m) = (found[placement, deepest] for placement in PLACEMENTS)
+    p = fisher_p(post, n, deep, m)
+    ours = "failed runs, post-norm and DeepNorm: " + ", ".join(
+        f"{found['post', depth][1]} and {found['deepnorm', depth][1]} of {n} with {depth} blocks"
+        for depth in sorted({depth for _, depth in found})
+    )
+    if p < ALPHA and post > deep:
+        return Judgement(CONFIRMED, ours, f"with {deepest} blocks post-norm fails more often", p)
+    if p < ALPHA:
+        return Judgement(REFUTED, ours, f"with {deepest} blocks DeepNorm fails more often", p)
+    if post == deep == 0:
+        return Judgement(REFUTED, ours, f"post-norm trains with {deepest} blocks too", p)
+    return Judgement(OPEN, ours, "too few failures to tell", p)
+
+
+def plot(measured: Measured) -> Figure:
+    """Final loss of every run against the learning rate, by depth. A cross at the top: diverged."""
+    runs = Runs(measured["runs"])
+    depths = sorted({int(row["arm"]["layers"]) for row in runs.rows})
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axes, depth in zip(figure.subplots(1, len(depths), sharey=True), depths, strict=True):
+        for number, placement in enumerate(PLACEMENTS):
+            rows = runs.where(placement=placement, layers=str(depth)).rows
+            done = [row for row in rows if not row["diverged"]]
+            shift = 0.93 if number else 1.07
+            axes.plot(
+                [row["lr"] * shift for row in done], [row["val_loss"] for row in done], "o", mfc="none", label=placement
+            )
+            lost = [row["lr"] * shift for row in rows if row["diverged"]]
+            axes.plot(lost, [0.97] * len(lost), "x", color=f"C{number}", transform=axes.get_xaxis_transform())
+        axes.axhline(measured["unigram"], color="0.5", linewidth=1, label="frequencies only")
+        axes.set(xscale="log", xlabel="learning rate", title=f"{depth} blocks")
+    figure.axes[0].set_ylabel("validation loss (nats per token)")
+    figure.axes[-1].legend()
+    return figure
+
+
+CLAIM = Claim(
+    number=5,
+    name="deepnorm-depth",
+    statement="Deep post-norm fails, DeepNorm trains",
+    source="DeepNet, arXiv 2203.00555",
+    published="1000 layers",
+    rule="A run fails if it diverges, or ends above the loss of a model that knows only the frequencies of the bytes. "
+    "Each placement is taken at the learning rate with its fewest failures. Confirmed if at the largest depth "
+    "post-norm fails more often than DeepNorm (Fisher's exact test, p < 0.05); refuted if less often, or if none fail.",
+    protocols={
+        "cpu": Protocol(minutes=25, flags=RUN, arms=arms((12, 24, 48)), lrs=LRS, select_lr=False),
+        "gpu": Protocol(
+            minutes=120, flags=RUN.replace("--steps 100", "--steps 500"), arms=arms((24, 48, 96)), lrs=LRS,
+            select_lr=False,
+        ),
+    },
+    measure=measure,
+    judge=judge,
+    plot=plot,
+)  # fmt: skip

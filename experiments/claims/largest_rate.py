@@ -1,0 +1,124 @@
+"""Claim 12. Normalization permits higher learning rates and cares less about the initialization."""
+
+import math
+
+from matplotlib.figure import Figure
+
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.figures import label
+from experiments.claims.runs import CPU_MODEL, Runs, geometric, make_grid, make_runs, unigram_loss
+from experiments.claims.verdict import ALPHA
+from experiments.statistics import estimate, holm
+
+INITS = ("normal", "xavier")
+KINDS = {
+    "pre": {"norm": "rmsnorm", "placement": "pre"},
+    "none": {"norm": "none", "placement": "pre"},
+    "rezero": {"norm": "none", "placement": "rezero"},
+}
+RUN = f"{CPU_MODEL} --optimizer adamw --steps 100 --eval-every 100 --eval-tokens 16384 --save-every 100 --keep 1"
+LRS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+
+
+def measure(protocol: Protocol, lab: Lab) -> Measured:
+    """The runs, and the loss of a model that knows the frequencies of the bytes only."""
+    val = make_grid(protocol, lab).data.val.tokens
+    return make_runs(protocol, lab) | {"unigram": unigram_loss(val)}
+
+
+def largest_stable(measured: Measured, kind: str, init: str) -> dict[int, float]:
+    """By seed, the largest rate up to which every run learns more than the frequencies of the bytes.
+
+    Half the lowest rate where none does.
+    """
+    runs = Runs(measured["runs"]).where(**KINDS[kind], init=init)
+    found: dict[int, float] = {}
+    for row in sorted(runs.rows, key=lambda row: (row["seed"], -row["lr"])):
+        failed = row["diverged"] or row["val_loss"] > measured["unigram"]
+        lowest = min(row["lr"] for row in runs.rows)
+        if failed:
+            found[row["seed"]] = lowest / 2 if row["lr"] == lowest else -1.0  # the next lower rate, at the earliest
+        elif found.get(row["seed"], -1.0) < 0:
+            found[row["seed"]] = row["lr"]
+    return found
+
+
+def judge(measured: Measured) -> Judgement:
+    rates = {(kind, init): largest_stable(measured, kind, init) for kind in KINDS for init in INITS}
+    seeds = sorted(rates["pre", "normal"])
+    over = [
+        math.exp(sum(math.log(rates["pre", init][seed] / rates["none", init][seed]) for init in INITS) / len(INITS))
+        for seed in seeds
+    ]
+    higher = geometric(over)
+
+    def spread(kind: str, seed: int) -> float:
+        normal, xavier = (rates[kind, init][seed] for init in INITS)
+        return abs(math.log(normal / xavier))
+
+    cares = estimate([spread("none", seed) - spread("pre", seed) for seed in seeds])
+    p_higher, p_cares = holm([higher.p, cares.p])
+    assert p_higher is not None and p_cares is not None
+    with_rezero = geometric(rates["rezero", init][seed] / rates["none", init][seed] for init in INITS for seed in seeds)
+    ours = (
+        f"largest stable rate with the norm {math.exp(higher.mean):.1f} times that without; with ReZero instead "
+        f"{math.exp(with_rezero.mean):.1f} times; the inits move it by a factor of "
+        f"{math.exp(sum(spread('pre', seed) for seed in seeds) / len(seeds)):.1f} with the norm, "
+        f"{math.exp(sum(spread('none', seed) for seed in seeds) / len(seeds)):.1f} without (n = {len(seeds)})"
+    )
+    if p_higher < ALPHA and higher.mean < 0:
+        return Judgement(REFUTED, ours, "the norm needs lower rates", p_higher)
+    if p_cares < ALPHA and cares.mean < 0:
+        return Judgement(REFUTED, ours, "with the norm, the initialization matters more", p_cares)
+    if p_higher < ALPHA and p_cares < ALPHA:
+        return Judgement(CONFIRMED, ours, "higher rates, and less difference between the inits", max(p_higher, p_cares))
+    if p_higher < ALPHA:
+        return Judgement(OPEN, ours, "higher rates, but the inits may matter as much", p_cares)
+    return Judgement(OPEN, ours, "the largest rates may be equal", p_higher)
+
+
+def plot(measured: Measured) -> Figure:
+    """Final loss of every run against the learning rate, by init. A cross at the top: diverged, or off the scale."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    limit = 1.5 * measured["unigram"]
+    for axes, init in zip(figure.subplots(1, 2, sharey=True), INITS, strict=True):
+        for number, (kind, arm) in enumerate(KINDS.items()):
+            rows = Runs(measured["runs"]).where(**arm, init=init).rows
+            seen = [row for row in rows if not row["diverged"] and row["val_loss"] < limit]
+            shift = 1.1 ** (number - 1)
+            axes.plot(
+                [row["lr"] * shift for row in seen], [row["val_loss"] for row in seen], "o", mfc="none",
+                label=label(arm) if kind != "none" else "no norm",
+            )  # fmt: skip
+            lost = [row["lr"] * shift for row in rows if row not in seen]
+            axes.plot(lost, [0.97] * len(lost), "x", color=f"C{number}", transform=axes.get_xaxis_transform())
+        axes.axhline(measured["unigram"], color="0.5", linewidth=1, label="frequencies only")
+        axes.set(xscale="log", xlabel="learning rate", title=f"init {init}")
+    figure.axes[0].set_ylabel("validation loss (nats per token)")
+    figure.axes[0].legend()
+    return figure
+
+
+CLAIM = Claim(
+    number=12,
+    name="largest-rate",
+    statement="Normalization permits higher learning rates and cares less about the initialization",
+    source="article 003; ReZero is All You Need, arXiv 2003.04887",
+    published="ReZero 56 % faster on enwik8",
+    rule="The largest stable rate of a seed is the largest up to which every run ends below the loss of a model that "
+    "knows only the frequencies of the bytes. Two comparisons, paired by seed (Holm): its logarithm with RMSNorm, "
+    "pre-norm, minus that without a norm, averaged over two inits; and the difference that the init makes to it, "
+    "without minus with the norm. Confirmed if both are above 0 (p < 0.05), refuted if either is below 0.",
+    protocols={
+        "cpu": Protocol(
+            minutes=25,
+            flags=RUN,
+            arms=tuple(arm | {"init": init} for init in INITS for arm in KINDS.values()),
+            lrs=LRS,
+            select_lr=False,
+        )
+    },
+    measure=measure,
+    judge=judge,
+    plot=plot,
+)

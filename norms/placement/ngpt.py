@@ -1,0 +1,106 @@
+"""nGPT: Normalized Transformer with Representation Learning on the Hypersphere, arXiv 2410.01131.
+
+All vectors along the model's width have length 1: the residual stream, and the rows or columns of every matrix, which
+return to the sphere after each step. Learned scales restore what the lengths expressed. A scale of initial value `init`
+is stored as `init / factor`, so the optimizer changes it `factor` times as fast.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from norms.numerics import upcast
+from norms.placement.site import Site
+
+ALPHA = 0.05  # the initial α
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / ‖x‖ over the last axis, in at least fp32."""
+    return F.normalize(upcast(x), dim=-1)
+
+
+def start_on_sphere(x: Tensor) -> Tensor:
+    """The stream starts as the embedding, with length 1 after dropout as well."""
+    return unit(x).to(x.dtype)
+
+
+class NormalizedUpdate(nn.Module):
+    """N(x + |α| ⊙ (N(f(x)) − x)), where N(x) = x / ‖x‖ and α is a learned vector, initialized to 0.05."""
+
+    def __init__(self, site: Site):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((site.dim,), site.dim**-0.5))
+        self.factor = ALPHA * math.sqrt(site.dim)
+
+    def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
+        h = upcast(x)
+        alpha = (self.alpha * self.factor).abs()
+        return unit(h + alpha * (unit(f(x, *args)) - h)).to(x.dtype)
+
+
+class UnitKey(nn.Module):
+    """k / ‖k‖ of each head, B T K D."""
+
+    def forward(self, k: Tensor) -> Tensor:
+        return unit(k).to(k.dtype)
+
+
+class UnitQuery(nn.Module):
+    """D · s² ⊙ q / ‖q‖ of each head, B T H D, after RoPE; s is learned, initialized to 1.
+
+    The paper scales both q and k by s, and their product by √D. Here q carries both factors of s, because several query
+    heads may share a key, and D, because attention divides by √D.
+    """
+
+    def __init__(self, heads: int, head_dim: int, dim: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((heads * head_dim,), dim**-0.5))
+        self.factor = math.sqrt(dim)
+
+    def forward(self, q: Tensor) -> Tensor:
+        scale = (self.scale * self.factor).view(q.shape[-2:])  # H D
+        return (unit(q) * (q.shape[-1] * scale.square())).to(q.dtype)
+
+
+class ScaledLinear(nn.Linear):
+    """s ⊙ W x with the weight of `linear`; s is learned, stored as `stored` at the start."""
+
+    def __init__(self, linear: nn.Linear, stored: float, factor: float):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.scale = nn.Parameter(torch.full((linear.out_features,), stored))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y * (self.scale * self.factor)).to(y.dtype)
+
+
+def add_scales(model: Any) -> None:
+    """Normalize queries and keys, and scale queries, MLP and logits."""
+    config = model.config
+    root = math.sqrt(config.dim)
+    for block in model.layers:
+        block.self_attn.rotated_q_norm = UnitQuery(config.heads, config.head_dim, config.dim)
+        block.self_attn.rotated_k_norm = UnitKey()
+        block.mlp.gate_proj = ScaledLinear(block.mlp.gate_proj, stored=1.0, factor=root)
+        block.mlp.up_proj = ScaledLinear(block.mlp.up_proj, stored=1.0, factor=1.0)
+    model.lm_head = ScaledLinear(model.lm_head, stored=1 / root, factor=root)
+
+
+@torch.no_grad()
+def return_to_sphere(model: Any) -> None:
+    """Give every row or column along the model's width, of every matrix, length 1."""
+    with_rows, with_columns = [model.embed_tokens, model.lm_head], []
+    for block in model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        with_rows += [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+        with_columns += [attention.o_proj, mlp.down_proj]
+    for axis, modules in ((1, with_rows), (0, with_columns)):
+        for weight in dict.fromkeys(module.weight for module in modules):  # a tied weight once
+            weight.div_(weight.norm(dim=axis, keepdim=True).clamp_min(1e-12))

@@ -1,0 +1,215 @@
+"""Which runs an ablation makes, with which commands, on which devices."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ablate
+import train
+from experiments.ablation import Ablation, resolve_ablation
+from experiments.factors import parse_factors
+from experiments.grid import Cell, settings_digest
+from experiments.outcome import Arm
+from experiments.processes import end_with_parent, resolve_devices, start_process
+
+FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --tokenizer bytes --dtype float32 --no-fast --device cpu"
+ARM = Arm.of(norm="rmsnorm", placement="pre")
+
+
+@pytest.fixture
+def resolve(tmp_path):
+    """An ablation of that text with more flags in one string. Nothing is trained."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sees a dog. " * 200)
+
+    def resolved(flags: str = "") -> Ablation:
+        common = f"{FLAGS} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'out'}"
+        return resolve_ablation(*ablate.parse(f"{common} {flags}".split()))
+
+    return resolved
+
+
+# --- factors ---------------------------------------------------------------------------------------------------------
+
+
+def test_arms_are_the_product_of_all_factors(resolve):
+    ablation = resolve("--norms rmsnorm dyt --factor batch-size=4,8 --factor tie-embeddings=true,false")
+    assert [tuple(dict(arm.factors).values()) for arm in ablation.arms] == [
+        (norm, "pre", batch, tied) for norm in ("rmsnorm", "dyt") for batch in "48" for tied in ("true", "false")
+    ]
+    for arm, (model_config, config) in ablation.grid.settings.items():
+        assert model_config.norm == arm["norm"] and str(config.batch_size) == arm["batch_size"]
+        assert model_config.tie_embeddings == (arm["tie_embeddings"] == "true")
+    command = ablation.grid.command(ablation.reported[-1])
+    parsed = train.parse(command[2:])
+    assert (parsed.norm, parsed.batch_size, parsed.tie_embeddings, parsed.seed) == ("dyt", 8, False, 2)
+    assert ablation.arms[0].name == "rmsnorm pre batch_size=4 tie_embeddings=true"
+
+
+@pytest.mark.parametrize(
+    "factor, named",
+    [
+        ("optimiser=muon,adamw", "'optimiser' is no option of train.py"),
+        ("norm=rmsnorm,dyt", "use --norms"),
+        ("placement=pre,post", "use --placements"),
+        ("norm-args=eps=1", "use --norms KIND:KEY=VALUE"),
+        ("lr=0.1,0.2", "use --lrs"),
+        ("seed=1,2", "use --seeds"),
+        *(
+            (f"{name}=a,b", f"all runs of an ablation share --{name}")
+            for name in ("out", "device", "cache-dir", "data", "tokenizer", "vocab-size", "eval-tokens", "fast")
+        ),
+        ("clip", "takes NAME=V1,V2"),
+        ("clip=1,,2", "takes NAME=V1,V2"),
+        ("clip=1,1", "all different"),
+    ],
+)
+def test_what_is_no_factor_is_refused(factor, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as error:
+        parse_factors([factor])
+    assert str(error.value).startswith(f"--factor {factor}: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--factor clip=0,1 --factor clip=2", "clip is given twice"),
+        ("--factor clip=0,1 --clip 1", "--clip is a factor here"),
+        ("--factor tie-embeddings=yes,no", "takes true or false, not 'yes'"),
+        ("--factor dropout=0,2", "--dropout must be at least 0 and below 1, not 2"),
+        ("--widen 2", "--widen needs --lrs"),
+        ("--widen -1 --lrs 0.1", "--widen must be 0 or more"),
+        ("--equivalence 0", "--equivalence must be a positive number, not 0.0"),
+        ("--equivalence nan", "--equivalence must be a positive number"),
+        ("--device cpu:0,1", "--device 'cpu:0'"),
+    ],
+)
+def test_bad_input_names_the_flag(flags, named, resolve):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        resolve(flags)
+
+
+def test_arms_never_mix_compiled_and_plain_runs_unawares(resolve, monkeypatch):
+    """On a card, runs of 500 steps are compiled by default. `--factor compile` compares the two on purpose."""
+    monkeypatch.setattr(train, "compile_by_default", lambda device, steps: steps >= 500)
+    with pytest.raises(ValueError, match="some arms would run with --compile and others without"):
+        resolve("--factor steps=20,500")
+    assert len(resolve("--factor steps=20,500 --no-compile").arms) == 2
+    assert len(resolve("--factor compile=true,false").arms) == 2
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------
+
+
+def finish(ablation: Ablation, cell: Cell, val_bpb: float) -> None:
+    """Write the log of a run that has ended."""
+    folder = ablation.grid.cell_folder(cell)
+    folder.mkdir(parents=True)
+    rows = [{"train_loss": 2.0, "tokens_per_second": 1.0, "seconds": 1.0}, {"val_loss": 2.0, "val_bpb": val_bpb}]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": ablation.common.steps} | row) + "\n" for row in rows)
+    )
+
+
+def test_the_shared_rate_is_part_of_the_sweep(resolve):
+    assert resolve("--lr 0.02 --lrs 0.01 0.03").lrs == [0.01, 0.02, 0.03]
+    assert resolve("--lr 0.02").lrs == [] and resolve("--lr 0.02").selection == []
+
+
+def test_the_grid_is_widened_while_the_best_rate_is_at_its_edge(resolve):
+    """All runs that may be asked for have ended, so nothing is trained."""
+    ablation = resolve("--lr 0.01 --lrs 0.02 --widen 3")
+    for lr, bpb in ((0.01, 3.0), (0.02, 2.5), (0.04, 2.0), (0.08, 2.2)):
+        for cell in ablation.grid.selection([ARM], [lr], 0):
+            finish(ablation, cell, bpb)
+    best, found = ablation.grid.select_lrs([ARM], ablation.lrs, 0, widen=3)
+    assert best == {ARM: 0.04} and {cell.lr for cell in found} == {0.01, 0.02, 0.04, 0.08}
+    best, found = ablation.grid.select_lrs([ARM], ablation.lrs, 0, widen=1)
+    assert best == {ARM: 0.04} and {cell.lr for cell in found} == {0.01, 0.02, 0.04}
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """A machine with these cards, of which only the names exist."""
+
+    def have(*names: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[torch.device(device).index or 0])
+
+    return have
+
+
+def test_several_cards(cards):
+    cards("H100", "H100", "L4")
+    assert resolve_devices("cuda:0,1") == ("cuda:0", "cuda:1")
+    assert resolve_devices("cuda:1") == ("cuda:1",)
+    for device, named in (
+        ("cuda:0,2", "mixes H100 and L4"),
+        ("cuda:0,0", "names a card twice"),
+        ("cuda:0,3", "the last of this machine's GPUs is cuda:2"),
+        ("cuda:0,", "choose auto, cpu, cuda"),
+        ("cuda,1", "choose auto, cpu, cuda"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            resolve_devices(device)
+
+
+def test_each_run_gets_a_device_of_its_own_and_resumes_on_another(resolve):
+    grid, cell = replace(resolve().grid, devices=("cuda:0", "cuda:1")), Cell(ARM, 0.01, 0)
+    command = grid.command(cell, "cuda:1")
+    assert command[-4:] == ["--device", "cuda:1", "--out", str(grid.cell_folder(cell))]
+    assert train.parse(command[2:]).device == "cuda:1" and train.parse(command[2:]).lr == 0.01
+    grid.cell_folder(cell).mkdir()
+    (grid.cell_folder(cell) / "run.json").touch()
+    assert grid.command(cell, "cuda:0")[2:] == ["--resume", "--device", "cuda:0", "--out", str(grid.cell_folder(cell))]
+
+
+def test_the_folder_does_not_depend_on_the_card(resolve):
+    settings = resolve().grid.settings
+    digests = [
+        settings_digest({arm: (model, replace(config, device=device)) for arm, (model, config) in settings.items()})
+        for device in ("cuda:0", "cuda:1", "cuda", "cpu")
+    ]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_gets_its_threads_and_appends_to_its_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    script = 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo error >&2'
+    assert start_process(["sh", "-c", script], log, threads=3).wait() == 0
+    assert log.read_text() == "before\n3 3\nerror\n"
+
+
+@pytest.mark.skipif(not end_with_parent(), reason="needs setpriv, as on Linux")
+def test_a_process_is_told_when_its_parent_was_killed(tmp_path):
+    """It gets SIGTERM from the kernel, once or more: for each thread of the parent that was its parent in turn."""
+    log = tmp_path / "log"
+    child = "trap 'echo stopped; exit' TERM; echo ready; while true; do sleep 0.05; done"
+    parent = (
+        "import os, signal, time; from pathlib import Path; from experiments.processes import start_process\n"
+        f"log = Path({str(log)!r}); start_process(['sh', '-c', {child!r}], log, 1)\n"
+        "while 'ready' not in log.read_text(): time.sleep(0.02)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", parent], cwd=Path(train.__file__).parent, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while "stopped" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "stopped" in log.read_text()
