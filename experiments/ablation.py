@@ -16,7 +16,7 @@ from experiments.factors import check_comparable, resolve_factors
 from experiments.grid import MAX_SEEDS, Cell, Grid, cells, resolve_arms, settings_digest
 from experiments.outcome import Arm, Outcome
 from experiments.page import plot_title, write_pictures
-from experiments.plots import DPI, plot_depth
+from experiments.plots import plot_depth
 from experiments.probe import BlockStatistics, probe
 from experiments.processes import resolve_devices
 from experiments.tables import to_csv
@@ -24,6 +24,7 @@ from model import Llama
 from runtime.checkpoint import load_model
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, write_atomically
+from runtime.run_report import DPI
 
 
 @dataclass(frozen=True)

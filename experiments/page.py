@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 
 from experiments.grid import Cell, Grid, Settings
 from experiments.outcome import Outcome, by_arm
-from experiments.plots import DPI, plot_curves, plot_differences, plot_paired_curves, plot_sweep
+from experiments.plots import plot_curves, plot_differences, plot_paired_curves, plot_sweep
 from model import Llama
 from runtime.page import figure, markdown, page, preformatted
 from runtime.run_dir import last_sample, write_atomically
-from runtime.run_report import settings_table
+from runtime.run_report import DPI, settings_table
 
 
 def write_pictures(grid: Grid, shared: Sequence[Outcome], best: Sequence[Outcome], sweep: Sequence[Outcome]) -> None:

@@ -5,102 +5,17 @@ a Figure, to be saved or put on a page.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import mean
-from typing import Any
 
-import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from experiments.outcome import Arm, Outcome, best_lr, by_arm, final_bpb, paired_differences
 from experiments.probe import BlockStatistics
 from experiments.statistics import estimate
+from experiments.styles import DIVERGED, Style, Styles
 
-DPI = 120
-ARMS_IN_A_PANEL = 4
-COLUMNS = 3
-DIVERGED: dict[str, Any] = {
-    "marker": "X",
-    "markeredgecolor": "black",
-    "linestyle": "none",
-    "markersize": 8,
-    "clip_on": False,
-}
-
-
-# --- color, line and marker of an arm --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Style:
-    color: Any
-    line: Any
-    marker: str
-    line_marker: str  # on lines: none if all arms have the same
-
-
-TAB20 = colormaps["tab20"].colors  # type: ignore[attr-defined]
-CHOICES = {
-    "color": [*TAB20[::2], *TAB20[1::2]],
-    "line": ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2, 2, 2))],
-    "marker": list("os^Dv<>ph*"),
-}
-
-
-class Styles:
-    """The first factor that varies is the color, the second the line, all others together are the marker.
-
-    With norms and placements, the color is the norm and the line the placement. Beyond 20 colors, 8 lines or 10 markers
-    they repeat.
-    """
-
-    def __init__(self, arms: Iterable[Arm]):
-        arms = list(arms)
-        varying = [name for name, _ in arms[0].factors if len({arm[name] for arm in arms}) > 1]
-        parts = dict(zip(CHOICES, (varying[:1], varying[1:2], varying[2:]), strict=True))
-        self.values = {  # what each of color, line and marker stands for, by arm
-            channel: {arm: Arm(tuple((name, arm[name]) for name in names)).name for arm in arms}
-            for channel, names in parts.items()
-        }
-
-    def __getitem__(self, arm: Arm) -> Style:
-        look = {channel: self._look(channel, values[arm]) for channel, values in self.values.items()}
-        return Style(**look, line_marker=look["marker"] if any(self.values["marker"].values()) else "")
-
-    def _look(self, channel: str, value: str) -> Any:
-        choices = CHOICES[channel]
-        return choices[list(dict.fromkeys(self.values[channel].values())).index(value) % len(choices)]
-
-    def groups(self, arms: list[Arm]) -> list[list[Arm]]:
-        """Which of `arms` to draw together: all if they are few, otherwise those of one color."""
-        if len(arms) <= ARMS_IN_A_PANEL:
-            return [arms]
-        colors = self.values["color"]
-        return [[arm for arm in arms if colors[arm] == color] for color in dict.fromkeys(colors[arm] for arm in arms)]
-
-    def handles(self) -> list[Line2D]:
-        """Legend entries: one per arm, or one per value of each factor if those are fewer."""
-        arms = list(self.values["color"])
-        by_value = [
-            _handle(value, **{channel: self._look(channel, value)})
-            for channel, values in self.values.items()
-            for value in dict.fromkeys(values.values())
-            if value
-        ]
-        if len(arms) > max(len(by_value), 1):
-            return by_value
-        return [_handle(arm.name, (look := self[arm]).color, look.line, look.line_marker) for arm in arms]
-
-
-def _handle(label: str, color: Any = "0.3", line: Any = "-", marker: str = "") -> Line2D:
-    return Line2D([], [], color=color, linestyle=line, marker=marker, label=label)
-
-
-# --- plots -----------------------------------------------------------------------------------------------------------
+COLUMNS = 3  # of panels
 
 
 def plot_differences(outcomes: list[Outcome], title: str) -> Figure:
@@ -177,20 +92,20 @@ def plot_paired_curves(outcomes: list[Outcome], title: str) -> Figure:
     groups = styles.groups(others)
     figure, blocks = _panels(len(groups), blocks=2)
     for panels, (metric, label) in zip(blocks, METRICS.items(), strict=True):
+        bands: list[tuple[int, float, float]] = []
         for axes, group in zip(panels, groups, strict=True):
             for arm in group:
-                differences = _paired(arms[arm], arms[baseline], metric)
-                points = {step: estimate(values) for step, values in differences.items()}
-                middle = {step: found.mean for step, found in points.items()}
-                low, high = (
-                    [found.mean + sign * (found.half_width or 0) for found in points.values()] for sign in (-1, 1)
-                )
+                points = {step: estimate(found) for step, found in _paired(arms[arm], arms[baseline], metric).items()}
+                low = [found.mean - (found.half_width or 0.0) for found in points.values()]
+                high = [found.mean + (found.half_width or 0.0) for found in points.values()]
                 axes.fill_between(list(points), low, high, color=styles[arm].color, alpha=0.2, linewidth=0)
+                middle = {step: found.mean for step, found in points.items()}
                 _draw_line(axes, middle, styles[arm], any(run.diverged for run in arms[arm]))
+                bands += zip(points, low, high, strict=True)
             axes.axhline(0, color="0.3", linewidth=1)
             axes.set_xlabel("step")
         panels[0].set_ylabel(f"Δ {label}")
-        _zoom_on_later_steps(panels)
+        panels[0].set_ylim(_limits_of_later_steps(bands))
     _finish(figure, f"{title}\nΔ: minus {baseline.name} with the same seed, mean and 95% interval", styles)
     return figure
 
@@ -237,15 +152,13 @@ def _draw_line(axes: Axes, points: dict[int, float], style: Style, diverged: boo
         axes.plot(*list(points.items())[-1], color=style.color, **DIVERGED)
 
 
-def _zoom_on_later_steps(panels: Sequence[Axes]) -> None:
-    """Let the large differences in the first quarter of the steps leave the panels, which share their y axis."""
-    bands = [path for axes in panels for band in axes.collections for path in band.get_paths()]
-    points = [point for path in bands for point in np.asarray(path.vertices).tolist()]
-    last = max((step for step, _ in points), default=0)
-    later = [value for step, value in points if step >= last / 4]
-    low, high = min([0.0, *later]), max([0.0, *later])
+def _limits_of_later_steps(bands: list[tuple[int, float, float]]) -> tuple[float, float]:
+    """Limits that show 0 and all intervals (step, low, high) but those of the first quarter, which are large."""
+    last = max((step for step, _, _ in bands), default=0)
+    later = [(low, high) for step, low, high in bands if step >= last / 4]
+    low, high = min([0.0, *(low for low, _ in later)]), max([0.0, *(high for _, high in later)])
     margin = 0.05 * (high - low) or 1.0
-    panels[0].set_ylim(low - margin, high + margin)
+    return low - margin, high + margin
 
 
 def _finish(figure: Figure, title: str, styles: Styles) -> None:
@@ -265,7 +178,7 @@ def plot_sweep(outcomes: list[Outcome], title: str) -> Figure:
     styles = Styles(arms)
     groups = styles.groups(list(arms))
     figure, [panels] = _panels(len(groups))
-    found = [run.val_bpb for run in outcomes if not run.diverged and run.val_bpb is not None] or [0.0, 1.0]
+    found = [bpb for _, bpb in _finite(outcomes)] or [0.0, 1.0]
     margin = 0.08 * (max(found) - min(found) or 1.0)
     top = max(found) + margin
     lrs = sorted({run.lr for run in outcomes})
@@ -288,7 +201,7 @@ def _draw_sweep(axes: Axes, runs: list[Outcome], style: Style, top: float, shift
     """One arm of a sweep. Its crosses are at `top`, and at its learning rates times `shift`."""
     means, best = _means_by_lr(runs), best_lr(runs)
     axes.plot(list(means), list(means.values()), color=style.color, linestyle=style.line)
-    finite = [(run.lr, run.val_bpb) for run in runs if not run.diverged and run.val_bpb is not None]
+    finite = _finite(runs)
     axes.plot(
         [lr for lr, _ in finite], [bpb for _, bpb in finite], style.marker, color=style.color, alpha=0.5, markersize=4
     )
@@ -301,6 +214,11 @@ def _draw_sweep(axes: Axes, runs: list[Outcome], style: Style, top: float, shift
     if beyond:
         last, first = max(means), beyond[0] * shift
         axes.plot([last, first], [means[last], top], color=style.color, linestyle=style.line, alpha=0.4)
+
+
+def _finite(runs: list[Outcome]) -> list[tuple[float, float]]:
+    """Learning rate and val_bpb of the runs that did not diverge."""
+    return [(run.lr, run.val_bpb) for run in runs if not run.diverged and run.val_bpb is not None]
 
 
 def _means_by_lr(runs: list[Outcome]) -> dict[float, float]:

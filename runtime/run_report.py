@@ -11,7 +11,7 @@ from runtime.run_dir import read_rows, write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 120
+DPI = 120  # of every plot that is saved as PNG
 HELD_OUT = "validation: documents that are not in the training text (or the last tenth, if there is only one)"
 
 

@@ -24,22 +24,33 @@ VOID = {"meta", "img", "br", "hr", "link", "input"}  # tags that have no end
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> dict[str, Path]:
-    """The pages of a run and of an ablation with a sweep and a rate at which every run diverges."""
-    folder = tmp_path_factory.mktemp("pages")
+def flags(tmp_path_factory) -> str:
+    """Flags of a tiny run on a text with characters that HTML must escape."""
+    folder = tmp_path_factory.mktemp("text")
     draw = random.Random(0)
     words = ["the", "cat", "<dog>", "sees", "&amp;", "a", "bird", "and", "sings", "sleeps"]
-    text = folder / "text.txt"
-    text.write_text("".join(" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(300)))
-    common = f"{SIZES} --data {text} --cache-dir {folder / 'cache'}"
-    train.main(f"{common} --out {folder / 'run'}".split())
-    ablate.main(f"{common} --norms rmsnorm layernorm --seeds 2 --lrs 0.01 1e5 --out {folder / 'ablation'}".split())
-    return {name: folder / name / "report.html" for name in ("run", "ablation")}
+    (folder / "text.txt").write_text("".join(" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(300)))
+    return f"{SIZES} --data {folder / 'text.txt'} --cache-dir {folder / 'cache'}"
 
 
-@pytest.fixture(params=["run", "ablation"])
-def report(request, pages) -> Path:
-    return pages[request.param]
+@pytest.fixture(scope="module")
+def run(flags, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train.main(f"{flags} --out {folder}".split())
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def ablation(flags, tmp_path_factory) -> Path:
+    """With a sweep in which every run at the higher rate diverges."""
+    folder = tmp_path_factory.mktemp("runs") / "ablation"
+    ablate.main(f"{flags} --norms rmsnorm layernorm --seeds 2 --lrs 0.01 1e5 --out {folder}".split())
+    return folder / "report.html"
+
+
+@pytest.fixture(params=["run", pytest.param("ablation", marks=pytest.mark.slow)])
+def report(request) -> Path:
+    return request.getfixturevalue(request.param)
 
 
 class StrictParser(HTMLParser):
@@ -69,14 +80,15 @@ def test_a_page_is_well_formed_and_loads_nothing_from_elsewhere(report):
     assert tags.count("h1") == 1 and not {"script", "link", "iframe", "object"} & set(tags)
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parser.tags
     images = [attributes for tag, attributes in parser.tags if tag == "img"]
-    assert images and all((image["src"] or "").startswith("data:") and image["alt"] for image in images)
+    assert images and all(str(image["src"]).startswith("data:") and image["alt"] for image in images)
     assert not re.search(r"url\(|@import|@font-face", html)
     assert all(not name.startswith("on") for _, attributes in parser.tags for name in attributes)
 
 
-def test_the_page_of_an_ablation_has_every_plot_and_the_command(pages):
-    html = pages["ablation"].read_text("utf-8")
-    plots = {path.stem for path in pages["ablation"].parent.glob("*.png")}
+@pytest.mark.slow
+def test_the_page_of_an_ablation_has_every_plot_and_the_command(ablation):
+    html = ablation.read_text("utf-8")
+    plots = {path.stem for path in ablation.parent.glob("*.png")}
     assert plots == {
         f"{name}{suffix}" for name in ("differences", "paired-curves", "curves") for suffix in ("", "-best")
     } | {"sweep"}
@@ -134,7 +146,7 @@ def test_a_page_fits_a_phone(report, tmp_path):
     frame = f'<iframe style="border: 0; width: {PHONE}px" srcdoc="{srcdoc}"></iframe>'
     framed.write_text(f"<!DOCTYPE html><body>{frame}<script>{MEASURE}</script></body>", "utf-8")
     shown = browse(framed, tmp_path / "profile", "--dump-dom")
-    (numbers,) = re.findall(r"<body>([\d. ]+)</body>", shown.stdout)
-    width, page_width, too_wide, scrolling, broken, font_size = map(float, numbers.split())
+    (measured,) = re.findall(r"<body>([\d. ]+)</body>", shown.stdout)
+    width, page_width, too_wide, scrolling, broken, font_size = map(float, measured.split())
     assert width == PHONE and page_width <= PHONE and too_wide == 0
     assert scrolling > 0 and broken == 0 and font_size >= 16

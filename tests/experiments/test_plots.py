@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from experiments.outcome import Arm, Outcome
-from experiments.plots import Styles, plot_curves, plot_depth, plot_differences, plot_paired_curves, plot_sweep
+from experiments.plots import plot_curves, plot_depth, plot_differences, plot_paired_curves, plot_sweep
 from experiments.probe import BlockStatistics
+from experiments.styles import Styles
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 
@@ -107,8 +108,9 @@ def test_differences_show_seeds_mean_interval_and_n():
     assert average == [(pytest.approx(-0.5), 0)]
     hollow = next(line for line in axes.lines if points(line) == average)
     assert hollow.get_markerfacecolor() == "none"
-    (bar,) = (bars for bars in axes.collections if isinstance(bars, LineCollection))
-    (low, _), (high, _) = np.asarray(bar.get_segments()[0])
+    (interval,) = axes.collections
+    assert isinstance(interval, LineCollection)
+    ((low, _), (high, _)) = interval.get_segments()[0]
     assert (low, high) == pytest.approx((-0.5 - T_TWO * 0.1 / 3**0.5, -0.5 + T_TWO * 0.1 / 3**0.5))
     assert [text.get_text().strip() for text in axes.texts] == ["n = 3"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre"]
@@ -149,8 +151,8 @@ def test_paired_curves_subtract_the_same_seed():
     train = plot_paired_curves([*baseline, *arm], "title").axes[0]
     curve = points(train.lines[0])
     assert curve == [(10, 0), (20, pytest.approx(2)), (30, 0), (40, 0)]
-    band = train.collections[0].get_paths()[0].vertices
-    at_20 = sorted({float(value) for step, value in np.asarray(band) if step == 20})
+    band = np.asarray(train.collections[0].get_paths()[0].vertices)
+    at_20 = sorted({float(value) for step, value in band if step == 20})
     assert at_20 == pytest.approx([2 - T_TWO / 3**0.5, 2 + T_TWO / 3**0.5])
 
 

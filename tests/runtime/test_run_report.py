@@ -31,14 +31,10 @@ def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
     plot = plot_loss(ROWS, gzip_bpb=2.0)
     FigureCanvasAgg(plot).draw()
     (axes,) = plot.axes
-    train, val, gzip = axes.lines
-    assert np.asarray(train.get_xdata()).tolist() == [10, 20, 30] and np.asarray(train.get_ydata()).tolist() == [
-        6.0,
-        5.0,
-        4.5,
-    ]
-    assert np.asarray(val.get_xdata()).tolist() == [20, 30] and np.asarray(val.get_ydata()).tolist() == [4.5, 4.0]
-    assert np.asarray(gzip.get_ydata()).tolist() == pytest.approx([2.0 / 0.577078] * 2)
+    train, val, gzip = (np.asarray(line.get_xydata()).tolist() for line in axes.lines)
+    assert train == [[10, 6.0], [20, 5.0], [30, 4.5]]
+    assert val == [[20, 4.5], [30, 4.0]]
+    assert [y for _, y in gzip] == pytest.approx([2.0 / 0.577078] * 2)
     (right,) = axes.child_axes
     assert right.get_ylim() == pytest.approx([0.577078 * nats for nats in axes.get_ylim()])
 
@@ -46,7 +42,7 @@ def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
 def test_without_an_evaluation_there_is_no_second_axis():
     plot = plot_loss([ROWS[0], {"step": 15, "not_finite": True}], gzip_bpb=2.0)
     (axes,) = plot.axes
-    assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [[6.0], []]
+    assert [np.asarray(line.get_xydata()).tolist() for line in axes.lines] == [[[10, 6.0]], []]
     assert not axes.child_axes
 
 
