@@ -78,7 +78,7 @@ def to_hugging_face(model: Llama) -> dict[str, Tensor]:
     """A model's state under Hugging Face's names. Raises ValueError unless it is a Llama: pre-norm with RMSNorm."""
     config = model.config
     if (config.placement, config.norm, config.qk_norm, config.scaled_embedding) != ("pre", "rmsnorm", "none", False):
-        raise ValueError("Hugging Face's Llama is --placement pre --norm rmsnorm, without --qk-norm or --scaled-embedding")
+        raise ValueError("Hugging Face's Llama is --placement pre --norm rmsnorm without --qk-norm, --scaled-embedding")
     return {hugging_face_name(name): tensor for name, tensor in model.state_dict().items()}
 
 

@@ -91,7 +91,7 @@ def plot(measured: Measured) -> Figure:
     """The model without scale and shift, and the MLP's test loss by order."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw_differences(left, measured)
+    draw_differences(left, measured, [(ARMS[1], ARMS[0])])
     right.boxplot([measured["orders"][order] for order in ORDERS], orientation="horizontal")
     right.set_yticks(range(1, len(ORDERS) + 1), ORDERS)
     right.invert_yaxis()

@@ -1,5 +1,7 @@
 """Claim 10. BatchNorm suffers at small batch sizes, LayerNorm does not."""
 
+from matplotlib.figure import Figure
+
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_MODEL, Runs, make_runs, nats, paired
@@ -43,6 +45,11 @@ def judge(measured: Measured) -> Judgement:
     return Judgement(OPEN, ours, "the penalties may be equal", found.p)
 
 
+def plot(measured: Measured) -> Figure:
+    """With BatchNorm minus LayerNorm for each batch size."""
+    return plot_differences(measured, [(arm("batchnorm", size), arm("layernorm", size)) for size in SIZES])
+
+
 CLAIM = Claim(
     number=10,
     name="batchnorm-small-batch",
@@ -59,5 +66,5 @@ CLAIM = Claim(
     },
     measure=make_runs,
     judge=judge,
-    plot=plot_differences,
+    plot=plot,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from config import DEVICES, Parser, check_sizes, require
 from experiments.claims import load_claims
 from experiments.claims.claim import SCALES, Lab
-from experiments.claims.document import read_entries, run_claim, to_html, to_markdown
+from experiments.claims.document import draw, read_entries, results_file, run_claim, to_html, to_markdown
 from runtime.device import pick_device
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, locked, write_atomically
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
         parser.add_argument("name", choices=claims, metavar="NAME", help=", ".join(claims))
     parser.add_argument("--scale", choices=SCALES, help="default: the smallest that the claim has; quick for claims")
     parser.add_argument(
-        "--report", action="store_true", help="run nothing; only write CLAIMS.md and claims.html from the results"
+        "--report", action="store_true", help="run nothing; write figures, CLAIMS.md and claims.html from the results"
     )
     parser.add_argument("--results", type=Path, default=Path("results"), help="results directory (default: results)")
     parser.add_argument("--runs", type=Path, default=RUNS / "claims", help="run directory (default: runs/claims)")
@@ -48,6 +48,9 @@ def main(arguments: list[str]) -> None:
                 sys.stdout.flush()
     with bad_input():
         entries, folder = read_entries(claims, flags.results), flags.results.parent
+        for entry in entries if flags.report else []:
+            if entry.content:
+                draw(entry.claim, entry.content["measured"], results_file(flags.results, entry.claim, entry.scale))
         write_atomically(folder / "claims.html", to_html(entries))
         write_atomically(folder / "CLAIMS.md", to_markdown(entries, flags.results.name))
         print(f"see {folder / 'CLAIMS.md'}")

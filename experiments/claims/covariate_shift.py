@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.batches import evaluation_batches, prepare
 from experiments.claims.claim import OPEN, Claim, Judgement, Lab, Measured, Protocol
-from experiments.claims.figures import arms_of, label
+from experiments.claims.figures import arms_of, labels
 from experiments.claims.runs import CPU_LRS, CPU_MODEL, WIDEN, Runs, nats, paired, ratio
 from experiments.claims.verdict import Comparison, all_of
 from experiments.grid import MAX_SEEDS, SELECTION_SEEDS, next_lr, resolve_arms
@@ -139,13 +139,14 @@ def plot(measured: Measured) -> Figure:
     """Drift over the learning rate, on the selection seeds, and loss over drift of the reported runs."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     by_lr, by_drift = figure.subplots(1, 2)
-    for number, arm in enumerate(arms_of(measured)):
-        selection, runs = (Runs(measured[name]).where(**arm, diverged=False).rows for name in ("selection", "runs"))
+    arms = arms_of(measured)
+    for number, (arm, name) in enumerate(zip(arms, labels(arms), strict=True)):
+        selection, runs = (Runs(measured[part]).where(**arm, diverged=False).rows for part in ("selection", "runs"))
         lrs = sorted({row["lr"] for row in selection})
         drifts = [math.exp(mean(row["log_drift"] for row in selection if row["lr"] == lr)) for lr in lrs]
-        by_lr.loglog(lrs, drifts, "o-", color=f"C{number}", label=label(arm))
+        by_lr.loglog(lrs, drifts, "o-", color=f"C{number}", label=name)
         drifts = [math.exp(row["log_drift"]) for row in runs]
-        by_drift.semilogx(drifts, [row["val_loss"] for row in runs], "o", color=f"C{number}", label=label(arm))
+        by_drift.semilogx(drifts, [row["val_loss"] for row in runs], "o", color=f"C{number}", label=name)
     by_lr.set(xlabel="learning rate", ylabel="drift per step (nats per feature)")
     by_drift.set(xlabel="drift per step (nats per feature)", ylabel="validation loss (nats per token)")
     by_lr.legend()

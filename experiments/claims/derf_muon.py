@@ -1,5 +1,7 @@
 """Claim 18. Derf loses with Muon what it wins with AdamW."""
 
+from matplotlib.figure import Figure
+
 from experiments.claims.claim import OPEN, Claim, Judgement, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, NO_STATISTICS, Runs, make_runs, nats, paired
@@ -39,6 +41,13 @@ def judge(measured: Measured) -> Judgement:
     return all_of(comparisons, ours)
 
 
+def plot(measured: Measured) -> Figure:
+    """With Derf minus RMSNorm for each optimizer."""
+    runs = split(measured)
+    arms = {key: found.rows[0]["arm"] for key, found in runs.items()}
+    return plot_differences(measured, [(arms["derf", name], arms["rmsnorm", name]) for name in ("adamw", "muon")])
+
+
 CLAIM = Claim(
     number=18,
     name="derf-muon",
@@ -55,5 +64,5 @@ CLAIM = Claim(
     },
     measure=make_runs,
     judge=judge,
-    plot=plot_differences,
+    plot=plot,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.claims.claim import NOT_RUN, SCALES, Claim, Judgement, Lab, Protocol, Scale
+from experiments.claims.claim import NOT_RUN, SCALES, Claim, Judgement, Lab, Measured, Protocol, Scale
 from experiments.statistics import holm
 from runtime.device import describe
 from runtime.page import figure, markdown, page
@@ -47,8 +47,13 @@ def run_claim(claim: Claim, lab: Lab, results: Path) -> Judgement:
     content = {"environment": environment, "protocol": dataclasses.asdict(protocol), "measured": measured}
     write_atomically(file, json.dumps(content, indent=1) + "\n")
     measured = read_results(results, claim, lab.scale)["measured"]
-    claim.plot(measured).savefig(file.with_suffix(".png"), dpi=110)
+    draw(claim, measured, file)
     return claim.judge(measured)
+
+
+def draw(claim: Claim, measured: Measured, file: Path) -> None:
+    """Write the figure of a results file."""
+    claim.plot(measured).savefig(file.with_suffix(".png"), dpi=110)
 
 
 def read_results(results: Path, claim: Claim, scale: Scale) -> dict[str, Any]:

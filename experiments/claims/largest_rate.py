@@ -5,7 +5,6 @@ import math
 from matplotlib.figure import Figure
 
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
-from experiments.claims.figures import label
 from experiments.claims.runs import CPU_MODEL, Runs, geometric, make_grid, make_runs, unigram_loss
 from experiments.claims.verdict import ALPHA
 from experiments.statistics import estimate, holm
@@ -16,6 +15,7 @@ KINDS = {
     "none": {"norm": "none", "placement": "pre"},
     "rezero": {"norm": "none", "placement": "rezero"},
 }
+LABELS = {"pre": "RMSNorm, pre-norm", "none": "no norm", "rezero": "ReZero, no norm"}
 RUN = f"{CPU_MODEL} --optimizer adamw --steps 100 --eval-every 100 --eval-tokens 16384 --save-every 100 --keep 1"
 LRS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 
@@ -88,7 +88,7 @@ def plot(measured: Measured) -> Figure:
             shift = 1.1 ** (number - 1)
             axes.plot(
                 [row["lr"] * shift for row in seen], [row["val_loss"] for row in seen], "o", mfc="none",
-                label=label(arm) if kind != "none" else "no norm",
+                label=LABELS[kind],
             )  # fmt: skip
             lost = [row["lr"] * shift for row in rows if row not in seen]
             axes.plot(lost, [0.97] * len(lost), "x", color=f"C{number}", transform=axes.get_xaxis_transform())

@@ -1,7 +1,9 @@
 """Claim 4. Pre-norm is more stable when deep, and needs no warm-up where post-norm does."""
 
+from matplotlib.figure import Figure
+
 from experiments.claims.claim import OPEN, Claim, Judgement, Measured, Protocol
-from experiments.claims.figures import plot_differences
+from experiments.claims.figures import arms_of, plot_differences
 from experiments.claims.runs import CPU_LRS, DEEP_RUN, GPU_LRS, GPU_RUN, Losses, Runs, make_runs, nats
 from experiments.claims.verdict import Comparison, all_of
 from experiments.statistics import differences_of_differences, estimate
@@ -38,6 +40,13 @@ def judge(measured: Measured) -> Judgement:
     return all_of(comparisons, ours)
 
 
+def plot(measured: Measured) -> Figure:
+    """With post minus pre, with and without warm-up, and what the warm-up does for each."""
+    pre, post, pre_without, post_without = arms_of(measured)
+    pairs = [(post, pre), (post_without, pre_without), (pre_without, pre), (post_without, post)]
+    return plot_differences(measured, pairs)
+
+
 CLAIM = Claim(
     number=4,
     name="prenorm-stability",
@@ -54,5 +63,5 @@ CLAIM = Claim(
     },
     measure=make_runs,
     judge=judge,
-    plot=plot_differences,
+    plot=plot,
 )
