@@ -1,1 +1,3 @@
-"""Norms for networks other than LLaMA: for images, in an RNN, in an MLP. No flag selects them."""
+"""Norms for networks other than LLaMA: for images, in an RNN, in an MLP. And the scaled embedding of models without
+statistics, which `--scaled-embedding` selects.
+"""
