@@ -2,7 +2,7 @@
 
 `python ablate.py claim NAME` tests one of the claims in CLAIMS.md, and `python ablate.py claims` all of them.
 
-`experiments/grid.py` makes the runs and `experiments/ablation.py` reports on them.
+The code is in `experiments/ablation/`.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import shlex
 import sys
 
 from config import Parser, add_flags
-from experiments.ablation import resolve_ablation, run_ablation
+from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
 from norms.placement import PLACEMENTS
 from runtime.exit_codes import bad_input, exit_codes

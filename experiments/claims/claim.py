@@ -23,7 +23,7 @@ class Protocol:
 
     minutes: float
     flags: str = ""  # of train.py, shared by all arms
-    arms: tuple[Mapping[str, str], ...] = ()  # factors, see `experiments.outcome.Arm`; the first is the baseline
+    arms: tuple[Mapping[str, str], ...] = ()  # factors, see `ablation.outcome.Arm`; the first is the baseline
     lrs: tuple[float, ...] = ()
     select_lr: bool = True  # each arm gets its best rate, selected on two other seeds; else every rate is reported
     best_variant: bool = (

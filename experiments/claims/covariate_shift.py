@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.batches import evaluation_batches, prepare
+from experiments.ablation.grid import MAX_SEEDS, SELECTION_SEEDS, next_lr, resolve_arms
+from experiments.ablation.outcome import Arm
 from experiments.claims.claim import OPEN, Claim, Judgement, Lab, Measured, Protocol
 from experiments.claims.figures import arms_of, labels
 from experiments.claims.runs import CPU_LRS, CPU_MODEL, WIDEN, Runs, nats, paired, ratio
 from experiments.claims.verdict import Comparison, all_of
-from experiments.grid import MAX_SEEDS, SELECTION_SEEDS, next_lr, resolve_arms
-from experiments.outcome import Arm
 from experiments.statistics import estimate
 from model import Llama
 from optim import learning_rate

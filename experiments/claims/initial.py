@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from experiments.ablation.grid import resolve_arms
+from experiments.ablation.outcome import Arm
 from experiments.claims.claim import Protocol
-from experiments.grid import resolve_arms
-from experiments.outcome import Arm
 from model import Llama
 from norms import KINDS, TRAITS, Traits
 from norms.placement import PLACEMENTS, Placement

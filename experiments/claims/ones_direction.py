@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.batches import evaluation_batches
+from experiments.ablation.grid import Cell
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, make_grid, make_runs
-from experiments.grid import Cell
 from experiments.statistics import estimate
 from model import Llama
 from runtime.checkpoint import load_model

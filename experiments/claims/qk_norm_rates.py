@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.batches import evaluation_batches
+from experiments.ablation.grid import Cell
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
 from experiments.claims.runs import GPU_RUN, Runs, geometric, make_grid, make_runs
 from experiments.claims.verdict import ALPHA
-from experiments.grid import Cell
 from experiments.statistics import equivalence_p
 from model import Attention, Llama, rotate
 from runtime.checkpoint import load_model

@@ -7,12 +7,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from data.batches import evaluation_batches
+from experiments.ablation.grid import Cell
+from experiments.ablation.outcome import Arm
 from experiments.claims.claim import Claim, Judgement, Lab, Measured, Protocol
 from experiments.claims.initial import initial_model, random_batch
 from experiments.claims.runs import DEEP_RUN, Runs, make_grid, make_runs
 from experiments.claims.verdict import Comparison, all_of
-from experiments.grid import Cell
-from experiments.outcome import Arm
 from experiments.probe import probe
 from experiments.statistics import estimate, slope
 from model import Llama

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from data.batches import prepare
+from experiments.ablation.grid import Cell, Grid, cells, resolve_arms, settings_digest
+from experiments.ablation.outcome import Arm, Outcome
 from experiments.claims.claim import Lab, Measured, Protocol
-from experiments.grid import Cell, Grid, cells, resolve_arms, settings_digest
-from experiments.outcome import Arm, Outcome
 from experiments.statistics import Estimate, estimate
 
 Losses = dict[int, float]  # nats per token by seed

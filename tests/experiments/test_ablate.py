@@ -24,11 +24,11 @@ import torch
 import ablate
 from config import ModelConfig
 from data.batches import evaluation_batches, prepare
-from experiments.ablation import resolve_ablation, run_ablation
-from experiments.grid import resolve_arms
-from experiments.outcome import Arm
+from experiments.ablation.grid import resolve_arms
+from experiments.ablation.outcome import Arm
+from experiments.ablation.processes import end_with_parent
+from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.probe import probe
-from experiments.processes import end_with_parent
 from model import Llama
 from runtime.exit_codes import CellFailed, RunInUse
 from runtime.run_dir import locked

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from itertools import product
 
 from config import FIELDS, require
-from experiments.grid import NOT_COMPARED, Settings
-from experiments.outcome import Arm
+from experiments.ablation.grid import NOT_COMPARED, Settings
+from experiments.ablation.outcome import Arm
 from norms import KINDS
 
 FLAGS = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms KIND:KEY=VALUE"}

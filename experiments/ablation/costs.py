@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from config import ModelConfig
-from experiments.comparison import Finding, Outcomes, cells_by_arm, ended
-from experiments.grid import Cell, Settings
-from experiments.outcome import Arm, Outcome
+from experiments.ablation.comparison import Finding, Outcomes, cells_by_arm, ended
+from experiments.ablation.grid import Cell, Settings
+from experiments.ablation.outcome import Arm, Outcome
 from experiments.statistics import estimate
 from model import Llama
 from train import flops_per_token

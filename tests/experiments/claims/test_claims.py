@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from experiments.ablation.grid import Cell
+from experiments.ablation.outcome import Arm, Outcome
 from experiments.claims import (
     affine_and_order,
     batchnorm_small_batch,
@@ -27,10 +29,8 @@ from experiments.claims import (
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, SCALES, Lab
 from experiments.claims.document import NOT_RUN, read_entries, results_file, run_claim, to_markdown
 from experiments.claims.runs import best_variants, unigram_loss
-from experiments.grid import Cell
-from experiments.outcome import Arm, Outcome
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NOISE = (0.004, -0.006, 0.001, -0.003, 0.004)  # by seed; sums to 0
 BASE = (2.0, 2.1, 1.9, 2.05, 1.95)  # by seed, shared by all arms
 SPREAD = 10  # times the noise: too much for any verdict

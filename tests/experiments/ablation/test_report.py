@@ -9,11 +9,11 @@ import pytest
 import scipy.stats
 
 from config import ModelConfig, TrainConfig
-from experiments.comparison import compare, interactions
-from experiments.costs import at_equal, costs
-from experiments.grid import Cell, Settings
-from experiments.outcome import Arm, Outcome, best_lr, paired_differences, read_outcome
-from experiments.report import (
+from experiments.ablation.comparison import compare, interactions
+from experiments.ablation.costs import at_equal, costs
+from experiments.ablation.grid import Cell, Settings
+from experiments.ablation.outcome import Arm, Outcome, best_lr, paired_differences, read_outcome
+from experiments.ablation.report import (
     aggregates,
     arms_table,
     at_edge,
@@ -22,7 +22,7 @@ from experiments.report import (
     lr_table,
     missing,
 )
-from experiments.tables import Table, to_csv, to_latex, to_markdown
+from experiments.ablation.tables import Table, to_csv, to_latex, to_markdown
 
 RMSNORM = Arm.of(norm="rmsnorm", placement="pre")
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import torch
 from matplotlib.figure import Figure
 
-from experiments.grid import Cell, Grid, Settings
-from experiments.outcome import Outcome, by_arm
-from experiments.plots import plot_curves, plot_differences, plot_paired_curves, plot_sweep
+from experiments.ablation.grid import Cell, Grid, Settings
+from experiments.ablation.outcome import Outcome, by_arm
+from experiments.ablation.plots import plot_curves, plot_differences, plot_paired_curves, plot_sweep
 from model import Llama
 from runtime.page import figure, markdown, page, preformatted
 from runtime.run_dir import last_sample, write_atomically

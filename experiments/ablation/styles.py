@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.lines import Line2D
 
-from experiments.outcome import Arm
+from experiments.ablation.outcome import Arm
 
 ARMS_IN_A_PANEL = 4  # at most, where all arms share one panel
 DIVERGED: dict[str, Any] = {

@@ -10,10 +10,10 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.outcome import Arm, Outcome, best_lr, by_arm, final_bpb, paired_differences
+from experiments.ablation.outcome import Arm, Outcome, best_lr, by_arm, final_bpb, paired_differences
+from experiments.ablation.styles import DIVERGED, Style, Styles
 from experiments.probe import BlockStatistics
 from experiments.statistics import estimate
-from experiments.styles import DIVERGED, Style, Styles
 
 COLUMNS = 3  # of panels
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from experiments.comparison import ArmResult, Finding, Interaction, Outcomes, cells_by_arm, ended
-from experiments.costs import Cost, EqualCost
-from experiments.grid import Cell
-from experiments.outcome import Arm, final_bpb
-from experiments.tables import Table
+from experiments.ablation.comparison import ArmResult, Finding, Interaction, Outcomes, cells_by_arm, ended
+from experiments.ablation.costs import Cost, EqualCost
+from experiments.ablation.grid import Cell
+from experiments.ablation.outcome import Arm, final_bpb
+from experiments.ablation.tables import Table
 
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from experiments.grid import Cell
-from experiments.outcome import Arm, Outcome, final_bpb, paired_differences
+from experiments.ablation.grid import Cell
+from experiments.ablation.outcome import Arm, Outcome, final_bpb, paired_differences
 from experiments.statistics import Estimate, differences_of_differences, equivalence_p, estimate, holm
 
 Outcomes = Mapping[Cell, Outcome]  # of the cells that have ended

@@ -252,7 +252,7 @@ def test_a_smaller_run_is_judged_and_drawn_from_its_results_file(name, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_the_verdict_is_that_of_the_committed_results(name, tmp_path):
-    committed = read_results(Path(__file__).parents[2] / "results", CLAIMS[name], "quick")
+    committed = read_results(Path(__file__).parents[3] / "results", CLAIMS[name], "quick")
     assert (
         run_claim(CLAIMS[name], Lab(tmp_path, "quick"), tmp_path).verdict
         == CLAIMS[name].judge(committed["measured"]).verdict

@@ -11,10 +11,10 @@ from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
-from experiments.outcome import Arm, Outcome
-from experiments.plots import plot_curves, plot_depth, plot_differences, plot_paired_curves, plot_sweep
+from experiments.ablation.outcome import Arm, Outcome
+from experiments.ablation.plots import plot_curves, plot_depth, plot_differences, plot_paired_curves, plot_sweep
+from experiments.ablation.styles import Styles
 from experiments.probe import BlockStatistics
-from experiments.styles import Styles
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 

@@ -14,11 +14,11 @@ import torch
 
 import ablate
 import train
-from experiments.ablation import Ablation, resolve_ablation
-from experiments.factors import parse_factors
-from experiments.grid import Cell, settings_digest
-from experiments.outcome import Arm
-from experiments.processes import end_with_parent, resolve_devices, start_process
+from experiments.ablation.factors import parse_factors
+from experiments.ablation.grid import Cell, settings_digest
+from experiments.ablation.outcome import Arm
+from experiments.ablation.processes import end_with_parent, resolve_devices, start_process
+from experiments.ablation.run import Ablation, resolve_ablation
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --tokenizer bytes --dtype float32 --no-fast --device cpu"
 ARM = Arm.of(norm="rmsnorm", placement="pre")
@@ -202,7 +202,7 @@ def test_a_process_is_told_when_its_parent_was_killed(tmp_path):
     log = tmp_path / "log"
     child = "trap 'echo stopped; exit' TERM; echo ready; while true; do sleep 0.05; done"
     parent = (
-        "import os, signal, time; from pathlib import Path; from experiments.processes import start_process\n"
+        "import os, signal, time; from pathlib import Path; from experiments.ablation.processes import start_process\n"
         f"log = Path({str(log)!r}); start_process(['sh', '-c', {child!r}], log, 1)\n"
         "while 'ready' not in log.read_text(): time.sleep(0.02)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from experiments.comparison import ArmResult, Interaction, compare, interactions
-from experiments.costs import at_equal, costs
-from experiments.grid import SELECTION_SEEDS, Cell, Grid
-from experiments.outcome import Arm, Outcome
-from experiments.report import (
+from experiments.ablation.comparison import ArmResult, Interaction, compare, interactions
+from experiments.ablation.costs import at_equal, costs
+from experiments.ablation.grid import SELECTION_SEEDS, Cell, Grid
+from experiments.ablation.outcome import Arm, Outcome
+from experiments.ablation.report import (
     EDGE,
     INCOMPLETE,
     aggregates,
@@ -22,7 +22,7 @@ from experiments.report import (
     lr_table,
     missing,
 )
-from experiments.tables import Table, to_csv, to_latex, to_markdown
+from experiments.ablation.tables import Table, to_csv, to_latex, to_markdown
 from runtime.device import describe
 from runtime.run_dir import write_atomically
 

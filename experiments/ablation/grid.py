@@ -23,8 +23,8 @@ from tqdm import tqdm
 import train
 from config import ModelConfig, TrainConfig, require
 from data.batches import Prepared
-from experiments.outcome import Arm, Outcome, best_lr, read_outcome
-from experiments.processes import start_process
+from experiments.ablation.outcome import Arm, Outcome, best_lr, read_outcome
+from experiments.ablation.processes import start_process
 from norms.placement import Unsupported
 from runtime.device import describe
 from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
