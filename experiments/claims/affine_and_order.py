@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
 from experiments.claims.figures import draw_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, Runs, make_runs, nats, paired
-from experiments.claims.verdict import ALPHA
+from experiments.claims.verdict import ALPHA, p_above
 from experiments.statistics import equivalence_p, estimate, holm
 from norms.layernorm import LayerNorm
 
@@ -68,23 +68,22 @@ def judge(measured: Measured) -> Judgement:
     usual, *others = (measured["orders"][order] for order in ORDERS)
     orders = [[mine - theirs for mine, theirs in zip(other, usual, strict=True)] for other in others]
     found, (swapped, last) = estimate(affine), map(estimate, orders)
-    little, *better = holm([equivalence_p(affine, MARGIN), swapped.p, last.p])
-    matters = holm([found.p])[0]
-    assert little is not None and matters is not None and None not in better
+    little, p_swapped, p_last = holm([equivalence_p(affine, MARGIN), swapped.p, last.p])
+    assert little is not None and p_swapped is not None and p_last is not None
     ours = (
         f"without scale and shift {nats(found)}; in an MLP, the norm after the activation {swapped:+.4f}, and after "
         f"dropout {last:+.4f} (n = {swapped.n})"
     )
-    p_orders = max(p for p in better if p is not None)
-    if any(p is not None and p < ALPHA and order.mean < 0 for p, order in zip(better, (swapped, last), strict=True)):
-        return Judgement(REFUTED, ours, "another order is better", p_orders)
-    if found.low > MARGIN or found.high < -MARGIN:
-        return Judgement(REFUTED, ours, f"scale and shift change the loss by more than {MARGIN}", matters)
-    if little < ALPHA and p_orders < ALPHA:
-        return Judgement(
-            CONFIRMED, ours, "scale and shift matter little, other orders are worse", max(little, p_orders)
-        )
-    return Judgement(OPEN, ours, "not every part of the claim could be shown", max(little, p_orders))
+    better = [p for p, order in ((p_swapped, swapped), (p_last, last)) if p < ALPHA and order.mean < 0]
+    p_all = max(little, p_swapped, p_last)
+    p_matters = 2 * min(p_above(affine, MARGIN), p_above([-value for value in affine], MARGIN))
+    if better:
+        return Judgement(REFUTED, ours, "another order is better", min(better))
+    if p_matters < ALPHA:
+        return Judgement(REFUTED, ours, f"scale and shift change the loss by more than {MARGIN}", p_matters)
+    if p_all < ALPHA:
+        return Judgement(CONFIRMED, ours, "scale and shift matter little, other orders are worse", p_all)
+    return Judgement(OPEN, ours, "not every part of the claim could be shown", p_all)
 
 
 def plot(measured: Measured) -> Figure:
