@@ -51,12 +51,13 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
 def judge(measured: Measured) -> Judgement:
     random = 1 / math.sqrt(measured["dim"])
     start, found = (estimate([mean(blocks) / random for blocks in measured[when]]) for when in ("start", "end"))
+    p = estimate([mean(blocks) / random - FACTOR for blocks in measured["end"]]).p
     ours = f"{found:.2f} times 1/√d after training (n = {found.n}), {start.mean:.2f} at initialization"
     if found.high < FACTOR:
-        return Judgement(CONFIRMED, ours, f"below {FACTOR} times the cosine of a random direction")
+        return Judgement(CONFIRMED, ours, f"below {FACTOR} times the cosine of a random direction", p)
     if found.low > FACTOR:
-        return Judgement(REFUTED, ours, f"above {FACTOR} times the cosine of a random direction")
-    return Judgement(OPEN, ours, f"the interval contains {FACTOR}")
+        return Judgement(REFUTED, ours, f"above {FACTOR} times the cosine of a random direction", p)
+    return Judgement(OPEN, ours, f"the interval contains {FACTOR}", p)
 
 
 def plot(measured: Measured) -> Figure:
