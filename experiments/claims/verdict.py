@@ -61,23 +61,16 @@ def p_above(differences: Sequence[float], margin: float) -> float:
     return p
 
 
-def lower(differences: Sequence[float], margin: float, diverged: int, p: float | None = None) -> Judgement:
-    """Whether the differences are below 0: confirmed if so, refuted if they are above or shown to be within ± `margin`.
-
-    `p` replaces that of the t test where it has been corrected for several comparisons.
-    """
+def lower(differences: Sequence[float], margin: float, diverged: int) -> Judgement:
+    """Confirmed if the differences are below 0, refuted if they are above 0 or shown to be within ± `margin` (TOST)."""
     if diverged or len(differences) < 2:
         return Judgement(OPEN, "–", f"{diverged} runs diverged")
-    found = estimate(differences)
-    p = found.p if p is None else p
-    small = equivalence_p(differences, margin)
-    assert p is not None and small is not None
-    verdict: Verdict = OPEN
-    reason = "the interval contains 0, and differences beyond the margin"
-    if p < ALPHA and found.mean < 0:
-        verdict, reason = CONFIRMED, "the difference is below 0"
-    elif p < ALPHA and found.mean > 0:
-        verdict, reason = REFUTED, "the difference is above 0"
-    elif small < ALPHA:
-        verdict, reason = REFUTED, f"the difference is within ±{margin:g} (TOST)"
-    return Judgement(verdict, nats(found), reason, p)
+    found, small = estimate(differences), equivalence_p(differences, margin)
+    assert found.p is not None and small is not None
+    if found.p < ALPHA and found.mean < 0:
+        return Judgement(CONFIRMED, nats(found), "the difference is below 0", found.p)
+    if found.p < ALPHA:
+        return Judgement(REFUTED, nats(found), "the difference is above 0", found.p)
+    if small < ALPHA:
+        return Judgement(REFUTED, nats(found), f"the difference is within ±{margin:g} (TOST)", small)
+    return Judgement(OPEN, nats(found), "the interval contains 0, and differences beyond the margin", found.p)
