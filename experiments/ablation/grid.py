@@ -251,5 +251,5 @@ def next_lr(lrs: list[float], best: float) -> float | None:
     """The rate beyond the end of the sorted grid `lrs` at which `best` lies, or None if it lies inside or is alone."""
     if len(lrs) < 2 or lrs[0] < best < lrs[-1]:
         return None
-    neighbour = lrs[1] if best == lrs[0] else lrs[-2]
-    return float(f"{best * best / neighbour:.3g}")
+    neighbor = lrs[1] if best == lrs[0] else lrs[-2]
+    return float(f"{best * best / neighbor:.3g}")

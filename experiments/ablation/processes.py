@@ -15,7 +15,7 @@ def resolve_devices(device: str) -> tuple[str, ...]:
     Raises ValueError if this machine does not have one of them, or if they are different kinds of cards.
     """
     kind, _, indices = device.partition(":")
-    devices = tuple(f"{kind}:{index}" for index in indices.split(",")) if "," in device else (device,)
+    devices = tuple(f"{kind}:{index}" for index in indices.split(",")) if "," in indices else (device,)
     names = {describe(pick_device(name)) for name in devices}
     require(len(set(devices)) == len(devices), f"--device {device} names a card twice; use --jobs for runs per card")
     require(len(names) == 1, f"--device {device} mixes {' and '.join(sorted(names))}; runs on both are not comparable")
