@@ -38,6 +38,8 @@ def main(arguments: list[str]) -> None:
         require(bool(chosen), f"claim {getattr(flags, 'name', '')} has no protocol for --scale {scale}")
         device = pick_device(flags.device if flags.device != "auto" or scale == "gpu" else "cpu")
         require(scale != "gpu" or device.type == "cuda" or flags.report, "--scale gpu needs a GPU")
+        # With a mistyped folder, CLAIMS.md would say that no claim was run.
+        require(flags.results.is_dir() or not flags.report, f"--results {flags.results}: no such directory")
     if not flags.report:
         flags.runs.mkdir(parents=True, exist_ok=True)
         with locked(flags.runs):

@@ -22,10 +22,12 @@ measurements into a verdict, and a command. Protocols and rules were written bef
 `experiments/claims/`, one file per claim. `python ablate.py claims --report` makes this page from the results.
 
 A verdict is *confirmed*, *refuted* or *inconclusive at this scale*. Scales: *quick* is exact, or about initialization,
-and takes seconds; *cpu* trains models of about 0.2 million parameters on 0.4 million tokens; *gpu* trains 10 to 30
-million parameters. Each arm has at least 5 seeds, paired, which did not select its learning rate. ± is a 95% interval
-(Student's t). p is corrected for the comparisons within a claim by Holm's method, and in the last column for all claims
-of this table. What holds for a small model and few tokens may fail for a large model, and the reverse."""
+and takes seconds; *cpu* trains models of about 0.2 million parameters (claim 5: up to 2.4 million) on at most 0.4
+million tokens; *gpu* trains 10 to 30 million parameters. Claims about training have at least 5 seeds, the same for
+every arm; other seeds select the learning rates, unless the rule says otherwise. If losses are averaged and a reported
+run diverged, the claim is inconclusive. ± is a 95% interval (Student's t). p is corrected for the comparisons within a
+claim by Holm's method, and in the last column for all claims of this table. Verdicts follow from the former, so some
+may not survive the latter. What holds for a small model and few tokens may fail for a large model, and the reverse."""
 
 
 def results_file(results: Path, claim: Claim, scale: Scale) -> Path:
@@ -57,11 +59,17 @@ def draw(claim: Claim, measured: Measured, file: Path) -> None:
 
 
 def read_results(results: Path, claim: Claim, scale: Scale) -> dict[str, Any]:
-    """What `run_claim` wrote. Raises ValueError if the protocol has changed since."""
+    """What `run_claim` wrote. Raises ValueError if it is damaged, or if the protocol has changed since."""
     file = results_file(results, claim, scale)
-    content = json.loads(file.read_text())
+    again = f"run python ablate.py claim {claim.name} --scale {scale} again"
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON; {again}") from error
+    if not isinstance(content, dict) or not content.keys() >= {"environment", "protocol", "measured"}:
+        raise ValueError(f"{file} is not the result of a claim; {again}")
     if content["protocol"] != as_json(claim.protocols[scale]):
-        raise ValueError(f"{file} was measured with another protocol; run python ablate.py claim {claim.name} again")
+        raise ValueError(f"{file} was measured with another protocol; {again}")
     return content
 
 

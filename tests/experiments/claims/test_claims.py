@@ -222,14 +222,14 @@ def test_a_diverged_run_is_never_left_out_silently(name):
 # --- what the rules rest on ------------------------------------------------------------------------------------------
 
 
-def test_largest_stable_rate_stops_at_the_first_failure():
+def test_largest_stable_rate_is_the_last_before_a_failure_above_a_success():
     arm = largest_rate.KINDS["pre"] | {"init": "normal"}
-    losses = {0: (2.0, 2.0, 3.5, 2.0), 1: (2.0, 2.0, 2.0, None), 2: (None, 2.0, 2.0, 2.0)}
+    losses = {0: (2.0, 2.0, 3.5, 2.0), 1: (2.0, 2.0, 2.0, None), 2: (3.1, 2.0, 2.0, None), 3: (None, 3.5, 3.1, None)}
     rows = [
         run(arm, seed, loss, lr) for seed, row in losses.items() for lr, loss in zip((1, 2, 4, 8), row, strict=True)
     ]
     found = largest_rate.largest_stable({"runs": rows, "unigram": 3.0}, "pre", "normal")
-    assert found == {0: 2, 1: 4, 2: 0.5}
+    assert found == {0: 2, 1: 4, 2: 4, 3: 0.5}
 
 
 def test_unigram_loss_is_the_entropy():
@@ -265,6 +265,22 @@ def test_a_claim_without_results_is_listed_as_not_run(tmp_path):
     assert (
         "*inconclusive at this scale: not run*" in text and "python ablate.py claim qk-norm-rates --scale gpu" in text
     )
+
+
+@pytest.mark.parametrize("text", ['{"protocol":', "{}", "[]"])
+def test_a_damaged_result_is_named(text, tmp_path):
+    claim = CLAIMS["outliers"]
+    file = results_file(tmp_path, claim, "quick")
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"outliers\.json is not .*; run .* outliers --scale quick again"):
+        read_entries({claim.name: claim}, tmp_path)
+
+
+def test_claim_16_is_refuted_with_the_p_of_the_order_that_is_better():
+    """Of the other orders, one is better and one about equal."""
+    judgement = affine_and_order.judge(with_orders(affine_and_order.ARMS, 0.005, -0.05, 0.0005))
+    assert judgement.verdict == REFUTED and judgement.p is not None and judgement.p < 0.001
 
 
 # --- whole protocols at toy size -------------------------------------------------------------------------------------
