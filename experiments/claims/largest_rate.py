@@ -5,7 +5,7 @@ import math
 from matplotlib.figure import Figure
 
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
-from experiments.claims.runs import CPU_MODEL, Runs, geometric, make_grid, make_runs, unigram_loss
+from experiments.claims.runs import CLEARLY, CPU_MODEL, Runs, geometric, learned, make_grid, make_runs, unigram_loss
 from experiments.claims.verdict import ALPHA
 from experiments.statistics import estimate, holm
 
@@ -29,15 +29,15 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
 def largest_stable(measured: Measured, kind: str, init: str) -> dict[int, float]:
     """By seed, the highest rate before the first failure above a success. Half the lowest rate if all runs fail.
 
-    A run fails if it does not learn more than the frequencies of the bytes. Failures below all successes do not count:
-    those rates are too low for so few steps.
+    A run fails if it does not learn clearly more than the frequencies of the bytes. Failures below all successes do not
+    count: those rates are too low for so few steps.
     """
     runs = Runs(measured["runs"]).where(**KINDS[kind], init=init)
     found: dict[int, float] = {}
     for seed in {row["seed"] for row in runs.rows}:
         rows = sorted(runs.where(seed=seed).rows, key=lambda row: row["lr"])
         for row in rows:
-            if not row["diverged"] and row["val_loss"] < measured["unigram"]:
+            if learned(row, measured["unigram"]):
                 found[seed] = row["lr"]
             elif seed in found:
                 break
@@ -107,11 +107,12 @@ CLAIM = Claim(
     statement="Normalization permits higher learning rates and cares less about the initialization",
     source="article 003; ReZero is All You Need, arXiv 2003.04887",
     published="ReZero 56 % faster on enwik8",
-    rule="A run fails if it diverges, or ends above the loss of a model that knows only the frequencies of the bytes. "
-    "The largest stable rate of a seed is the last before the first failure, from the lowest rate that does not fail: "
-    "lower ones are too low for so few steps. Two comparisons, paired by seed (Holm): its logarithm with RMSNorm, "
-    "pre-norm, minus that without a norm, averaged over two inits; and the difference that the init makes to it, "
-    "without minus with the norm. Confirmed if both are above 0 (p < 0.05), refuted if either is below 0.",
+    rule=f"A run fails if it diverges, or does not end {CLEARLY} nats below the loss of a model that knows only "
+    "the frequencies of the bytes. The largest stable rate of a seed is the last before the first failure, from the "
+    "lowest rate that does not fail: lower ones are too low for so few steps. Two comparisons, paired by seed "
+    "(Holm): its logarithm with RMSNorm, pre-norm, minus that without a norm, averaged over two inits; and the "
+    "difference that the init makes to it, without minus with the norm. Confirmed if both are above 0 (p < 0.05), "
+    "refuted if either is below 0.",
     protocols={
         "cpu": Protocol(
             minutes=25,

@@ -40,6 +40,7 @@ GPU_RUN = (
     "--compile"
 )
 GPU_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
+CLEARLY = 0.1  # nats below `unigram_loss`: runs that learn only the frequencies end within 0.02 of it
 WIDEN = 2  # rates beyond the grid that are tried where an arm's best rate is its lowest or highest
 
 
@@ -144,6 +145,11 @@ def unigram_loss(val: np.ndarray) -> float:
     """Loss in nats per token of a model that knows the frequencies of `val`'s tokens and nothing else."""
     counts = np.unique(val, return_counts=True)[1]
     return float(-(counts / counts.sum() * np.log(counts / counts.sum())).sum())
+
+
+def learned(row: Mapping[str, Any], unigram: float) -> bool:
+    """Whether a run did not diverge and learned clearly more than the frequencies of the tokens."""
+    return not row["diverged"] and row["val_loss"] < unigram - CLEARLY
 
 
 def geometric(values: Iterable[float]) -> Estimate:

@@ -28,7 +28,7 @@ from experiments.claims import (
 )
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, SCALES, Lab
 from experiments.claims.document import NOT_RUN, read_entries, results_file, run_claim, to_markdown
-from experiments.claims.runs import best_variants, unigram_loss
+from experiments.claims.runs import best_variants, learned, unigram_loss
 
 ROOT = Path(__file__).parents[3]
 NOISE = (0.004, -0.006, 0.001, -0.003, 0.004)  # by seed; sums to 0
@@ -235,6 +235,11 @@ def test_largest_stable_rate_is_the_last_before_a_failure_above_a_success():
 def test_unigram_loss_is_the_entropy():
     tokens = np.array([5, 5, 7, 9])
     assert unigram_loss(tokens) == pytest.approx(1.5 * math.log(2))
+
+
+def test_a_run_near_the_unigram_loss_has_learned_nothing():
+    assert learned(run({}, 0, 2.8), unigram=3.0)
+    assert not learned(run({}, 0, 2.95), unigram=3.0) and not learned(run({}, 0, None), unigram=3.0)
 
 
 def test_best_variant_is_the_lowest_on_the_selection_seeds():
