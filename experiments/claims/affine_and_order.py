@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.figures import draw_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, Runs, make_runs, nats, paired
 from experiments.claims.verdict import ALPHA, p_above
@@ -59,10 +59,10 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
     return measured | {"orders": orders}
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgement(OPEN, "–", f"{runs.diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
     with_affine, without = (runs.of(arm) for arm in ARMS)
     affine = paired(without, with_affine)
     usual, *others = (measured["orders"][order] for order in ORDERS)
@@ -78,12 +78,12 @@ def judge(measured: Measured) -> Judgement:
     p_all = max(little, p_swapped, p_last)
     p_matters = 2 * min(p_above(affine, MARGIN), p_above([-value for value in affine], MARGIN))
     if better:
-        return Judgement(REFUTED, ours, "another order is better", min(better))
+        return Judgment(REFUTED, ours, "another order is better", min(better))
     if p_matters < ALPHA:
-        return Judgement(REFUTED, ours, f"scale and shift change the loss by more than {MARGIN}", p_matters)
+        return Judgment(REFUTED, ours, f"scale and shift change the loss by more than {MARGIN}", p_matters)
     if p_all < ALPHA:
-        return Judgement(CONFIRMED, ours, "scale and shift matter little, other orders are worse", p_all)
-    return Judgement(OPEN, ours, "not every part of the claim could be shown", p_all)
+        return Judgment(CONFIRMED, ours, "scale and shift matter little, other orders are worse", p_all)
+    return Judgment(OPEN, ours, "not every part of the claim could be shown", p_all)
 
 
 def plot(measured: Measured) -> Figure:

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_MODEL, Runs, make_runs, nats, paired
 from experiments.claims.verdict import ALPHA
@@ -22,10 +22,10 @@ def arm(norm: str, batch_size: str) -> dict[str, str]:
 ARMS = tuple(arm(norm, size) for size in SIZES for norm in ("layernorm", "batchnorm"))
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgement(OPEN, "–", f"{runs.diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
     penalty = {
         size: estimate(paired(runs.where(**arm("batchnorm", size)), runs.where(**arm("layernorm", size))))
         for size in SIZES
@@ -37,12 +37,12 @@ def judge(measured: Measured) -> Judgement:
     assert found.p is not None and small is not None
     ours = f"{nats(found)}; the penalty is {', '.join(f'{penalty[size]:+.3f} at {size}' for size in SIZES)}"
     if found.p < ALPHA and found.mean > 0:
-        return Judgement(CONFIRMED, ours, "BatchNorm's penalty is larger at batch size 2 than at 32", found.p)
+        return Judgment(CONFIRMED, ours, "BatchNorm's penalty is larger at batch size 2 than at 32", found.p)
     if found.p < ALPHA:
-        return Judgement(REFUTED, ours, "BatchNorm's penalty is smaller at batch size 2 than at 32", found.p)
+        return Judgment(REFUTED, ours, "BatchNorm's penalty is smaller at batch size 2 than at 32", found.p)
     if small < ALPHA:
-        return Judgement(REFUTED, ours, f"the penalties are equal within ±{MARGIN} (TOST)", small)
-    return Judgement(OPEN, ours, "the penalties may be equal", found.p)
+        return Judgment(REFUTED, ours, f"the penalties are equal within ±{MARGIN} (TOST)", small)
+    return Judgment(OPEN, ours, "the penalties may be equal", found.p)
 
 
 def plot(measured: Measured) -> Figure:

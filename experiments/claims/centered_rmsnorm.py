@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.initial import initial_model, random_batch
 from model import Llama, weights_by_role
 from norms import KINDS
@@ -89,23 +89,23 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     exact, rounded = ([row for row in measured["rows"] if row["dtype"] == dtype] for dtype in ("float64", "float32"))
     largest = max(max(row["logits"], row["gradients"]) for row in exact)
     uncentered = min(row["uncentered logits"] for row in exact)
     ours = f"relative difference in float64 at most {largest:.1e}; without centering at least {uncentered:.2g}"
     if largest > LARGE:
-        return Judgement(REFUTED, ours, f"a difference above {LARGE:g} is more than rounding")
+        return Judgment(REFUTED, ours, f"a difference above {LARGE:g} is more than rounding")
     if uncentered < 0.01:
-        return Judgement(OPEN, ours, "the models hardly differ without centering, so they show nothing")
+        return Judgment(OPEN, ours, "the models hardly differ without centering, so they show nothing")
     is_rounding = all(
         row[part] <= SLACK * SHRINKING * in_float32[part]
         for row, in_float32 in zip(exact, rounded, strict=True)
         for part in ("logits", "gradients")
     )
     if is_rounding:
-        return Judgement(CONFIRMED, ours, "the difference shrinks from float32 to float64 as rounding does")
-    return Judgement(OPEN, ours, "the difference is small, but does not shrink as rounding does")
+        return Judgment(CONFIRMED, ours, "the difference shrinks from float32 to float64 as rounding does")
+    return Judgment(OPEN, ours, "the difference is small, but does not shrink as rounding does")
 
 
 def plot(measured: Measured) -> Figure:

@@ -34,7 +34,7 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """A verdict, the figure that it rests on, and why."""
 
     verdict: Verdict
@@ -67,8 +67,8 @@ class Claim:
     rule: str
     protocols: Mapping[Scale, Protocol]
     measure: Callable[[Protocol, Lab], Measured]
-    judge: Callable[[Measured], Judgement]
+    judge: Callable[[Measured], Judgment]
     plot: Callable[[Measured], Figure]
 
 
-NOT_RUN = Judgement(OPEN, "–", "not run")
+NOT_RUN = Judgment(OPEN, "–", "not run")

@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> None:
         with locked(flags.runs):
             for claim in chosen:
                 lab = Lab(flags.runs, scale, flags.jobs, flags.threads, str(device), flags.cache_dir)
-                judgement = run_claim(claim, lab, flags.results)
-                print(f"{claim.number}. {claim.statement}: {judgement.verdict} ({judgement.ours}; {judgement.reason})")
+                judgment = run_claim(claim, lab, flags.results)
+                print(f"{claim.number}. {claim.statement}: {judgment.verdict} ({judgment.ours}; {judgment.reason})")
                 sys.stdout.flush()
     with bad_input():
         entries, folder = read_entries(claims, flags.results), flags.results.parent

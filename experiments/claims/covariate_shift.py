@@ -13,7 +13,7 @@ from torch import Tensor
 from data.batches import evaluation_batches, prepare
 from experiments.ablation.grid import MAX_SEEDS, SELECTION_SEEDS, next_lr, resolve_arms
 from experiments.ablation.outcome import Arm
-from experiments.claims.claim import OPEN, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import OPEN, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.figures import arms_of, labels
 from experiments.claims.runs import CPU_LRS, CPU_MODEL, WIDEN, Runs, nats, paired, ratio
 from experiments.claims.verdict import Comparison, all_of
@@ -121,11 +121,11 @@ def drift(before: Statistics, after: Statistics) -> float:
     return float(((var0 + squared) / var1 + (var1 + squared) / var0 - 2).mean() / 2)
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     baseline, compared = runs.where(**BASELINE), [runs.where(norm=norm) for norm in NORMS]
     if diverged := baseline.diverged + sum(arm.diverged for arm in compared):
-        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{diverged} runs diverged")
     comparisons, ours = [], []
     for norm, arm in zip(NORMS, compared, strict=True):
         log_drifts, losses = paired(arm, baseline, "log_drift"), paired(arm, baseline)

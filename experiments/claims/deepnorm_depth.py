@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.runs import CLEARLY, Runs, learned, make_grid, make_runs, unigram_loss
 from experiments.claims.verdict import ALPHA
 from experiments.statistics import fisher_p
@@ -40,7 +40,7 @@ def failures(measured: Measured) -> dict[tuple[str, int], tuple[float, int, int]
     return found
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     found = failures(measured)
     deepest = max(depth for _, depth in found)
     (_, post, n), (_, deep, m) = (found[placement, deepest] for placement in PLACEMENTS)
@@ -50,12 +50,12 @@ def judge(measured: Measured) -> Judgement:
         for depth in sorted({depth for _, depth in found})
     )
     if p < ALPHA and post > deep:
-        return Judgement(CONFIRMED, ours, f"with {deepest} blocks post-norm fails more often", p)
+        return Judgment(CONFIRMED, ours, f"with {deepest} blocks post-norm fails more often", p)
     if p < ALPHA:
-        return Judgement(REFUTED, ours, f"with {deepest} blocks DeepNorm fails more often", p)
+        return Judgment(REFUTED, ours, f"with {deepest} blocks DeepNorm fails more often", p)
     if post == deep == 0:
-        return Judgement(REFUTED, ours, f"post-norm trains with {deepest} blocks too", p)
-    return Judgement(OPEN, ours, "too few failures to tell", p)
+        return Judgment(REFUTED, ours, f"post-norm trains with {deepest} blocks too", p)
+    return Judgment(OPEN, ours, "too few failures to tell", p)
 
 
 def plot(measured: Measured) -> Figure:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.claims.claim import Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.initial import initial_model, random_batch, with_placements
 from experiments.claims.runs import geometric, ratio
 from experiments.claims.verdict import Comparison, all_of
@@ -57,7 +57,7 @@ def imbalance(measured: Measured, arm: str) -> list[float]:
     return [abs(math.log(value)) for value in gradient_ratios(measured, arm)]
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     right = imbalance(measured, "deepnorm")
     comparisons = [Comparison("DeepNorm balances gradients", right, "below", FAR)]
     for arm in WRONG:

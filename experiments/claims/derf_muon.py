@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from experiments.claims.claim import OPEN, Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import OPEN, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, NO_STATISTICS, Runs, make_runs, nats, paired
 from experiments.claims.verdict import Comparison, all_of
@@ -24,11 +24,11 @@ def split(measured: Measured) -> dict[tuple[str, str], Runs]:
     return runs
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = split(measured)
     diverged = sum(found.diverged for found in runs.values())
     if diverged:
-        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{diverged} runs diverged")
     wins, with_muon = (paired(runs["derf", optimizer], runs["rmsnorm", optimizer]) for optimizer in ("adamw", "muon"))
     loses = differences_of_differences(
         *(runs[norm, optimizer].losses() for optimizer in ("muon", "adamw") for norm in ("derf", "rmsnorm"))

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import platform
+import time
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.claims.claim import NOT_RUN, SCALES, Claim, Judgement, Lab, Measured, Protocol, Scale
+from experiments.claims.claim import NOT_RUN, SCALES, Claim, Judgment, Lab, Measured, Protocol, Scale
 from experiments.statistics import holm
 from runtime.device import describe
 from runtime.page import figure, markdown, page
@@ -34,9 +35,10 @@ def results_file(results: Path, claim: Claim, scale: Scale) -> Path:
     return results / scale / "claims" / f"{claim.name}.json"
 
 
-def run_claim(claim: Claim, lab: Lab, results: Path) -> Judgement:
+def run_claim(claim: Claim, lab: Lab, results: Path) -> Judgment:
     """Measure a claim at the lab's scale, and write its results and its figure. Returns the verdict."""
     protocol = claim.protocols[lab.scale]
+    started = time.monotonic()
     measured = claim.measure(protocol, lab)
     file = results_file(results, claim, lab.scale)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +47,7 @@ def run_claim(claim: Claim, lab: Lab, results: Path) -> Judgement:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "jobs": lab.jobs,
+        "seconds": round(time.monotonic() - started),  # less where finished runs were reused
     }
     content = {"environment": environment, "protocol": dataclasses.asdict(protocol), "measured": measured}
     write_atomically(file, json.dumps(content, indent=1) + "\n")
@@ -68,7 +71,7 @@ def read_results(results: Path, claim: Claim, scale: Scale) -> dict[str, Any]:
         raise ValueError(f"{file} is not JSON; {again}") from error
     if not isinstance(content, dict) or not content.keys() >= {"environment", "protocol", "measured"}:
         raise ValueError(f"{file} is not the result of a claim; {again}")
-    if content["protocol"] != as_json(claim.protocols[scale]):
+    if {**content["protocol"], "minutes": 0} != as_json(dataclasses.replace(claim.protocols[scale], minutes=0)):
         raise ValueError(f"{file} was measured with another protocol; {again}")
     return content
 
@@ -86,13 +89,13 @@ class Entry:
 
     claim: Claim
     scale: Scale
-    judgement: Judgement
+    judgment: Judgment
     p_over_all: float | None
     content: dict[str, Any]  # of the results file; empty if not run
 
     @property
     def verdict(self) -> str:
-        return self.judgement.verdict + ("" if self.content else ": not run")
+        return self.judgment.verdict + ("" if self.content else ": not run")
 
     @property
     def command(self) -> str:
@@ -101,17 +104,17 @@ class Entry:
 
 def read_entries(claims: dict[str, Claim], results: Path) -> list[Entry]:
     """Every claim at every scale that it has a protocol for."""
-    found: list[tuple[Claim, Scale, Judgement, dict[str, Any]]] = []
+    found: list[tuple[Claim, Scale, Judgment, dict[str, Any]]] = []
     for claim in claims.values():
         for scale in SCALES:
             if scale in claim.protocols:
                 done = results_file(results, claim, scale).exists()
                 content = read_results(results, claim, scale) if done else {}
                 found.append((claim, scale, claim.judge(content["measured"]) if done else NOT_RUN, content))
-    corrected = holm([judgement.p for _, _, judgement, _ in found])
+    corrected = holm([judgment.p for _, _, judgment, _ in found])
     return [
-        Entry(claim, scale, judgement, p, content)
-        for (claim, scale, judgement, content), p in zip(found, corrected, strict=True)
+        Entry(claim, scale, judgment, p, content)
+        for (claim, scale, judgment, content), p in zip(found, corrected, strict=True)
     ]
 
 
@@ -153,15 +156,15 @@ def summary(entries: list[Entry]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for entry in entries:
-        claim, judgement = entry.claim, entry.judgement
+        claim, judgment = entry.claim, entry.judgment
         cells = [
             f"[{claim.number}](#{claim.name})",
             claim.statement,
             claim.published,
-            judgement.ours,
+            judgment.ours,
             f"*{entry.verdict}*",
             entry.scale,
-            format_p(judgement.p),
+            format_p(judgment.p),
             format_p(entry.p_over_all),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -180,7 +183,7 @@ def findings(entry: Entry) -> list[str]:
     environment = entry.content["environment"]
     return [
         f"**{entry.scale}: {entry.verdict}**",
-        f"{entry.judgement.ours}: {entry.judgement.reason}.",
+        f"{entry.judgment.ours}: {entry.judgment.reason}.",
         f"{repeat} Measured on {environment['device']}, torch {environment['torch']}.",
     ]
 

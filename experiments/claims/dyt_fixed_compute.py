@@ -1,6 +1,6 @@
 """Claim 20. DyT is worse at fixed compute."""
 
-from experiments.claims.claim import Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import arms_of, plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, NO_STATISTICS, Runs, make_runs, paired
 from experiments.claims.verdict import lower
@@ -12,7 +12,7 @@ ARMS = (
 )
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     rmsnorm, dyt = (runs.of(arm) for arm in arms_of(measured))
     return lower(paired(rmsnorm, dyt), MARGIN, runs.diverged)

@@ -1,6 +1,6 @@
 """Claim 9. DyT can replace the norm."""
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import GPU_LRS, GPU_RUN, NO_STATISTICS, Runs, make_runs, nats, paired
 from experiments.claims.verdict import ALPHA, p_above
@@ -19,10 +19,10 @@ def arm(norm: str, steps: str) -> dict[str, str]:
 ARMS = tuple(arm(norm, steps) for steps in LENGTHS for norm in ("rmsnorm", *(f"dyt:alpha={alpha}" for alpha in ALPHAS)))
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgement(OPEN, "–", f"{runs.diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
     found, as_good, worse = {}, [], []
     for steps in LENGTHS:
         both = runs.where(steps=steps)
@@ -36,10 +36,10 @@ def judge(measured: Measured) -> Judgement:
     p_worse = min(p for p in holm(worse) if p is not None)
     ours = "; ".join(f"{nats(found[steps, 'val_loss'])} after {steps} steps" for steps in LENGTHS)
     if p_good < ALPHA:
-        return Judgement(CONFIRMED, ours, f"no worse, up to {MARGIN}, at both lengths and checkpoints", p_good)
+        return Judgment(CONFIRMED, ours, f"no worse, up to {MARGIN}, at both lengths and checkpoints", p_good)
     if p_worse < ALPHA:
-        return Judgement(REFUTED, ours, f"worse by more than {MARGIN} in one of the four", p_worse)
-    return Judgement(OPEN, ours, f"may be worse by {MARGIN}", p_good)
+        return Judgment(REFUTED, ours, f"worse by more than {MARGIN} in one of the four", p_worse)
+    return Judgment(OPEN, ours, f"may be worse by {MARGIN}", p_good)
 
 
 CLAIM = Claim(

@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.initial import initial_model, random_batch, with_norms
 from model import Llama
 from norms.numerics import upcast
@@ -84,7 +84,7 @@ def finite_at_zero(norm: type[RMSNorm]) -> bool:
     return bool(gradient.isfinite().all())
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     far, near = [], []
     for row in measured["rows"]:
         distance, difference = row["rms"] / math.sqrt(row["eps"]), max(row["output"], row["gradient"])
@@ -93,19 +93,19 @@ def judge(measured: Measured) -> Judgement:
         elif distance <= NEAR * (1 + 1e-9):
             near.append(difference)
     if not far or not near:
-        return Judgement(OPEN, "–", "the grid lacks inputs far from zero or near it")
+        return Judgment(OPEN, "–", "the grid lacks inputs far from zero or near it")
     finite = measured["finite gradient at zero"]
     ours = (
         f"from an RMS of {FAR}√ε on at most {max(far):.2%}, up to √ε at least {min(near):.0%}; gradient at a zero row "
         f"{'finite' if finite['RMSNorm'] else 'NaN'} inside, {'finite' if finite['EpsOutside'] else 'NaN'} outside"
     )
     if max(far) > MATTERS:
-        return Judgement(REFUTED, ours, "it matters far from zero")
+        return Judgment(REFUTED, ours, "it matters far from zero")
     if max(near) <= MATTERS and finite["RMSNorm"] == finite["EpsOutside"]:
-        return Judgement(REFUTED, ours, "it does not matter near zero either")
+        return Judgment(REFUTED, ours, "it does not matter near zero either")
     if min(near) > MATTERS and finite["RMSNorm"] and not finite["EpsOutside"]:
-        return Judgement(CONFIRMED, ours, f"the difference exceeds {MATTERS:.0%} near zero only")
-    return Judgement(OPEN, ours, "near zero it matters in a part of the cases")
+        return Judgment(CONFIRMED, ours, f"the difference exceeds {MATTERS:.0%} near zero only")
+    return Judgment(OPEN, ours, "near zero it matters in a part of the cases")
 
 
 def plot(measured: Measured) -> Figure:

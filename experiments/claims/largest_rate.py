@@ -4,7 +4,7 @@ import math
 
 from matplotlib.figure import Figure
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.runs import CLEARLY, CPU_MODEL, Runs, geometric, learned, make_grid, make_runs, unigram_loss
 from experiments.claims.verdict import ALPHA
 from experiments.statistics import estimate, holm
@@ -45,7 +45,7 @@ def largest_stable(measured: Measured, kind: str, init: str) -> dict[int, float]
     return found
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     rates = {(kind, init): largest_stable(measured, kind, init) for kind in KINDS for init in INITS}
     seeds = sorted(rates["pre", "normal"])
     over = [
@@ -69,14 +69,14 @@ def judge(measured: Measured) -> Judgement:
         f"{math.exp(sum(spread('none', seed) for seed in seeds) / len(seeds)):.1f} without (n = {len(seeds)})"
     )
     if p_higher < ALPHA and higher.mean < 0:
-        return Judgement(REFUTED, ours, "the norm needs lower rates", p_higher)
+        return Judgment(REFUTED, ours, "the norm needs lower rates", p_higher)
     if p_cares < ALPHA and cares.mean < 0:
-        return Judgement(REFUTED, ours, "with the norm, the initialization matters more", p_cares)
+        return Judgment(REFUTED, ours, "with the norm, the initialization matters more", p_cares)
     if p_higher < ALPHA and p_cares < ALPHA:
-        return Judgement(CONFIRMED, ours, "higher rates, and less difference between the inits", max(p_higher, p_cares))
+        return Judgment(CONFIRMED, ours, "higher rates, and less difference between the inits", max(p_higher, p_cares))
     if p_higher < ALPHA:
-        return Judgement(OPEN, ours, "higher rates, but the inits may matter as much", p_cares)
-    return Judgement(OPEN, ours, "the largest rates may be equal", p_higher)
+        return Judgment(OPEN, ours, "higher rates, but the inits may matter as much", p_cares)
+    return Judgment(OPEN, ours, "the largest rates may be equal", p_higher)
 
 
 def plot(measured: Measured) -> Figure:
@@ -106,7 +106,7 @@ CLAIM = Claim(
     name="largest-rate",
     statement="Normalization permits higher learning rates and cares less about the initialization",
     source="article 003; ReZero is All You Need, arXiv 2003.04887",
-    published="ReZero 56 % faster on enwik8",
+    published="ReZero 56% faster on enwik8",
     rule=f"A run fails if it diverges, or does not end {CLEARLY} nats below the loss of a model that knows only "
     "the frequencies of the bytes. The largest stable rate of a seed is the last before the first failure, from the "
     "lowest rate that does not fail: lower ones are too low for so few steps. Two comparisons, paired by seed "

@@ -1,6 +1,6 @@
 """Claim 8. LNS helps, but not more than depth-scaled initialization does."""
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import GPU_LRS, GPU_RUN, Runs, make_runs, nats, paired
 from experiments.claims.verdict import ALPHA
@@ -12,22 +12,22 @@ SCALED = {"norm": "rmsnorm", "placement": "pre", "depth_scaled_init": "true"}
 LNS = {"norm": "rmsnorm", "placement": "lns", "depth_scaled_init": "false"}  # scales by depth itself
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgement(OPEN, "–", f"{runs.diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
     lns, plain, scaled = (runs.where(**arm) for arm in (LNS, PLAIN, SCALED))
     helps, more = estimate(paired(lns, plain)), estimate(paired(lns, scaled))
     p_helps, p_more = holm([helps.p, more.p])
     assert p_helps is not None and p_more is not None
     ours = f"LNS minus pre-norm {nats(helps)}; minus pre-norm with depth-scaled init {nats(more)}"
     if p_helps < ALPHA and helps.mean > 0:
-        return Judgement(REFUTED, ours, "LNS is worse than pre-norm", p_helps)
+        return Judgment(REFUTED, ours, "LNS is worse than pre-norm", p_helps)
     if p_more < ALPHA and more.mean < 0:
-        return Judgement(REFUTED, ours, "LNS is better than depth-scaled init too", p_more)
+        return Judgment(REFUTED, ours, "LNS is better than depth-scaled init too", p_more)
     if p_helps < ALPHA and more.low > -MARGIN:
-        return Judgement(CONFIRMED, ours, "LNS is better than pre-norm, and not than depth-scaled init", p_helps)
-    return Judgement(OPEN, ours, "the differences may be 0", p_helps)
+        return Judgment(CONFIRMED, ours, "LNS is better than pre-norm, and not than depth-scaled init", p_helps)
+    return Judgment(OPEN, ours, "the differences may be 0", p_helps)
 
 
 CLAIM = Claim(

@@ -1,6 +1,6 @@
 """Claim 19. nGPT needs 4 to 20 times fewer steps."""
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, make_runs, nats, paired
 from experiments.claims.verdict import ALPHA, p_above
@@ -16,10 +16,10 @@ def arms(steps: int) -> tuple[dict[str, str], ...]:
     return {"norm": "rmsnorm", "placement": "pre"}, ngpt, *(ngpt | less for less in shorter)
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgement(OPEN, "–", f"{runs.diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
     ngpt = runs.where(placement="ngpt")
     lengths = sorted({int(row["step"]) for row in ngpt.rows})
     differences = {length: paired(ngpt.where(step=length), runs.where(placement="pre")) for length in lengths}
@@ -30,10 +30,10 @@ def judge(measured: Measured) -> Judgement:
     assert p_worse is not None and p_good is not None
     ours = "nGPT minus pre-norm: " + ", ".join(f"{nats(found[length])} with {length} steps" for length in lengths)
     if p_good < ALPHA:
-        return Judgement(CONFIRMED, ours, f"a quarter of the steps is no worse, up to {MARGIN}", p_good)
+        return Judgment(CONFIRMED, ours, f"a quarter of the steps is no worse, up to {MARGIN}", p_good)
     if p_worse < ALPHA:
-        return Judgement(REFUTED, ours, f"a quarter of the steps is worse by more than {MARGIN}", p_worse)
-    return Judgement(OPEN, ours, "a quarter of the steps may be as good", p_worse)
+        return Judgment(REFUTED, ours, f"a quarter of the steps is worse by more than {MARGIN}", p_worse)
+    return Judgment(OPEN, ours, "a quarter of the steps may be as good", p_worse)
 
 
 CLAIM = Claim(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data.batches import evaluation_batches
 from experiments.ablation.grid import Cell
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, make_grid, make_runs
 from experiments.statistics import estimate
 from model import Llama
@@ -48,16 +48,16 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
     return measured | {"dim": config.dim, "start": list(start.values()), "end": list(end.values())}
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     random = 1 / math.sqrt(measured["dim"])
     start, found = (estimate([mean(blocks) / random for blocks in measured[when]]) for when in ("start", "end"))
     p = estimate([mean(blocks) / random - FACTOR for blocks in measured["end"]]).p
     ours = f"{found:.2f} times 1/√d after training (n = {found.n}), {start.mean:.2f} at initialization"
     if found.high < FACTOR:
-        return Judgement(CONFIRMED, ours, f"below {FACTOR} times the cosine of a random direction", p)
+        return Judgment(CONFIRMED, ours, f"below {FACTOR} times the cosine of a random direction", p)
     if found.low > FACTOR:
-        return Judgement(REFUTED, ours, f"above {FACTOR} times the cosine of a random direction", p)
-    return Judgement(OPEN, ours, f"the interval contains {FACTOR}", p)
+        return Judgment(REFUTED, ours, f"above {FACTOR} times the cosine of a random direction", p)
+    return Judgment(OPEN, ours, f"the interval contains {FACTOR}", p)
 
 
 def plot(measured: Measured) -> Figure:

@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from experiments.claims.claim import Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.verdict import Comparison, all_of
 from experiments.statistics import estimate
 from norms import build_norm
@@ -45,7 +45,7 @@ def values(measured: Measured, norm: str, size: float, name: str) -> list[float]
     return [row[name] for row in measured["rows"] if (row["norm"], row["size"]) == (norm, size)]
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     rmsnorm, layernorm = (values(measured, norm, JUDGED, "left") for norm in NORMS)
     differences = [ours - theirs for ours, theirs in zip(rmsnorm, layernorm, strict=True)]
     shifts = [mean(values(measured, norm, JUDGED, "shift")) for norm in NORMS]

@@ -2,9 +2,21 @@
 
 from matplotlib.figure import Figure
 
-from experiments.claims.claim import OPEN, Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import OPEN, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.figures import arms_of, plot_differences
-from experiments.claims.runs import CPU_LRS, DEEP_RUN, GPU_LRS, GPU_RUN, Losses, Runs, make_runs, nats
+from experiments.claims.runs import (
+    CPU_LRS,
+    DEEP_RUN,
+    GPU_LRS,
+    GPU_RUN,
+    Losses,
+    Runs,
+    learned,
+    make_grid,
+    make_runs,
+    nats,
+    unigram_loss,
+)
 from experiments.claims.verdict import Comparison, all_of
 from experiments.statistics import differences_of_differences, estimate
 
@@ -18,10 +30,16 @@ def arms(warmup: int) -> tuple[dict[str, str], ...]:
     )
 
 
-def judge(measured: Measured) -> Judgement:
+def measure(protocol: Protocol, lab: Lab) -> Measured:
+    """The runs, and the loss of a model that knows the frequencies of the bytes only."""
+    val = make_grid(protocol, lab).data.val.tokens
+    return make_runs(protocol, lab) | {"unigram": unigram_loss(val)}
+
+
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgement(OPEN, "–", f"{runs.diverged} runs diverged even at the best learning rate of their arm")
+        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged even at the best learning rate of their arm")
     losses: dict[tuple[str, bool], Losses] = {}
     for placement in ("pre", "post"):
         for row in runs.where(placement=placement).rows:
@@ -33,6 +51,9 @@ def judge(measured: Measured) -> Judgement:
         f"post minus pre without warm-up {nats(estimate(gap))}; what warm-up takes from post's loss minus what it "
         f"takes from pre's {nats(estimate(need))}"
     )
+    for placement in ("pre", "post"):
+        if not any(learned(row, measured["unigram"]) for row in runs.where(placement=placement).rows):
+            return Judgment(OPEN, ours, f"{placement}-norm learned only the frequencies of the bytes, with and without")
     comparisons = [
         Comparison("post-norm is worse without warm-up", gap, "above"),
         Comparison("warm-up helps post-norm more", need, "above"),
@@ -56,12 +77,13 @@ CLAIM = Claim(
     rule="Pre- and post-norm, with a warm-up of a tenth of the steps and without, each at its best learning rate; 12 "
     "blocks, Xavier init. Two comparisons, paired by seed (Holm): post minus pre without warm-up, and the interaction: "
     "what warm-up takes from post's loss minus what it takes from pre's. Confirmed if both are above 0 (p < 0.05), "
-    "refuted if either is below 0.",
+    "refuted if either is below 0, "
+    "open if one of the placements learns only the frequencies of the bytes.",
     protocols={
         "cpu": Protocol(minutes=35, flags=DEEP_RUN, arms=arms(20), lrs=CPU_LRS),
         "gpu": Protocol(minutes=900, flags=f"{GPU_RUN} --layers 12 --init xavier", arms=arms(200), lrs=GPU_LRS),
     },
-    measure=make_runs,
+    measure=measure,
     judge=judge,
     plot=plot,
 )

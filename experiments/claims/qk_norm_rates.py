@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data.batches import evaluation_batches
 from experiments.ablation.grid import Cell
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.runs import GPU_RUN, Runs, geometric, make_grid, make_runs
 from experiments.claims.verdict import ALPHA
 from experiments.statistics import equivalence_p
@@ -67,7 +67,7 @@ def stable_range(measured: Measured, qk_norm: str) -> dict[int, float]:
     return ranges
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     without, with_norm = (stable_range(measured, qk_norm) for qk_norm in ("none", "head"))
     ratios = [with_norm[seed] / without[seed] for seed in sorted(without)]
     found, equal = geometric(ratios), equivalence_p([math.log(ratio) for ratio in ratios], math.log(FACTOR))
@@ -78,10 +78,10 @@ def judge(measured: Measured) -> Judgement:
     )
     if found.p < ALPHA:
         verdict = CONFIRMED if found.mean > 0 else REFUTED
-        return Judgement(verdict, ours, f"the range is {'wider' if found.mean > 0 else 'narrower'}", found.p)
+        return Judgment(verdict, ours, f"the range is {'wider' if found.mean > 0 else 'narrower'}", found.p)
     if equal < ALPHA:
-        return Judgement(REFUTED, ours, f"the ranges are equal within a factor of {FACTOR} (TOST)", equal)
-    return Judgement(OPEN, ours, "the ranges may be equal", found.p)
+        return Judgment(REFUTED, ours, f"the ranges are equal within a factor of {FACTOR} (TOST)", equal)
+    return Judgment(OPEN, ours, "the ranges may be equal", found.p)
 
 
 def plot(measured: Measured) -> Figure:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from data.batches import evaluation_batches
 from experiments.ablation.grid import Cell
 from experiments.ablation.outcome import Arm
-from experiments.claims.claim import Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.initial import initial_model, random_batch
 from experiments.claims.runs import DEEP_RUN, Runs, make_grid, make_runs
 from experiments.claims.verdict import Comparison, all_of
@@ -67,7 +67,7 @@ def exponents(measured: Measured, placement: str, condition: str) -> list[float]
     ]
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     found = {arm["placement"]: exponents(measured, arm["placement"], measured["judged"]) for arm in ARMS}
     pre = found["pre"]
     comparisons = [Comparison("pre-norm grows", pre, "above")]

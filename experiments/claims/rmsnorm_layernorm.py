@@ -1,6 +1,6 @@
 """Claim 1. RMSNorm is as good as LayerNorm."""
 
-from experiments.claims.claim import Claim, Judgement, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, make_runs, paired
 from experiments.claims.verdict import equal_within
@@ -9,7 +9,7 @@ MARGIN = 0.02  # nats per token
 ARMS = ({"norm": "layernorm", "placement": "pre"}, {"norm": "rmsnorm", "placement": "pre"})
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     differences = paired(runs.where(norm="rmsnorm"), runs.where(norm="layernorm"))
     return equal_within(differences, MARGIN, runs.diverged)

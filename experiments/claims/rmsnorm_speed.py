@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.benchmarks import DTYPES, StepConfig, compile_norm, forward_backward, make_step, time_alternately
-from experiments.claims.claim import Claim, Judgement, Lab, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.initial import with_norms
 from experiments.claims.runs import geometric, ratio
 from experiments.claims.verdict import Comparison, all_of
@@ -91,7 +91,7 @@ def time_pair(pair: Pair, rounds: int, device: torch.device, swap: bool) -> floa
     return seconds["rmsnorm"] / seconds["layernorm"]
 
 
-def judge(measured: Measured) -> Judgement:
+def judge(measured: Measured) -> Judgment:
     logarithms = {name: [math.log(value) for value in values] for name, values in measured["ratios"].items()}
     comparisons = [Comparison(name, values, "below", math.log(FASTER)) for name, values in logarithms.items()]
     steps = "; ".join(f"{name} {ratio(estimate(values))}" for name, values in logarithms.items() if "step" in name)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Judgement, Verdict
+from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Judgment, Verdict
 from experiments.claims.runs import nats
 from experiments.statistics import equivalence_p, estimate, holm, noninferiority_p
 
@@ -21,7 +21,7 @@ class Comparison:
     threshold: float = 0.0
 
 
-def all_of(comparisons: Sequence[Comparison], ours: str) -> Judgement:
+def all_of(comparisons: Sequence[Comparison], ours: str) -> Judgment:
     """Confirmed if each mean is on its stated side, refuted if one is on the other side, else open.
 
     By two-sided t tests against the thresholds, corrected with Holm's method.
@@ -33,25 +33,25 @@ def all_of(comparisons: Sequence[Comparison], ours: str) -> Judgement:
         stated = (difference.mean > 0) == (each.side == "above")
         p_values[OPEN if p >= ALPHA else CONFIRMED if stated else REFUTED][each.name] = p
     if refuted := p_values[REFUTED]:
-        return Judgement(REFUTED, ours, f"does not hold: {'; '.join(refuted)}", min(refuted.values()))
+        return Judgment(REFUTED, ours, f"does not hold: {'; '.join(refuted)}", min(refuted.values()))
     if undecided := p_values[OPEN]:
-        return Judgement(OPEN, ours, f"undecided: {'; '.join(undecided)}", max(undecided.values()))
+        return Judgment(OPEN, ours, f"undecided: {'; '.join(undecided)}", max(undecided.values()))
     confirmed = p_values[CONFIRMED]
-    return Judgement(CONFIRMED, ours, f"holds: {'; '.join(confirmed)}", max(confirmed.values()))
+    return Judgment(CONFIRMED, ours, f"holds: {'; '.join(confirmed)}", max(confirmed.values()))
 
 
-def equal_within(differences: Sequence[float], margin: float, diverged: int) -> Judgement:
+def equal_within(differences: Sequence[float], margin: float, diverged: int) -> Judgment:
     """Confirmed if the difference is within ± `margin` (TOST), refuted if its interval lies outside, else open."""
     if diverged or len(differences) < 2:
-        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{diverged} runs diverged")
     found, inside = estimate(differences), equivalence_p(differences, margin)
     outside = 2 * min(p_above(differences, margin), p_above([-value for value in differences], margin))
     assert inside is not None
     if inside < ALPHA:
-        return Judgement(CONFIRMED, nats(found), f"the difference is within ±{margin:g} (TOST)", inside)
+        return Judgment(CONFIRMED, nats(found), f"the difference is within ±{margin:g} (TOST)", inside)
     if outside < ALPHA:
-        return Judgement(REFUTED, nats(found), f"the difference is outside ±{margin:g}", outside)
-    return Judgement(OPEN, nats(found), f"the interval is neither within nor outside ±{margin:g}", inside)
+        return Judgment(REFUTED, nats(found), f"the difference is outside ±{margin:g}", outside)
+    return Judgment(OPEN, nats(found), f"the interval is neither within nor outside ±{margin:g}", inside)
 
 
 def p_above(differences: Sequence[float], margin: float) -> float:
@@ -61,16 +61,16 @@ def p_above(differences: Sequence[float], margin: float) -> float:
     return p
 
 
-def lower(differences: Sequence[float], margin: float, diverged: int) -> Judgement:
+def lower(differences: Sequence[float], margin: float, diverged: int) -> Judgment:
     """Confirmed if the differences are below 0, refuted if they are above 0 or shown to be within ± `margin` (TOST)."""
     if diverged or len(differences) < 2:
-        return Judgement(OPEN, "–", f"{diverged} runs diverged")
+        return Judgment(OPEN, "–", f"{diverged} runs diverged")
     found, small = estimate(differences), equivalence_p(differences, margin)
     assert found.p is not None and small is not None
     if found.p < ALPHA and found.mean < 0:
-        return Judgement(CONFIRMED, nats(found), "the difference is below 0", found.p)
+        return Judgment(CONFIRMED, nats(found), "the difference is below 0", found.p)
     if found.p < ALPHA:
-        return Judgement(REFUTED, nats(found), "the difference is above 0", found.p)
+        return Judgment(REFUTED, nats(found), "the difference is above 0", found.p)
     if small < ALPHA:
-        return Judgement(REFUTED, nats(found), f"the difference is within ±{margin:g} (TOST)", small)
-    return Judgement(OPEN, nats(found), "the interval contains 0, and differences beyond the margin", found.p)
+        return Judgment(REFUTED, nats(found), f"the difference is within ±{margin:g} (TOST)", small)
+    return Judgment(OPEN, nats(found), "the interval contains 0, and differences beyond the margin", found.p)

@@ -130,9 +130,9 @@ CASES: dict[str, dict[str, Any]] = {  # by claim: measurements for each verdict
         OPEN: shifted(ARMS_1, 0, 0.005, spread=SPREAD),
     },
     "prenorm-stability": {  # pre and post with warm-up, pre and post without
-        CONFIRMED: shifted(ARMS_4, 0, 0.01, 0, 0.2),
-        REFUTED: shifted(ARMS_4, 0, 0, 0, -0.1),
-        OPEN: shifted(ARMS_4, 0, 0.1, 0, 0.1),
+        CONFIRMED: shifted(ARMS_4, 0, 0.01, 0, 0.2) | {"unigram": 3.0},
+        REFUTED: shifted(ARMS_4, 0, 0, 0, -0.1) | {"unigram": 3.0},
+        OPEN: shifted(ARMS_4, 0, 0.1, 0, 0.1) | {"unigram": 3.0},
     },
     "deepnorm-depth": {
         CONFIRMED: depth_failures(5, 0),
@@ -196,10 +196,10 @@ CLAIMS = load_claims()
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("verdict", [CONFIRMED, REFUTED, OPEN])
 def test_rule(name, verdict):
-    judgement = CLAIMS[name].judge(CASES[name][verdict])
-    assert judgement.verdict == verdict, judgement
-    assert judgement.ours != "–" and judgement.reason
-    assert judgement.p is None or (judgement.p < 0.05) == (verdict != OPEN) or "too" in judgement.reason
+    judgment = CLAIMS[name].judge(CASES[name][verdict])
+    assert judgment.verdict == verdict, judgment
+    assert judgment.ours != "–" and judgment.reason
+    assert judgment.p is None or (judgment.p < 0.05) == (verdict != OPEN) or "too" in judgment.reason
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -215,8 +215,13 @@ def test_a_diverged_run_is_never_left_out_silently(name):
     """Where losses are averaged, one diverged run leaves the claim open."""
     measured = CASES[name][CONFIRMED]
     first, *rest = measured["runs"]
-    judgement = CLAIMS[name].judge(measured | {"runs": [first | {"diverged": True, "val_loss": None}, *rest]})
-    assert judgement.verdict == OPEN and "1 runs diverged" in judgement.reason
+    judgment = CLAIMS[name].judge(measured | {"runs": [first | {"diverged": True, "val_loss": None}, *rest]})
+    assert judgment.verdict == OPEN and "1 runs diverged" in judgment.reason
+
+
+def test_warmup_is_not_judged_where_post_norm_learned_nothing():
+    judgment = CLAIMS["prenorm-stability"].judge(shifted(ARMS_4, 0, 1, 0, 1.2) | {"unigram": 2.8})
+    assert judgment.verdict == OPEN and "post-norm learned only" in judgment.reason
 
 
 # --- what the rules rest on ------------------------------------------------------------------------------------------
@@ -265,7 +270,7 @@ def test_claims_are_numbered_and_named_once():
 
 def test_a_claim_without_results_is_listed_as_not_run(tmp_path):
     entries = read_entries({"qk-norm-rates": CLAIMS["qk-norm-rates"]}, tmp_path)
-    assert [(entry.judgement, entry.verdict) for entry in entries] == [(NOT_RUN, f"{OPEN}: not run")]
+    assert [(entry.judgment, entry.verdict) for entry in entries] == [(NOT_RUN, f"{OPEN}: not run")]
     text = to_markdown(entries)
     assert (
         "*inconclusive at this scale: not run*" in text and "python ablate.py claim qk-norm-rates --scale gpu" in text
@@ -284,8 +289,8 @@ def test_a_damaged_result_is_named(text, tmp_path):
 
 def test_claim_16_is_refuted_with_the_p_of_the_order_that_is_better():
     """Of the other orders, one is better and one about equal."""
-    judgement = affine_and_order.judge(with_orders(affine_and_order.ARMS, 0.005, -0.05, 0.0005))
-    assert judgement.verdict == REFUTED and judgement.p is not None and judgement.p < 0.001
+    judgment = affine_and_order.judge(with_orders(affine_and_order.ARMS, 0.005, -0.05, 0.0005))
+    assert judgment.verdict == REFUTED and judgment.p is not None and judgment.p < 0.001
 
 
 # --- whole protocols at toy size -------------------------------------------------------------------------------------
@@ -305,13 +310,13 @@ def test_a_protocol_runs_from_its_flags_to_a_verdict(name, scale, tmp_path_facto
     protocol = replace(whole, flags=f"{whole.flags} {TOY}", lrs=lrs, seeds=2)
     claim = replace(CLAIMS[name], protocols={scale: protocol})
     folder = tmp_path_factory.getbasetemp() / "claims"
-    judgement = run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results")
-    assert judgement.verdict in (CONFIRMED, REFUTED, OPEN)
+    judgment = run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results")
+    assert judgment.verdict in (CONFIRMED, REFUTED, OPEN)
     (entry,) = read_entries({name: claim}, folder / "results")
-    assert entry.judgement == judgement
+    assert entry.judgment == judgment
     assert results_file(folder / "results", claim, scale).with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("checkpoints")}
-    assert run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results") == judgement
+    assert run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results") == judgment
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("checkpoints")}
 
 

@@ -29,9 +29,9 @@ NOISE = (0.98, 0.99, 1.0, 1.01, 1.02)  # between seeds or groups of rounds
 def test_rule_of_rmsnorm_speed(plain, compiled, expected):
     middle = {"plain, norm forward": 0.6, "plain, training step": plain, "compiled, training step": compiled}
     measured = {"ratios": {name: [value * noise for noise in NOISE] for name, value in middle.items()}}
-    judgement = SPEED.judge(json.loads(json.dumps(measured)))
-    assert judgement.verdict == expected
-    assert "norm forward" not in judgement.ours and f"compiled, training step {compiled:.3g} [" in judgement.ours
+    judgment = SPEED.judge(json.loads(json.dumps(measured)))
+    assert judgment.verdict == expected
+    assert "norm forward" not in judgment.ours and f"compiled, training step {compiled:.3g} [" in judgment.ours
 
 
 def shift(drift_ratio: float, loss_difference: float, diverged: bool = False) -> dict:

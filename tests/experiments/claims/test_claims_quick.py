@@ -244,8 +244,8 @@ def test_a_smaller_run_is_judged_and_drawn_from_its_results_file(name, tmp_path)
     settings = {key: settings.get(key, value) for key, value in protocol.settings.items()}
     small = replace(protocol, flags=protocol.flags.replace("--layers 48", "--layers 3"), seeds=2, settings=settings)
     claim = replace(CLAIMS[name], protocols={"quick": small})
-    judgement = run_claim(claim, Lab(tmp_path, "quick"), tmp_path)
-    assert judgement == claim.judge(read_results(tmp_path, claim, "quick")["measured"])
+    judgment = run_claim(claim, Lab(tmp_path, "quick"), tmp_path)
+    assert judgment == claim.judge(read_results(tmp_path, claim, "quick")["measured"])
     assert (tmp_path / "quick" / "claims" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
