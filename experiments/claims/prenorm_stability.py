@@ -53,7 +53,7 @@ def judge(measured: Measured) -> Judgment:
     )
     for placement in ("pre", "post"):
         if not any(learned(row, measured["unigram"]) for row in runs.where(placement=placement).rows):
-            return Judgment(OPEN, ours, f"{placement}-norm learned only the frequencies of the bytes, with and without")
+            return Judgment(OPEN, ours, f"{placement}-norm learned only the frequencies of the bytes, warm-up or not")
     comparisons = [
         Comparison("post-norm is worse without warm-up", gap, "above"),
         Comparison("warm-up helps post-norm more", need, "above"),
