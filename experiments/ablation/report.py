@@ -1,171 +1,146 @@
-"""The tables of an ablation: what they show of means, differences, interactions, costs and learning rates."""
+"""The report of an ablation: its sections in order, written as Markdown, CSV and LaTeX."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from experiments.ablation.comparison import ArmResult, Finding, Interaction, Outcomes, cells_by_arm, ended
-from experiments.ablation.costs import Cost, EqualCost
-from experiments.ablation.grid import Cell
-from experiments.ablation.outcome import Arm, final_bpb
-from experiments.ablation.tables import Table
+import torch
 
-NONE = "–"
-INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
-EDGE = "(edge)"  # beside a learning rate that is the lowest or the highest an arm has tried
+from experiments.ablation.comparison import ArmResult, Interaction, compare, interactions
+from experiments.ablation.costs import at_equal, costs
+from experiments.ablation.formats import Table, to_csv, to_latex, to_markdown
+from experiments.ablation.grid import SELECTION_SEEDS, Cell, Grid
+from experiments.ablation.outcome import Arm, Outcome
+from experiments.ablation.tables import (
+    EDGE,
+    INCOMPLETE,
+    aggregates,
+    arms_table,
+    at_edge,
+    costs_table,
+    interaction_rows,
+    interactions_table,
+    lr_table,
+    missing,
+)
+from runtime.device import describe
+from runtime.run_dir import write_atomically
 
 
-def arms_table(
-    caption: str, results: Sequence[ArmResult], edges: Iterable[Arm] = (), margin: float | None = None
-) -> Table:
-    """A row per arm, the first of which is the baseline. `edges` are the arms whose learning rate ends their sweep."""
-    baseline = results[0].arm
-    titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
-    titles += ["lr", "val_bpb (n)", f"paired difference from {baseline.name} (n)", "p"]
-    titles += [] if margin is None else [f"p of ±{margin:g}"]
-    titles += ["diverged"]
-    rows = []
-    for result in results:
-        rows.append(
-            [
-                *(level for _, level in result.arm.factors),
-                f"{result.lr:g} {EDGE}" if result.arm in edges else f"{result.lr:g}",
-                format_finding(result.bpb, ".4f"),
-                format_finding(result.difference),
-                format_p(result.difference.p if result.difference else None),
-                *([] if margin is None else [format_p(result.difference.equivalence_p if result.difference else None)]),
-                f"{result.diverged} of {result.ended}",
-            ]
+class Document:
+    """A report on the runs that have ended. `compare` and `sweep` append sections."""
+
+    def __init__(
+        self, grid: Grid, seeds: Sequence[int], margin: float | None, command: str, outcomes: Mapping[Cell, Outcome]
+    ):
+        self.grid, self.margin, self.outcomes = grid, margin, outcomes
+        self.edges: set[Arm] = set()  # the arms whose best learning rate ends their sweep
+        self.blocks: list[str | Table] = [f"`{command}`", self.settings(seeds), self.reading_help()]
+        self.arm_rows: list[dict[str, Any]] = []
+        self.interaction_rows: list[dict[str, Any]] = []
+
+    def settings(self, seeds: Sequence[int]) -> str:
+        configs = [config for _, config in self.grid.settings.values()]
+        steps = " or ".join(map(str, sorted({config.steps for config in configs})))
+        dtypes = " or ".join(sorted({config.dtype for config in configs}))
+        kernels = "with the CPU kernels" if configs[0].fast else "in plain PyTorch"
+        jobs, cards = self.grid.jobs * len(self.grid.devices), len(self.grid.devices)
+        parallel = f"{jobs} {'run' if jobs == 1 else 'runs'} at a time{f' on {cards} cards' if cards > 1 else ''}"
+        return (
+            f"{steps} steps, seeds {seeds[0]} to {seeds[-1]}, on {describe(torch.device(configs[0].device))} in "
+            f"{dtypes} {kernels}, {parallel}, torch {torch.__version__}."
         )
-    return Table(caption, titles, rows)
+
+    def reading_help(self) -> str:
+        equivalence = (
+            ""
+            if self.margin is None
+            else f" p of ±{self.margin:g} tests for a difference of at least {self.margin:g} either way (two one-sided "
+            "t tests, corrected in the same way): a small one means as good as the baseline."
+        )
+        return (
+            "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from "
+            "the first row are paired: each seed gives both arms the same initial draws and batches. Below zero is "
+            "better. p tests for no difference (paired t test), corrected for all comparisons of its table (Holm); "
+            f"each interval is for one comparison.{equivalence} A run diverged if its loss was not finite, or ended "
+            "above that of a uniform prediction."
+        )
+
+    def sweep(self, cells: Sequence[Cell], best: Mapping[Arm, float]) -> None:
+        """The learning rates that were tried; `best` is empty before all have ended."""
+        table = lr_table("Mean val_bpb by learning rate", cells, self.outcomes, best)
+        self.edges = at_edge(cells, best)
+        self.blocks += [
+            "## Learning rates",
+            missing(cells, self.outcomes),
+            f"Mean val_bpb on {SELECTION_SEEDS} seeds that are not reported. An arm's best (bold) has the fewest "
+            "diverged runs and then the lowest mean.",
+            table,
+            f"{EDGE}: the best is the lowest or the highest that was tried, so a wider sweep may find a better one "
+            "(`--lrs`, or `--widen 3` to try up to three more)."
+            if self.edges
+            else "",
+        ]
+
+    def compare(self, rates: str, title: str, cells: Sequence[Cell]) -> None:
+        """A comparison of arms; `rates` names it in the CSV files. Without `cells` it has not started."""
+        self.blocks.append(f"## {title}")
+        if not cells:
+            self.blocks.append("**Partial: not started.** The sweep of learning rates has not ended.")
+            return
+        edges = self.edges if rates == "best" else set()
+        results = compare(cells, self.outcomes, self.margin)
+        combined = interactions(cells, self.outcomes)
+        tokens, seconds = at_equal("tokens", cells, self.outcomes), at_equal("seconds", cells, self.outcomes)
+        spent = costs(cells, self.outcomes, self.grid.settings)
+        self.arm_rows += aggregates(rates, results, spent, seconds, edges)
+        self.interaction_rows += interaction_rows(rates, combined)
+        self.blocks += [
+            missing(cells, self.outcomes),
+            arms_table(title, results, edges, self.margin),
+            comparisons(results),
+        ]
+        if combined:
+            baseline = combined[0].baseline.name
+            self.blocks += [
+                f"Interactions: how much more (above 0) or less two changes of {baseline} raise val_bpb together than "
+                f"the sum of what each does alone. p is corrected for {len(combined)} comparisons.",
+                interactions_table(f"Interactions. {title}", combined),
+            ]
+        if incomplete(results, combined):
+            self.blocks.append(
+                f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are "
+                "left may be the easy ones, so their mean is not comparable and has no p."
+            )
+        self.blocks += [
+            "Seconds are of a whole run with its evaluations, on a machine that other runs share. The last column is "
+            "val_bpb when an arm had trained as long as the fastest arm did in all, linear between evaluations. A "
+            "slower arm had not finished its learning rate schedule by then, which counts against it. Diverged runs "
+            "are left out.",
+            costs_table(f"Costs. {title}", spent, tokens, seconds),
+        ]
 
 
-def interactions_table(caption: str, found: Sequence[Interaction]) -> Table:
-    titles = ["both", "difference of differences (n)", "p"]
-    rows = [[" × ".join(item.changes), format_finding(item.difference), format_p(item.difference.p)] for item in found]
-    return Table(caption, titles, rows)
+def comparisons(results: Sequence[ArmResult]) -> str:
+    """How many comparisons the p-values of a table are corrected for."""
+    others = len(results) - 1
+    return f"p is corrected for {others} {'comparison' if others == 1 else 'comparisons'}." if others else ""
 
 
-def costs_table(caption: str, found: Sequence[Cost], tokens: EqualCost | None, seconds: EqualCost | None) -> Table:
-    """A row per arm. val_bpb at equal tokens only where the arms differ in their tokens."""
-    columns = {"seconds": seconds}
-    if len({cost.tokens for cost in found if cost.tokens is not None}) > 1:
-        columns = {"tokens": tokens} | columns
-    titles = ["arm", "parameters", "FLOPs/token", "tokens", "tokens/s", "seconds"]
-    titles += [f"val_bpb at {format_number(equal.budget, 1)} {axis} (n)" for axis, equal in columns.items() if equal]
-    rows = []
-    for cost in found:
-        row = [cost.arm.name, f"{cost.parameters:,}", f"{cost.flops_per_token:.3g}"]
-        row += [format_number(cost.tokens), format_number(cost.tokens_per_second), format_number(cost.seconds, 1)]
-        for equal in columns.values():
-            if equal:
-                row.append(format_finding(equal.bpb.get(cost.arm), ".4f"))
-        rows.append(row)
-    return Table(caption, titles, rows)
+def incomplete(results: Sequence[ArmResult], combined: Sequence[Interaction]) -> bool:
+    """Whether a table has a statistic that does not rest on all seeds."""
+    found = [result.bpb for result in results] + [item.difference for item in combined]
+    found += [result.difference for result in results if result.difference]
+    return any(0 < finding.n < finding.planned for finding in found)
 
 
-def lr_table(caption: str, cells: Iterable[Cell], outcomes: Outcomes, best: Mapping[Arm, float]) -> Table:
-    """A row per arm and a column per learning rate: mean val_bpb. Bold is the best, marked if it ends the sweep."""
-    cells = list(cells)
-    lrs = sorted({cell.lr for cell in cells})
-    edges = at_edge(cells, best)
-    rows = []
-    for arm, arm_cells in cells_by_arm(cells).items():
-        row = [arm.name]
-        for lr in lrs:
-            text = sweep_text([cell for cell in arm_cells if cell.lr == lr], outcomes)
-            if lr == best.get(arm):
-                text = f"**{text}** {EDGE}" if arm in edges else f"**{text}**"
-            row.append(text)
-        rows.append(row)
-    return Table(caption, ["arm", *(f"{lr:g}" for lr in lrs)], rows)
-
-
-def sweep_text(cells: Sequence[Cell], outcomes: Outcomes) -> str:
-    """`2.2500 (2)`, or what is missing from a mean over all of an arm's `cells` at a learning rate."""
-    runs = ended(cells, outcomes)
-    diverged = sum(run.diverged for run in runs)
-    if not cells:
-        return NONE
-    if diverged or len(runs) < len(cells):
-        return f"{diverged} of {len(cells)} diverged" if diverged else f"{len(runs)} of {len(cells)} ended"
-    return f"{mean(final_bpb(runs).values()):.4f} ({len(runs)})"
-
-
-def at_edge(cells: Iterable[Cell], best: Mapping[Arm, float]) -> set[Arm]:
-    """The arms whose best learning rate is the lowest or the highest of those they have tried."""
-    tried = {arm: {cell.lr for cell in arm_cells} for arm, arm_cells in cells_by_arm(cells).items()}
-    return {arm for arm, lr in best.items() if lr in (min(tried[arm]), max(tried[arm]))}
-
-
-def missing(cells: Sequence[Cell], outcomes: Outcomes) -> str:
-    """A sentence that counts and names the runs that have not ended, or nothing."""
-    absent = [cell for cell in cells if cell not in outcomes]
-    arms_by_seeds: dict[str, list[str]] = {}
-    for arm, arm_cells in cells_by_arm(absent).items():
-        seeds = ", ".join(map(str, sorted({cell.seed for cell in arm_cells})))
-        arms_by_seeds.setdefault(seeds, []).append(arm.name)
-    everywhere = len(cells_by_arm(cells))
-    names = [
-        f"{'seeds' if ',' in seeds else 'seed'} {seeds} of {'all arms' if len(arms) == everywhere else ', '.join(arms)}"
-        for seeds, arms in arms_by_seeds.items()
-    ]
-    ended = len(cells) - len(absent)
-    return f"**Partial: {ended} of {len(cells)} runs have ended.** Missing: {'; '.join(names)}." if absent else ""
-
-
-def aggregates(
-    rates: str, results: Sequence[ArmResult], found: Sequence[Cost], seconds: EqualCost | None, edges: Iterable[Arm]
-) -> list[dict[str, Any]]:
-    """Rows of `table.csv`, with all digits. `rates` says which learning rates these are."""
-    rows = []
-    for result, cost in zip(results, found, strict=True):
-        difference = result.difference
-        row: dict[str, Any] = {"rates": rates, **dict(result.arm.factors), "lr": result.lr}
-        row |= {"lr_at_edge": result.arm in edges, "seeds": result.bpb.planned}
-        row |= {"ended": result.ended, "diverged": result.diverged}
-        row |= columns("val_bpb", result.bpb) | columns("difference", difference)
-        row |= {"p": difference and difference.p, "equivalence_p": difference and difference.equivalence_p}
-        row |= columns("val_bpb_at_equal_seconds", seconds.bpb.get(result.arm) if seconds else None)
-        row |= {name: getattr(cost, name) for name in ("parameters", "flops_per_token")}
-        row |= {name: getattr(cost, name) for name in ("tokens", "tokens_per_second", "seconds")}
-        rows.append(row)
-    return rows
-
-
-def interaction_rows(rates: str, found: Sequence[Interaction]) -> list[dict[str, Any]]:
-    """Rows of `interactions.csv`, with all digits."""
-    return [
-        {"rates": rates, "baseline": item.baseline.name, "change": item.changes[0], "other_change": item.changes[1]}
-        | columns("difference_of_differences", item.difference)
-        | {"p": item.difference.p}
-        for item in found
-    ]
-
-
-def columns(name: str, finding: Finding | None) -> dict[str, Any]:
-    """The columns of a finding in a CSV file: its mean, the half-width of its interval, and its number of seeds."""
-    found = finding.estimate if finding else None
-    return {
-        name: found and found.mean,
-        f"{name}_half_width": found and found.half_width,
-        f"{name}_n": finding and finding.n,
-    }
-
-
-def format_finding(finding: Finding | None, number: str = "+.4f") -> str:
-    """`1.7642 ± 0.0031 (3)`, and `1.7642 ± 0.0031 (2 of 3)†` if it does not rest on all seeds; a dash for none."""
-    if finding is None or finding.estimate is None:
-        return NONE
-    n = f"({finding.n})" if finding.complete else f"({finding.n} of {finding.planned}){INCOMPLETE}"
-    return f"{finding.estimate:{number}} {n}"
-
-
-def format_p(p: float | None) -> str:
-    if p is None:
-        return NONE
-    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
-
-
-def format_number(value: float | None, decimals: int = 0) -> str:
-    return NONE if value is None else f"{value:,.{decimals}f}".removesuffix(".0")
+def write_document(document: Document, folder: Path) -> None:
+    """Write `table.md`, `table.tex`, `table.csv` and, with several factors, `interactions.csv`."""
+    tables = [block for block in document.blocks if isinstance(block, Table)]
+    texts = [to_markdown(block) if isinstance(block, Table) else block for block in document.blocks]
+    latex = ["% \\usepackage{booktabs}", *map(to_latex, tables)]
+    write_atomically(folder / "table.md", "\n\n".join(filter(None, texts)) + "\n")
+    write_atomically(folder / "table.tex", "\n\n".join(latex) + "\n")
+    write_atomically(folder / "table.csv", to_csv(document.arm_rows))
+    if document.interaction_rows:
+        write_atomically(folder / "interactions.csv", to_csv(document.interaction_rows))

@@ -11,14 +11,14 @@ import torch
 from config import TrainConfig, check_sizes, require
 from data.batches import evaluation_batches, prepare
 from experiments.ablation.comparison import ended
-from experiments.ablation.document import Document, write_document
 from experiments.ablation.factors import check_comparable, resolve_factors
+from experiments.ablation.formats import to_csv
 from experiments.ablation.grid import MAX_SEEDS, Cell, Grid, cells, resolve_arms, settings_digest
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.page import plot_title, write_pictures
 from experiments.ablation.plots import plot_depth
 from experiments.ablation.processes import resolve_devices
-from experiments.ablation.tables import to_csv
+from experiments.ablation.report import Document, write_document
 from experiments.probe import BlockStatistics, probe
 from model import Llama
 from runtime.checkpoint import load_model

@@ -11,9 +11,10 @@ import scipy.stats
 from config import ModelConfig, TrainConfig
 from experiments.ablation.comparison import compare, interactions
 from experiments.ablation.costs import at_equal, costs
+from experiments.ablation.formats import Table, to_csv, to_latex, to_markdown
 from experiments.ablation.grid import Cell, Settings
 from experiments.ablation.outcome import Arm, Outcome, best_lr, paired_differences, read_outcome
-from experiments.ablation.report import (
+from experiments.ablation.tables import (
     aggregates,
     arms_table,
     at_edge,
@@ -22,7 +23,6 @@ from experiments.ablation.report import (
     lr_table,
     missing,
 )
-from experiments.ablation.tables import Table, to_csv, to_latex, to_markdown
 
 RMSNORM = Arm.of(norm="rmsnorm", placement="pre")
 
