@@ -22,6 +22,9 @@ Papers and articles say these things about normalization. Each claim here has a 
 measurements into a verdict, and a command. Protocols and rules were written before the runs; they are in
 `experiments/claims/`, one file per claim. `python ablate.py claims --report` makes this page from the results.
 
+Corrected later: a review of the first results changed the rules of claims 4, 14 and 16, and no verdict; and claims 18
+and 20 got their init, embedding and alphas after runs with smaller ones had learned only the frequencies of the bytes.
+
 A verdict is *confirmed*, *refuted* or *inconclusive at this scale*. Scales: *quick* is exact, or about initialization,
 and takes seconds; *cpu* trains models of about 0.2 million parameters (claim 5: up to 2.4 million) on at most 0.4
 million tokens; *gpu* trains 10 to 30 million parameters. Claims about training have at least 5 seeds, the same for
