@@ -53,15 +53,6 @@ def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimat
     return Estimate(middle, half_width, len(values), t_tails(_ratio(middle, error), degrees))
 
 
-def bonferroni_interval(values: Sequence[float], comparisons: int) -> Estimate:
-    """`estimate` with an interval that is one of `comparisons`, which all hold at once with 95% confidence.
-
-    Its p is not corrected; correct it with `holm`. An interval without 0 implies a corrected p below 0.05, but not the
-    reverse: Holm's correction rejects more than Bonferroni's.
-    """
-    return estimate(values, 1 - (1 - CONFIDENCE) / comparisons)
-
-
 def noninferiority_p(values: Sequence[float], margin: float) -> float | None:
     """One-sided p-value of "the mean is at least `margin`". A small one says: worse by less than `margin`.
 
@@ -105,16 +96,6 @@ def differences_of_differences(
     """The interaction of two factors, (a1 - a0) - (b1 - b0), for each seed that all four have, in order of seeds."""
     seeds = sorted(a1.keys() & a0.keys() & b1.keys() & b0.keys())
     return [(a1[seed] - a0[seed]) - (b1[seed] - b0[seed]) for seed in seeds]
-
-
-def proportion_interval(k: int, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Interval of the probability of an event that happened `k` times in `n` (Clopper and Pearson 1934)."""
-    assert 0 <= k <= n
-
-    def lower(count: int) -> float:
-        return beta_quantile((1 - confidence) / 2, count, n - count + 1) if count else 0.0
-
-    return lower(k), 1 - lower(n - k)
 
 
 def fisher_p(k1: int, n1: int, k2: int, n2: int) -> float:

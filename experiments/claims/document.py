@@ -47,6 +47,7 @@ def run_claim(claim: Claim, lab: Lab, results: Path) -> Judgment:
     file.parent.mkdir(parents=True, exist_ok=True)
     environment = {
         "device": describe(torch.device(lab.device)),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "jobs": lab.jobs,
@@ -187,7 +188,8 @@ def findings(entry: Entry) -> list[str]:
     return [
         f"**{entry.scale}: {entry.verdict}**",
         f"{entry.judgment.ours}: {entry.judgment.reason}.",
-        f"{repeat} Measured on {environment['device']}, torch {environment['torch']}.",
+        f"{repeat} Measured on {environment['device']}, {environment['instruction_set']}, "
+        f"torch {environment['torch']}.",
     ]
 
 

@@ -8,14 +8,12 @@ from scipy import stats
 
 from experiments.statistics import (
     Estimate,
-    bonferroni_interval,
     differences_of_differences,
     equivalence_p,
     estimate,
     fisher_p,
     holm,
     noninferiority_p,
-    proportion_interval,
     slope,
     t_quantile,
     t_tails,
@@ -151,21 +149,6 @@ def test_holm_is_the_step_down_procedure():
             assert rejected == {index for index, p in enumerate(corrected) if rejects(p, level)}
 
 
-def test_a_simultaneous_interval_without_0_is_a_corrected_difference():
-    tables = normal(300, 4, 5) + 1.5
-    excluded = 0
-    for table in tables.tolist():
-        intervals = [bonferroni_interval(values, len(table)) for values in table]
-        for interval, values, p in zip(intervals, table, holm([each.p for each in intervals]), strict=True):
-            expected = stats.t.isf(0.025 / 4, 4) * np.std(values, ddof=1) / math.sqrt(5)
-            assert interval.half_width == pytest.approx(expected, rel=1e-9)
-            without_0 = interval.low > 0 or interval.high < 0
-            assert without_0 == rejects(interval.p, 0.05 / 4)
-            assert rejects(p) or not without_0
-            excluded += without_0
-    assert 100 < excluded < 1100
-
-
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -173,21 +156,6 @@ def test_differences_of_differences_over_the_seeds_that_all_have():
     a1, a0 = {9: 10.0, 2: 0.5, 0: 5.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 0.25, 9: 4.0, 3: 1.0}
     b1, b0 = {0: 3.0, 2: 1.0, 9: 2.0}, {0: 1.5, 1: 9.0, 2: 8.0, 9: 4.0}
     assert differences_of_differences(a1, a0, b1, b0) == [4 - 1.5, 0.25 + 7, 6 + 2]
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 30, 300])
-def test_proportions_match_scipy(n):
-    for k in sorted({0, 1, n // 3, n - 1, n}):
-        for confidence in (0.9, 0.95):
-            expected = stats.binomtest(k, n).proportion_ci(confidence, method="exact")
-            assert proportion_interval(k, n, confidence) == pytest.approx((expected.low, expected.high), rel=1e-9)
-
-
-def test_a_proportion_by_hand():
-    """0 of n happens with probability (1 - p)ⁿ; the upper end makes that 2.5%. Nothing is known from 0 of 0."""
-    assert proportion_interval(0, 5) == pytest.approx((0, 1 - 0.025**0.2))
-    assert proportion_interval(5, 5) == pytest.approx((0.025**0.2, 1))
-    assert proportion_interval(0, 0) == (0, 1)
 
 
 @pytest.mark.parametrize("n1, n2", [(5, 5), (3, 8), (10, 7), (0, 4)])

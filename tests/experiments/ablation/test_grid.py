@@ -15,7 +15,7 @@ import torch
 import ablate
 import train
 from experiments.ablation.factors import parse_factors
-from experiments.ablation.grid import Cell, settings_digest
+from experiments.ablation.grid import Cell, next_lr, settings_digest
 from experiments.ablation.outcome import Arm
 from experiments.ablation.processes import end_with_parent, resolve_devices, start_process
 from experiments.ablation.run import Ablation, resolve_ablation
@@ -213,3 +213,19 @@ def test_a_process_is_told_when_its_parent_was_killed(tmp_path):
     while "stopped" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "stopped" in log.read_text()
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_never_selected_on_seeds_that_are_reported(resolve):
+    ablation = resolve("--norms rmsnorm dyt --lrs 0.1 0.2 --seeds 1000 --seed 3")
+    assert not {cell.seed for cell in ablation.selection} & {cell.seed for cell in ablation.reported}
+
+
+@pytest.mark.parametrize(
+    "lrs, best, expected",
+    [([1.0, 3.0], 3.0, 9.0), ([1.0, 3.0], 1.0, 0.333), ([1.0, 3.0, 6.0], 3.0, None), ([1.0], 1.0, None)],
+)
+def test_the_next_rate_continues_the_spacing_of_the_grid(lrs, best, expected):
+    assert next_lr(lrs, best) == expected
