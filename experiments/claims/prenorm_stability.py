@@ -80,7 +80,7 @@ CLAIM = Claim(
     "refuted if either is below 0, "
     "open if one of the placements learns only the frequencies of the bytes.",
     protocols={
-        "cpu": Protocol(minutes=35, flags=DEEP_RUN, arms=arms(20), lrs=CPU_LRS),
+        "cpu": Protocol(minutes=35, flags=f"{DEEP_RUN} --steps 800 --save-every 800", arms=arms(80), lrs=CPU_LRS),
         "gpu": Protocol(minutes=900, flags=f"{GPU_RUN} --layers 12 --init xavier", arms=arms(200), lrs=GPU_LRS),
     },
     measure=measure,

@@ -60,8 +60,10 @@ def shifted(arms, *shifts: float, spread: float = 1.0) -> dict[str, Any]:
 def rates(kind: str, init: str, largest: float, unstable: float | None) -> list[dict[str, Any]]:
     """Runs at every rate and seed, which end below the unigram loss up to `largest`; seed 0 at `unstable` instead."""
     arm = largest_rate.KINDS[kind] | {"init": init}
-    limits = [unstable or largest] + [largest] * 4
-    return [run(arm, seed, 2.0 if lr <= limits[seed] else None, lr) for seed in range(5) for lr in largest_rate.LRS]
+    limits = [unstable or largest] + [largest] * 7
+    return [
+        run(arm, seed, 2.0 if lr <= limit else None, lr) for seed, limit in enumerate(limits) for lr in largest_rate.LRS
+    ]
 
 
 def stable_rates(pre: tuple[float, float], none: tuple[float, float], unstable: float | None = None) -> dict[str, Any]:
@@ -73,17 +75,15 @@ def stable_rates(pre: tuple[float, float], none: tuple[float, float], unstable: 
     return {"runs": rows, "selection": [], "unigram": 3.0}
 
 
-def depth_failures(post: int, deepnorm: int) -> dict[str, Any]:
-    """So many of 5 runs fail at 48 blocks, at every learning rate; none fails at 12."""
+def depth_failures(post: int, deepnorm: int, shallow: int = 0) -> dict[str, Any]:
+    """So many of 5 runs fail at 48 blocks; at 4 blocks, `shallow` of post-norm's."""
     rows = []
-    for layers in ("12", "48"):
-        for placement, failed in (("post", post), ("deepnorm", deepnorm)):
-            for lr in deepnorm_depth.LRS:
-                for seed in range(5):
-                    lost = layers == "48" and seed < failed
-                    loss = (None if seed % 2 else 3.2) if lost else 2.5
-                    rows.append(run({"placement": placement, "layers": layers}, seed, loss, lr))
-    return {"runs": rows, "selection": [], "unigram": 3.0}
+    failures = {("post", "4"): shallow, ("deepnorm", "4"): 0, ("post", "48"): post, ("deepnorm", "48"): deepnorm}
+    for (placement, layers), failed in failures.items():
+        for seed in range(5):
+            loss = 2.5 if seed >= failed else None if seed % 2 else 3.2
+            rows.append(run({"placement": placement, "layers": layers}, seed, loss))
+    return {"runs": rows, "selection": rows, "unigram": 3.0}
 
 
 def directions(times: float, spread: float) -> dict[str, Any]:
@@ -121,7 +121,7 @@ ARMS_19 = ngpt_steps.CLAIM.protocols["cpu"].arms
 ARMS_8 = (lns_depth_scaled_init.PLAIN, lns_depth_scaled_init.SCALED, lns_depth_scaled_init.LNS)
 ARMS_9 = tuple(dyt_replaces_norm.arm(norm, steps) for steps in ("40", "2000") for norm in ("rmsnorm", "dyt:alpha=0.5"))
 ARMS_20 = dyt_fixed_compute.ARMS[:2]
-LOW, HIGH = (1e-2,) * 5, (3e-2,) * 5
+LOW = (1e-2,) * 8
 
 CASES: dict[str, dict[str, Any]] = {  # by claim: measurements for each verdict
     "rmsnorm-layernorm": {
@@ -155,9 +155,9 @@ CASES: dict[str, dict[str, Any]] = {  # by claim: measurements for each verdict
         OPEN: shifted(ARMS_10, 0, 0, 0, 0, 0, 0.02, spread=SPREAD),
     },
     "qk-norm-rates": {
-        CONFIRMED: stable_ranges((1e-2, 3e-2, 1e-2, 1e-2, 1e-2), (1e-1, 1e-1, 3e-1, 1e-1, 1e-1)),
+        CONFIRMED: stable_ranges((1e-2, 3e-2, *LOW[2:]), (1e-1, 1e-1, 3e-1, *(1e-1,) * 5)),
         REFUTED: stable_ranges(LOW, LOW),
-        OPEN: stable_ranges(LOW, (1e-1, 1e-3, 1e-2, 3e-2, 3e-3)),
+        OPEN: stable_ranges(LOW, (1e-1, 1e-3, 1e-2, 3e-2, 3e-3, 1e-2, 1e-1, 1e-3)),
     },
     "largest-rate": {
         CONFIRMED: stable_rates((3e-2, 3e-2), (1e-2, 1e-3), unstable=1e-1),
@@ -235,6 +235,18 @@ def test_largest_stable_rate_is_the_last_before_a_failure_above_a_success():
     ]
     found = largest_rate.largest_stable({"runs": rows, "unigram": 3.0}, "pre", "normal")
     assert found == {0: 2, 1: 4, 2: 4, 3: 0.5}
+
+
+def test_post_norm_that_fails_at_every_depth_says_nothing_about_depth():
+    judgment = deepnorm_depth.judge(depth_failures(5, 0, shallow=3))
+    assert judgment.verdict == OPEN and "4 blocks too" in judgment.reason
+    assert deepnorm_depth.judge(depth_failures(5, 0, shallow=2)).verdict == CONFIRMED
+
+
+def test_a_seed_all_of_whose_runs_diverge_has_no_stable_range():
+    measured = stable_ranges(LOW, LOW)
+    rows = [row | ({"diverged": True, "val_loss": None} if row["seed"] == 3 else {}) for row in measured["runs"]]
+    assert qk_norm_rates.stable_range({"runs": rows}, "none")[3] == 1
 
 
 def test_unigram_loss_is_the_entropy():
