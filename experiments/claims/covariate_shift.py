@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -10,12 +11,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.batches import evaluation_batches, prepare
-from experiments.ablation.grid import MAX_SEEDS, SELECTION_SEEDS, next_lr, resolve_arms
-from experiments.ablation.outcome import Arm
+from data.batches import evaluation_batches
 from experiments.claims.claim import OPEN, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.figures import arms_of, labels
-from experiments.claims.runs import CPU_LRS, CPU_MODEL, WIDEN, Runs, nats, paired, ratio
+from experiments.claims.runs import CPU_LRS, CPU_RUN, WIDEN, Runs, make_grid, nats, paired, ratio, to_json
 from experiments.claims.verdict import Comparison, all_of
 from experiments.statistics import estimate
 from model import Llama
@@ -33,47 +32,18 @@ Statistics = tuple[Tensor, Tensor]  # mean and variance of each feature of each 
 
 
 def measure(protocol: Protocol, lab: Lab) -> Measured:
-    """Runs with their loss and drift: those at each arm's best learning rate, and those that selected it."""
-    device = torch.device(lab.device)
-    torch.set_num_threads(lab.threads)
-    flags = [*protocol.flags.split(), "--device", lab.device, "--cache-dir", lab.cache_dir]
-    runs: list[dict[str, Any]] = []
-    selection: list[dict[str, Any]] = []
-    for arm, (model_config, config) in resolve_arms([Arm.of(**arm) for arm in protocol.arms], flags).items():
-        data = prepare(
-            config.data, config.tokenizer, model_config.vocab_size, Path(lab.cache_dir), model_config.context
-        )
-        base = Run(Path(), model_config, config, device, pick_dtype(config.dtype, device), data)  # writes nothing
-
-        def watch(lr: float, seed: int, base: Run = base, arm: Arm = arm) -> dict[str, Any]:
-            run = replace(base, config=replace(base.config, lr=lr, seed=seed))
-            return {"arm": dict(arm.factors), "lr": lr, "seed": seed} | train_and_watch(run)
-
-        best, tried = select_lr(watch, protocol.lrs)
-        selection += tried
-        runs += [watch(best, seed) for seed in range(protocol.seeds)]
-    return {"runs": runs, "selection": selection}
-
-
-def select_lr(watch, lrs: tuple[float, ...]) -> tuple[float, list[dict[str, Any]]]:
-    """The rate with the lowest mean loss on seeds that are not reported, and the runs that selected it.
-
-    While it is the lowest or the highest, a rate beyond it is tried, up to `WIDEN` times.
-    """
-    rows: list[dict[str, Any]] = []
-    waiting = list(lrs)
-    for _ in range(WIDEN + 1):
-        rows += [watch(lr, MAX_SEEDS + seed) for lr in waiting for seed in range(SELECTION_SEEDS)]
-        losses = {
-            lr: mean(math.inf if row["diverged"] else row["val_loss"] for row in rows if row["lr"] == lr)
-            for lr in sorted({row["lr"] for row in rows})
-        }
-        best = min(losses, key=lambda lr: losses[lr])
-        beyond = next_lr(list(losses), best)
-        if beyond is None:
-            break
-        waiting = [beyond]
-    return best, rows
+    """Runs with their loss and drift, at each arm's best learning rate, and the runs that selected it."""
+    grid = make_grid(protocol, lab)
+    arms = list(grid.settings)
+    best, selection = grid.select_lrs(arms, list(protocol.lrs), first_seed=0, widen=WIDEN)
+    runs = []
+    for seed, arm in product(range(protocol.seeds), arms):
+        model_config, config = grid.settings[arm]
+        config = replace(config, lr=best[arm], seed=seed)
+        device = torch.device(lab.device)
+        run = Run(Path(), model_config, config, device, pick_dtype(config.dtype, device), grid.data)  # writes nothing
+        runs.append({"arm": dict(arm.factors), "lr": config.lr, "seed": seed} | train_and_watch(run))
+    return {"runs": runs, "selection": [to_json(outcome) for outcome in selection.values()]}
 
 
 def train_and_watch(run: Run) -> dict[str, Any]:
@@ -136,22 +106,16 @@ def judge(measured: Measured) -> Judgment:
 
 
 def plot(measured: Measured) -> Figure:
-    """Drift over the learning rate, on the selection seeds, and loss over drift of the reported runs."""
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    by_lr, by_drift = figure.subplots(1, 2)
+    """Loss over drift. Runs that diverged are missing."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     arms = arms_of(measured)
-    for number, (arm, name) in enumerate(zip(arms, labels(arms), strict=True)):
-        selection, runs = (Runs(measured[part]).where(**arm, diverged=False).rows for part in ("selection", "runs"))
-        lrs = sorted({row["lr"] for row in selection})
-        drifts = [math.exp(mean(row["log_drift"] for row in selection if row["lr"] == lr)) for lr in lrs]
-        by_lr.loglog(lrs, drifts, "o-", color=f"C{number}", label=name)
-        drifts = [math.exp(row["log_drift"]) for row in runs]
-        by_drift.semilogx(drifts, [row["val_loss"] for row in runs], "o", color=f"C{number}", label=name)
-    by_lr.set(xlabel="learning rate", ylabel="drift per step (nats per feature)")
-    by_drift.set(xlabel="drift per step (nats per feature)", ylabel="validation loss (nats per token)")
-    by_lr.legend()
-    for axes in (by_lr, by_drift):
-        axes.grid(alpha=0.3)
+    for arm, name in zip(arms, labels(arms), strict=True):
+        runs = Runs(measured["runs"]).where(**arm, diverged=False).rows
+        axes.semilogx([math.exp(row["log_drift"]) for row in runs], [row["val_loss"] for row in runs], "o", label=name)
+    axes.set(xlabel="drift per step (nats per feature)", ylabel="validation loss (nats per token)")
+    axes.legend()
+    axes.grid(alpha=0.3)
     return figure
 
 
@@ -170,14 +134,13 @@ CLAIM = Claim(
     protocols={
         "cpu": Protocol(
             minutes=15,
-            flags=f"{CPU_MODEL} --optimizer adamw --steps 150 --eval-tokens 32768 --no-fast",
+            flags=f"{CPU_RUN} --no-fast",
             arms=(
                 BASELINE,
                 *({"norm": norm, "placement": "pre"} for norm in NORMS),
                 {"norm": "none", "placement": "rezero"},
             ),
             lrs=CPU_LRS,
-            seeds=5,
         )
     },
     measure=measure,

@@ -107,9 +107,9 @@ CLAIM = Claim(
     rule=f"A run fails if it diverges, or does not end {CLEARLY} nats below the loss of a model that knows only "
     "the frequencies of the bytes. The largest stable rate of a seed is the last before the first failure, from the "
     "lowest rate that does not fail: lower ones are too low for so few steps. Two comparisons, paired by seed "
-    "(exact sign-flip tests, Holm): its logarithm with RMSNorm, pre-norm, minus that without a norm, averaged over two inits; and the "
-    "difference that the init makes to it, without minus with the norm. Confirmed if both are above 0 (p < 0.05), "
-    "refuted if either is below 0.",
+    "(exact sign-flip tests, Holm): its logarithm with RMSNorm, pre-norm, minus that without a norm, averaged over two "
+    "inits; and the difference that the init makes to it, without minus with the norm. Confirmed if both are above 0 "
+    "(p < 0.05), refuted if either is below 0.",
     protocols={
         "cpu": Protocol(
             minutes=25,

@@ -62,15 +62,17 @@ def make_runs(protocol: Protocol, lab: Lab) -> Measured:
     """
     grid = make_grid(protocol, lab)
     arms = list(grid.settings)
-    grid.check(cells(arms, protocol.lrs, range(protocol.seeds)))
+    first_seed = protocol.settings.get("first_seed", 0)
+    seeds = range(first_seed, first_seed + protocol.seeds)
+    grid.check(cells(arms, protocol.lrs, seeds))
     selection: dict[Cell, Outcome] = {}
     if protocol.select_lr:
         best, selection = grid.select_lrs(arms, list(protocol.lrs), first_seed=0, widen=WIDEN)
         if protocol.best_variant:
             arms = best_variants(best, selection)
-        wanted = [Cell(arm, best[arm], seed) for seed in range(protocol.seeds) for arm in arms]
+        wanted = [Cell(arm, best[arm], seed) for seed in seeds for arm in arms]
     else:
-        wanted = cells(arms, protocol.lrs, range(protocol.seeds))
+        wanted = cells(arms, protocol.lrs, seeds)
     outcomes = grid.run(wanted)
     return {
         "runs": [to_json(outcome) for outcome in outcomes.values()],

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from config import ModelConfig
 from experiments.claims import load_claims
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Lab
-from experiments.claims.covariate_shift import BASELINE, drift, input_statistics, select_lr
+from experiments.claims.covariate_shift import BASELINE, drift, input_statistics
 from experiments.claims.rmsnorm_speed import PlainLayerNorm
 from model import Llama
 from norms import KINDS
@@ -101,20 +101,6 @@ def test_statistics_are_those_of_what_the_sublayers_get(norm):
         torch.testing.assert_close(means[sublayer], x.mean((0, 1)))
         torch.testing.assert_close(variances[sublayer], x.var((0, 1)))
     assert len(inputs) == 2  # the hooks of input_statistics are gone
-
-
-@pytest.mark.parametrize(
-    "best, tried",
-    [(0.01, [0.003, 0.01, 0.03]), (0.03, [0.003, 0.01, 0.03, 0.09]), (9.0, [0.003, 0.01, 0.03, 0.09, 0.27])],
-)
-def test_rates_are_selected_on_other_seeds_and_beyond_the_grid(best, tried):
-    def watch(lr: float, seed: int) -> dict:
-        diverged = lr > best
-        return {"lr": lr, "seed": seed, "diverged": diverged, "val_loss": None if diverged else 1 / lr}
-
-    chosen, rows = select_lr(watch, (0.003, 0.01, 0.03))
-    assert chosen == min(best, tried[-1]) and sorted({row["lr"] for row in rows}) == tried
-    assert {row["seed"] for row in rows} == {1000, 1001}
 
 
 def test_covariate_shift_is_measured(tmp_path):
