@@ -35,7 +35,7 @@ DEFAULT += [("powernorm", "sandwich"), ("batchnorm", "residual")]
 
 
 def settings(kind: str, placement: str = "pre") -> ModelConfig:
-    norm_args = {"warmup": 1} if kind == "powernorm" else {}  # the second step is past the warm-up
+    norm_args = {"warmup": 1} if kind == "powernorm" else {}  # the second step is past the warmup
     return ModelConfig(**SIZES, norm=kind, placement=placement, norm_args=norm_args)
 
 

@@ -504,7 +504,7 @@ def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
     """Loss, gradients and running statistics of two batches with dropout.
 
     Both forward passes run before the backward pass, so the first batch is recomputed after the running statistics
-    have changed. powernorm divides by them once its warm-up is over.
+    have changed. powernorm divides by them once its warmup is over.
     """
     tokens = torch.arange(4 * 18).view(2, 4, 9) % 11
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.figures import draw_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, Runs, make_runs, nats, paired
-from experiments.claims.verdict import ALPHA, p_above
+from experiments.claims.verdict import ALPHA, left_open, p_above
 from experiments.statistics import equivalence_p, estimate, holm
 from norms.layernorm import LayerNorm
 
@@ -62,7 +62,7 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
 def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
+        return left_open(runs.diverged)
     with_affine, without = (runs.of(arm) for arm in ARMS)
     affine = paired(without, with_affine)
     usual, *others = (measured["orders"][order] for order in ORDERS)

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_MODEL, Runs, make_runs, nats, paired
-from experiments.claims.verdict import ALPHA
+from experiments.claims.verdict import ALPHA, left_open
 from experiments.statistics import differences_of_differences, equivalence_p, estimate
 
 MARGIN = 0.02  # nats per token
@@ -25,7 +25,7 @@ ARMS = tuple(arm(norm, size) for size in SIZES for norm in ("layernorm", "batchn
 def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
+        return left_open(runs.diverged)
     penalty = {
         size: estimate(paired(runs.where(**arm("batchnorm", size)), runs.where(**arm("layernorm", size))))
         for size in SIZES

@@ -51,8 +51,13 @@ class Lab:
     scale: Scale
     jobs: int = 1
     threads: int = 1
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu",)  # the runs are spread over them
     cache_dir: str = ".cache"
+
+    @property
+    def device(self) -> str:
+        """Where everything happens that is not a run of its own."""
+        return self.devices[0]
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ import sys
 from pathlib import Path
 
 from config import DEVICES, Parser, check_sizes, require
+from experiments.ablation.processes import resolve_devices
 from experiments.claims import load_claims
 from experiments.claims.claim import SCALES, Lab
-from experiments.claims.document import draw, read_entries, results_file, run_claim, to_html, to_markdown
+from experiments.claims.document import to_html, to_markdown
+from experiments.claims.results import draw, read_entries, results_file, run_claim
 from runtime.device import pick_device
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, locked, write_atomically
@@ -27,7 +29,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--runs", type=Path, default=RUNS / "claims", help="run directory (default: runs/claims)")
     parser.add_argument("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     parser.add_argument("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
-    parser.add_argument("--device", default="auto", help=f"{DEVICES} (default: cuda for --scale gpu, else cpu)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cuda for --scale gpu, else cpu)",
+    )
     parser.add_argument("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora")
     flags = parser.parse_args(arguments[1:])
     with bad_input():
@@ -36,15 +42,16 @@ def main(arguments: list[str]) -> None:
         scale = flags.scale or (next(iter(chosen[0].protocols)) if single else "quick")
         chosen = [claim for claim in chosen if scale in claim.protocols]
         require(bool(chosen), f"claim {getattr(flags, 'name', '')} has no protocol for --scale {scale}")
-        device = pick_device(flags.device if flags.device != "auto" or scale == "gpu" else "cpu")
-        require(scale != "gpu" or device.type == "cuda" or flags.report, "--scale gpu needs a GPU")
+        named = resolve_devices(flags.device if flags.device != "auto" or scale == "gpu" else "cpu")
+        devices = [pick_device(device) for device in named]
+        require(scale != "gpu" or devices[0].type == "cuda" or flags.report, "--scale gpu needs a GPU")
         # With a mistyped folder, CLAIMS.md would say that no claim was run.
         require(flags.results.is_dir() or not flags.report, f"--results {flags.results}: no such directory")
     if not flags.report:
         flags.runs.mkdir(parents=True, exist_ok=True)
         with locked(flags.runs):
             for claim in chosen:
-                lab = Lab(flags.runs, scale, flags.jobs, flags.threads, str(device), flags.cache_dir)
+                lab = Lab(flags.runs, scale, flags.jobs, flags.threads, tuple(map(str, devices)), flags.cache_dir)
                 judgment = run_claim(claim, lab, flags.results)
                 print(f"{claim.number}. {claim.statement}: {judgment.verdict} ({judgment.ours}; {judgment.reason})")
                 sys.stdout.flush()

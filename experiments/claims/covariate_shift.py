@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.batches import evaluation_batches
-from experiments.claims.claim import OPEN, Claim, Judgment, Lab, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Lab, Measured, Protocol
 from experiments.claims.figures import arms_of, labels
 from experiments.claims.runs import CPU_LRS, CPU_RUN, WIDEN, Runs, make_grid, nats, paired, ratio, to_json
-from experiments.claims.verdict import Comparison, all_of
+from experiments.claims.verdict import Comparison, all_of, left_open
 from experiments.statistics import estimate
 from model import Llama
 from optim import learning_rate
@@ -95,7 +95,7 @@ def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     baseline, compared = runs.where(**BASELINE), [runs.where(norm=norm) for norm in NORMS]
     if diverged := baseline.diverged + sum(arm.diverged for arm in compared):
-        return Judgment(OPEN, "–", f"{diverged} runs diverged")
+        return left_open(diverged)
     comparisons, ours = [], []
     for norm, arm in zip(NORMS, compared, strict=True):
         log_drifts, losses = paired(arm, baseline, "log_drift"), paired(arm, baseline)

@@ -2,10 +2,10 @@
 
 from matplotlib.figure import Figure
 
-from experiments.claims.claim import OPEN, Claim, Judgment, Measured, Protocol
+from experiments.claims.claim import Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, NO_STATISTICS, Runs, make_runs, nats, paired
-from experiments.claims.verdict import Comparison, all_of
+from experiments.claims.verdict import Comparison, all_of, left_open
 from experiments.statistics import differences_of_differences, estimate
 
 ALPHAS = (0.25, 1.0, 4.0, 16.0)
@@ -28,7 +28,7 @@ def judge(measured: Measured) -> Judgment:
     runs = split(measured)
     diverged = sum(found.diverged for found in runs.values())
     if diverged:
-        return Judgment(OPEN, "–", f"{diverged} runs diverged")
+        return left_open(diverged)
     wins, with_muon = (paired(runs["derf", optimizer], runs["rmsnorm", optimizer]) for optimizer in ("adamw", "muon"))
     more = differences_of_differences(
         *(runs[norm, optimizer].losses() for optimizer in ("muon", "adamw") for norm in ("derf", "rmsnorm"))

@@ -3,7 +3,7 @@
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import GPU_LRS, GPU_RUN, NO_STATISTICS, Runs, make_runs, nats, paired
-from experiments.claims.verdict import ALPHA, p_above
+from experiments.claims.verdict import ALPHA, left_open, p_above
 from experiments.statistics import estimate, holm, noninferiority_p
 
 MARGIN = 0.02  # nats per token
@@ -22,7 +22,7 @@ ARMS = tuple(arm(norm, steps) for steps in LENGTHS for norm in ("rmsnorm", *(f"d
 def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
+        return left_open(runs.diverged)
     found, as_good, worse = {}, [], []
     for steps in LENGTHS:
         both = runs.where(steps=steps)

@@ -3,7 +3,7 @@
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import GPU_LRS, GPU_RUN, Runs, make_runs, nats, paired
-from experiments.claims.verdict import ALPHA
+from experiments.claims.verdict import ALPHA, left_open
 from experiments.statistics import estimate, holm
 
 MARGIN = 0.005  # nats per token
@@ -15,7 +15,7 @@ LNS = {"norm": "rmsnorm", "placement": "lns", "depth_scaled_init": "false"}  # s
 def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
+        return left_open(runs.diverged)
     lns, plain, scaled = (runs.where(**arm) for arm in (LNS, PLAIN, SCALED))
     helps, more = estimate(paired(lns, plain)), estimate(paired(lns, scaled))
     p_helps, p_more = holm([helps.p, more.p])

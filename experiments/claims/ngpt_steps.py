@@ -3,7 +3,7 @@
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, Measured, Protocol
 from experiments.claims.figures import plot_differences
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, make_runs, nats, paired
-from experiments.claims.verdict import ALPHA, p_above
+from experiments.claims.verdict import ALPHA, left_open, p_above
 from experiments.statistics import estimate, holm, noninferiority_p
 
 MARGIN = 0.02  # nats per token
@@ -19,7 +19,7 @@ def arms(steps: int) -> tuple[dict[str, str], ...]:
 def judge(measured: Measured) -> Judgment:
     runs = Runs(measured["runs"])
     if runs.diverged:
-        return Judgment(OPEN, "–", f"{runs.diverged} runs diverged")
+        return left_open(runs.diverged)
     ngpt = runs.where(placement="ngpt")
     lengths = sorted({int(row["step"]) for row in ngpt.rows})
     differences = {length: paired(ngpt.where(step=length), runs.where(placement="pre")) for length in lengths}

@@ -52,7 +52,7 @@ def make_grid(protocol: Protocol, lab: Lab) -> Grid:
     model_config, config = base[Arm(())]
     torch.set_num_threads(lab.threads)  # a run's description of its device includes them
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
-    return Grid(lab.folder / settings_digest(base), settings, shared, data, lab.jobs, lab.threads)
+    return Grid(lab.folder / settings_digest(base), settings, shared, data, lab.jobs, lab.threads, lab.devices)
 
 
 def make_runs(protocol: Protocol, lab: Lab) -> Measured:

@@ -21,6 +21,11 @@ class Comparison:
     threshold: float = 0.0
 
 
+def left_open(diverged: int) -> Judgment:
+    """Open: a mean over the other runs would be of those that went well."""
+    return Judgment(OPEN, "–", f"{diverged} of the reported runs diverged")
+
+
 def all_of(comparisons: Sequence[Comparison], ours: str) -> Judgment:
     """Confirmed if each mean is on its stated side, refuted if one is on the other side, else open.
 
@@ -43,7 +48,7 @@ def all_of(comparisons: Sequence[Comparison], ours: str) -> Judgment:
 def equal_within(differences: Sequence[float], margin: float, diverged: int) -> Judgment:
     """Confirmed if the difference is within ± `margin` (TOST), refuted if its interval lies outside, else open."""
     if diverged or len(differences) < 2:
-        return Judgment(OPEN, "–", f"{diverged} runs diverged")
+        return left_open(diverged)
     found, inside = estimate(differences), equivalence_p(differences, margin)
     outside = 2 * min(p_above(differences, margin), p_above([-value for value in differences], margin))
     assert inside is not None
@@ -64,7 +69,7 @@ def p_above(differences: Sequence[float], margin: float) -> float:
 def lower(differences: Sequence[float], margin: float, diverged: int) -> Judgment:
     """Confirmed if the differences are below 0, refuted if they are above 0 or shown to be within ± `margin` (TOST)."""
     if diverged or len(differences) < 2:
-        return Judgment(OPEN, "–", f"{diverged} runs diverged")
+        return left_open(diverged)
     found, small = estimate(differences), equivalence_p(differences, margin)
     assert found.p is not None and small is not None
     if found.p < ALPHA and found.mean < 0:

@@ -1,4 +1,4 @@
-"""PowerNorm: running statistics, the paper's backward pass, warm-up, and where future tokens leak."""
+"""PowerNorm: running statistics, the paper's backward pass, warmup, and where future tokens leak."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from norms.powernorm import PowerNorm
 
 
 def mean_square(x: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The running mean square in evaluation; in training, that of all tokens of x, as during warm-up."""
+    """The running mean square in evaluation; in training, that of all tokens of x, as during warmup."""
     if "running_square" in state:
         return state["running_square"]
     tokens = x.reshape(-1, x.shape[-1])
@@ -89,7 +89,7 @@ def test_approximate_gradient_converges_to_the_exact_gradient():
 
 
 def test_warmup_leaks_future_tokens_and_later_steps_do_not():
-    """During warm-up, changing the last token of one sequence changes every earlier token of every sequence."""
+    """During warmup, changing the last token of one sequence changes every earlier token of every sequence."""
     x = random(2, 6, 8)
     changed = x.clone()
     changed[0, -1] += 1

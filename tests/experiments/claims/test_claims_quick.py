@@ -12,11 +12,11 @@ from experiments.claims import load_claims
 from experiments.claims.centered_rmsnorm import center
 from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Lab
 from experiments.claims.deepnorm_details import WRONG
-from experiments.claims.document import read_results, run_claim
 from experiments.claims.eps_placement import EpsOutside
 from experiments.claims.initial import initial_model, random_batch, with_norms, with_placements
 from experiments.claims.outliers import effect
 from experiments.claims.residual_growth import exponents, variance_row
+from experiments.claims.results import read_results, run_claim
 from experiments.claims.verdict import Comparison, all_of
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
