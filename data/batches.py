@@ -51,27 +51,41 @@ class Prepared:
         return 8 * self.val_gzip_bytes / self.val_bytes
 
 
-def prepare(names: list[str], tokenizer_kind: str, vocab_size: int, cache_dir: Path, context: int) -> Prepared:
+def prepare(
+    names: list[str],
+    tokenizer_kind: str,
+    vocab_size: int,
+    cache_dir: Path,
+    context: int,
+    tokenizer: Tokenizer | None = None,
+) -> Prepared:
     """Tokenize the corpus behind `names`, or reuse the token files an earlier run left in `cache_dir`.
 
-    The byte tokenizer ignores `vocab_size`; it has 257 ids. Raises ValueError for an invalid corpus or vocabulary
-    size, and for a split shorter than one window of `context` + 1 tokens.
+    With a `tokenizer`, it is used as it is, and `tokenizer_kind` and `vocab_size` are ignored. Otherwise one of that
+    kind and size is trained; the byte tokenizer has 257 ids whatever `vocab_size` says.
+
+    Raises ValueError for an invalid corpus or vocabulary size, and for a split shorter than one window of
+    `context` + 1 tokens.
     """
-    vocab_size = ByteTokenizer.vocab_size if tokenizer_kind == ByteTokenizer.kind else vocab_size
+    if tokenizer:
+        tokenizer_kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
+    elif tokenizer_kind == ByteTokenizer.kind:
+        vocab_size = ByteTokenizer.vocab_size
     corpus = open_corpus(names, cache_dir)
     for split in SPLITS:  # checked early: the size in bytes is an upper bound on the tokens
         _check_length(split, names, corpus.sizes[split], context)
-    key = hashlib.sha256(repr((FORMAT_VERSION, corpus.hash, tokenizer_kind, vocab_size)).encode()).hexdigest()
+    made_from = (FORMAT_VERSION, corpus.hash, tokenizer_kind, vocab_size, *([tokenizer.hash] if tokenizer else []))
+    key = hashlib.sha256(repr(made_from).encode()).hexdigest()
     folder = cache_dir / f"{corpus.name}-{tokenizer_kind}-{vocab_size}-{key[:12]}"
     try:
-        prepared = _open(folder, corpus, tokenizer_kind)
+        prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
     except NotPrepared:
         with _locked(folder):
-            try:
-                prepared = _open(folder, corpus, tokenizer_kind)  # another process built it while this one waited
+            try:  # another process may have built it while this one waited
+                prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
             except NotPrepared:
-                _build(folder, corpus, tokenizer_kind, vocab_size)
-                prepared = _open(folder, corpus, tokenizer_kind)
+                _build(folder, corpus, tokenizer_kind, vocab_size, tokenizer)
+                prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
     for split in SPLITS:
         _check_length(split, names, len(getattr(prepared, split).tokens), context)
     return prepared
@@ -140,7 +154,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int) -> None:
+def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
 
     What a process that was killed has left in the temporary folder is used.
@@ -150,7 +164,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int) -
     part.mkdir(exist_ok=True)
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text{continued}", file=sys.stderr)
     try:
-        tokenizer = load_tokenizer(tokenizer_kind, part)
+        tokenizer = tokenizer or load_tokenizer(tokenizer_kind, part)
     except ValueError:
         print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
         tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
@@ -164,10 +178,10 @@ def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int) -
     part.rename(folder)
 
 
-def _open(folder: Path, corpus: Corpus, tokenizer_kind: str) -> Prepared:
+def _open(folder: Path, corpus: Corpus, tokenizer_kind: str, tokenizer: Tokenizer | None) -> Prepared:
     """Open a prepared folder. Raises NotPrepared unless it is complete and consistent."""
     try:
-        tokenizer = load_tokenizer(tokenizer_kind, folder)
+        tokenizer = tokenizer or load_tokenizer(tokenizer_kind, folder)
     except ValueError as error:
         raise NotPrepared from error
     train, val = (open_tokens(folder / f"{split}.bin", corpus, tokenizer) for split in SPLITS)

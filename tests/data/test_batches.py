@@ -251,6 +251,23 @@ def test_different_text_or_vocabulary_gets_its_own_folder(source):
     assert sum(path.is_dir() for path in (source.parent / "cache").iterdir()) == 3
 
 
+def test_a_given_tokenizer_is_used_as_it_is(source, capfd):
+    """It is not trained, its tokens are reused, and another tokenizer of the same kind and size gets its own folder."""
+    names, cache = [str(source)], source.parent / "cache"
+    given, other = (train_tokenizer(TEXTS[:count], 350) for count in (50, 100))
+    first = prepare(names, "bytes", 0, cache, 16, tokenizer=given)
+    message = capfd.readouterr().err
+    assert "preparing" in message and "training a tokenizer" not in message
+    assert first.tokenizer is given
+    assert np.array_equal(prepare(names, "bytes", 0, cache, 16, tokenizer=given).val.tokens, first.val.tokens)
+    assert capfd.readouterr() == ("", "")
+    second = prepare(names, "bytes", 0, cache, 16, tokenizer=other)
+    assert given.hash != other.hash and second.tokenizer is other
+    for prepared in (first, second, prepare_from(source)):
+        assert prepared.val_bytes == len(prepared.tokenizer.decode_bytes(prepared.val.tokens))
+    assert sum(path.is_dir() for path in cache.iterdir()) == 3
+
+
 def damage_magic(folder: Path) -> None:
     content = (folder / "val.bin").read_bytes()
     (folder / "val.bin").write_bytes(b"X" + content[1:])
