@@ -2,17 +2,40 @@
 
 import hashlib
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
+from data.pieces import SPACE, byte_level_alphabet, sentencepiece_bytes, utf8
+from data.pretrained import PretrainedTokenizer, load_pretrained_tokenizer
+
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
 SAMPLE_CHARS = 4096  # per sampled block
 ENCODE_CHARS = 16384  # per call of SentencePiece, whose memory for merges grows with the length of its input
-SPACE = "\u2581"  # how SentencePiece writes a space
+
+# For transformers, whose ids equal ours but for two kinds of text: to it U+2581 is a space, and a reserved piece typed
+# as text is that piece, unless split_special_tokens=True.
+SENTENCEPIECE_CONFIG = {
+    "tokenizer_class": "LlamaTokenizer",
+    "add_prefix_space": False,
+    "add_bos_token": False,
+    "add_eos_token": False,
+    "legacy": False,
+    "clean_up_tokenization_spaces": False,
+    "unk_token": "<unk>",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+}
+BYTES_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+    "eos_token": "</s>",
+}
 
 
 class ByteTokenizer:
@@ -26,11 +49,11 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
-        return list(_utf8(text))
+        return list(utf8(text))
 
     def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
         """`encode` as an array."""
-        return np.frombuffer(_utf8(text), np.uint8).astype(dtype)
+        return np.frombuffer(utf8(text), np.uint8).astype(dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode(errors="replace")
@@ -40,7 +63,9 @@ class ByteTokenizer:
         return bytes(token for token in ids if token != self.end_of_document)
 
     def save(self, directory: Path) -> None:
-        """There is nothing to save."""
+        """Write the files from which transformers makes a tokenizer with the same ids. Loading needs none of them."""
+        _write(directory / "tokenizer.json", _json(_byte_level_bpe()))
+        _write(directory / "tokenizer_config.json", _json(BYTES_CONFIG))
 
 
 class SentencePieceTokenizer:
@@ -62,21 +87,13 @@ class SentencePieceTokenizer:
         self._processor.LoadFromSerializedProto(model)
         self.vocab_size = self._processor.vocab_size()
         self.end_of_document = self._processor.eos_id()
-        self._bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
+        self._bytes = sentencepiece_bytes(self._processor)
         self.token_bytes = np.array([len(data) for data in self._bytes])
         self._u2581_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
-    def _bytes_of(self, token: int) -> bytes:
-        piece = self._processor.id_to_piece(token)
-        if self._processor.is_byte(token):
-            return bytes([int(piece[1:-1], 16)])
-        if self._processor.is_control(token) or self._processor.is_unknown(token):
-            return b""
-        return piece.replace(SPACE, " ").encode()
-
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
-        _utf8(text)
+        utf8(text)
         ids: list[int] = []
         # SentencePiece would decode U+2581 as a space, so that character is encoded here, as its three byte tokens.
         for number, part in enumerate(text.split(SPACE)):
@@ -98,19 +115,49 @@ class SentencePieceTokenizer:
         return b"".join([self._bytes[token] for token in ids])
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.model`, a standard SentencePiece model file. It is complete as soon as it exists."""
-        part = directory / "tokenizer.model.part"
-        part.write_bytes(self.model)
-        part.replace(directory / "tokenizer.model")
+        """Write `tokenizer.model`, a standard SentencePiece model file, and what transformers needs to know of it."""
+        _write(directory / "tokenizer.model", self.model)
+        _write(directory / "tokenizer_config.json", _json(SENTENCEPIECE_CONFIG))
 
 
-Tokenizer = ByteTokenizer | SentencePieceTokenizer
+Tokenizer = ByteTokenizer | SentencePieceTokenizer | PretrainedTokenizer
+
+
+def _byte_level_bpe() -> dict[str, Any]:
+    """The byte tokenizer in the format of the `tokenizers` library: byte-level BPE without merges."""
+    end = {"id": ByteTokenizer.end_of_document, "content": BYTES_CONFIG["eos_token"], "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": byte_level_alphabet() | {end["content"]: end["id"]}, "merges": []},
+    }
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, indent=1).encode()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that is complete as soon as it exists."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)
 
 
 def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
     """Load the tokenizer saved in `directory`. Raises ValueError if it is missing or damaged."""
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
+    if kind == PretrainedTokenizer.kind:
+        return load_pretrained_tokenizer(directory)
     path = directory / "tokenizer.model"
     try:
         return SentencePieceTokenizer(path.read_bytes())
@@ -184,10 +231,3 @@ def _blocks(text: str, max_chars: int) -> Iterator[str]:
         start = end
     if start < len(text):
         yield text[start:]
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} is a lone surrogate, which UTF-8 cannot encode") from None

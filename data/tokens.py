@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.corpus import Corpus, Split
-from data.tokenizer import SentencePieceTokenizer, Tokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer
 from data.workers import JOB_BYTES, MAX_WORKERS, available_cpus, encode_jobs, make_jobs, text_of
 
 MAGIC, UNFINISHED = b"normal-llama tokens\n", b"normal-llama unfinished tokens\n"
@@ -84,7 +84,7 @@ def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer)
 
 def _worker_count(text_bytes: int, tokenizer: Tokenizer) -> int:
     """How many processes are worth starting. The byte tokenizer is faster than a pipe to another process."""
-    if text_bytes < PARALLEL_BYTES or not isinstance(tokenizer, SentencePieceTokenizer):
+    if text_bytes < PARALLEL_BYTES or isinstance(tokenizer, ByteTokenizer):
         return 1
     return min(available_cpus(), MAX_WORKERS)
 

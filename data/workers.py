@@ -7,6 +7,7 @@ script, and so torch, in each of them; its fork is unsafe once torch has started
 when this one is killed. These end when their standard input does, so none outlives this process.
 """
 
+import json
 import os
 import signal
 import struct
@@ -17,11 +18,11 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
-from data.tokenizer import SentencePieceTokenizer, Tokenizer
+from data.tokenizer import ByteTokenizer, PretrainedTokenizer, SentencePieceTokenizer, Tokenizer
 
 JOB_BYTES = 1 << 20
 CHUNK_END, DOCUMENT_END = b"\xfe", b"\xff"
@@ -68,7 +69,7 @@ def encode_job(job: bytes, tokenizer: Tokenizer, dtype: np.dtype) -> bytes:
 def encode_jobs(
     jobs: Iterable[bytes], tokenizer: Tokenizer, dtype: np.dtype, workers: int
 ) -> Generator[tuple[bytes, bytes], None, None]:
-    """Each job with its ids, in order. Encodes here if `workers` is 1, which every tokenizer but SentencePiece needs.
+    """Each job with its ids, in order. Encodes here if `workers` is 1, which the byte tokenizer needs.
 
     Raises ChildProcessError if a process ends before its work does. Close the iterator to end the processes.
     """
@@ -76,7 +77,7 @@ def encode_jobs(
         for job in jobs:
             yield job, encode_job(job, tokenizer, dtype)
         return
-    assert isinstance(tokenizer, SentencePieceTokenizer)
+    assert not isinstance(tokenizer, ByteTokenizer)
     processes: list[Worker] = []
     idle: SimpleQueue[Worker] = SimpleQueue()
     pending: deque[tuple[bytes, Future[bytes]]] = deque()
@@ -86,7 +87,7 @@ def encode_jobs(
             processes.append(_start(dtype))
             idle.put(processes[-1])
         for process in processes:
-            _request(process, tokenizer.model)
+            _request(process, _packed(tokenizer))
         for job in jobs:
             pending.append((job, threads.submit(_encode_elsewhere, idle, job)))
             if len(pending) > 2 * workers:
@@ -152,12 +153,26 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     return message if len(message) == size else None
 
 
+def _packed(tokenizer: SentencePieceTokenizer | PretrainedTokenizer) -> bytes:
+    """A line of JSON that says how to make the tokenizer, then its model."""
+    arguments: dict[str, Any] = {"threads": 1}
+    if isinstance(tokenizer, PretrainedTokenizer):
+        arguments = {"file": tokenizer.file, "end": tokenizer.end_of_document, "added": tokenizer.added}
+    return json.dumps(arguments).encode() + b"\n" + tokenizer.model
+
+
+def _unpacked(message: bytes) -> Tokenizer:
+    line, _, model = message.partition(b"\n")
+    arguments = json.loads(line)
+    return (PretrainedTokenizer if "file" in arguments else SentencePieceTokenizer)(model=model, **arguments)
+
+
 def _serve(requests: IO[bytes], replies: IO[bytes], dtype: np.dtype) -> None:
-    """Receive a SentencePiece model, then jobs, and reply with their ids until there are no more requests."""
-    model = _receive(requests)
-    if model is None:
+    """Receive a tokenizer, then jobs, and reply with their ids until there are no more requests."""
+    packed = _receive(requests)
+    if packed is None:
         return
-    tokenizer = SentencePieceTokenizer(model, threads=1)
+    tokenizer = _unpacked(packed)
     _send(replies, b"")
     while (job := _receive(requests)) is not None:
         _send(replies, encode_job(job, tokenizer, dtype))
