@@ -156,11 +156,8 @@ def _check_end(end: int | str | None, vocabulary: dict[str, int]) -> int:
     return found
 
 
-def _check_reserved(encoder: "_SentencePiece | _Json", reserved: set[int], vocabulary: dict[str, int]) -> None:
-    """Raise ValueError if a special token, typed as text, is encoded as one."""
-    for name, token in vocabulary.items():
-        if token in reserved and reserved & set(encoder.encode(name)):
-            raise ValueError(f"{name!r} is both a special token and an ordinary piece of text")
+def _ambiguous(name: str) -> ValueError:
+    return ValueError(f"{name!r} is both a special token and an ordinary piece of text")
 
 
 class _SentencePiece:
@@ -188,8 +185,9 @@ class _SentencePiece:
             end = self._processor.eos_id()
         self.end = _check_end(end, vocabulary)
         self.pieces[self.end] = b""
-        special_ids = {token for token, _, special in added if special} | {self.end}
-        _check_reserved(self, special_ids - {self._processor.unk_id()}, vocabulary)
+        for token in {token for token, _, special in added if special} | {self.end}:
+            if token < size and not (self._processor.is_control(token) or self._processor.is_unknown(token)):
+                raise _ambiguous(self._processor.id_to_piece(token))
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -249,7 +247,9 @@ class _Json:
             self.pieces[token["id"]] = token["content"].encode()
         for name in special:
             self.pieces[vocabulary[name]] = b""
-        _check_reserved(self, {vocabulary[name] for name in special - {model.get("unk_token")}}, vocabulary)
+        for name in special - {model.get("unk_token")}:
+            if vocabulary[name] in self.encode(name) or (len(name) == 1 and name in model["vocab"]):
+                raise _ambiguous(name)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
