@@ -3,7 +3,7 @@
 runs/NAME/checkpoints/step-000600/
     config.json             the model's configuration and its kind of tokenizer
     model.safetensors       weights and running statistics under our names; a tied head is stored once
-    tokenizer.model         for the kinds that have a file
+    tokenizer*              what the tokenizer saves
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
     trainer.json            the rest of the training state
     manifest.json           SHA-256 of each of these

@@ -76,7 +76,7 @@ def train_sentencepiece(**options) -> bytes:
     return model.getvalue()
 
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "bpe",
     "byte_fallback": True,
     "normalization_rule_name": "identity",
@@ -84,7 +84,7 @@ LLAMA = {
     "split_digits": True,
     "allow_whitespace_only_pieces": True,
 }
-NORMALIZING = {"model_type": "unigram"}  # NFKC, no bytes
+NORMALIZING: dict[str, Any] = {"model_type": "unigram"}  # NFKC, no bytes
 END = "<|endoftext|>"
 
 

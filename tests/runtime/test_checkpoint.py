@@ -28,7 +28,8 @@ from runtime.checkpoint import (
 
 CONFIG = ModelConfig(dim=16, layers=2, heads=2, hidden_dim=24, context=8, vocab_size=257)
 BATCHES = torch.randint(0, 257, (20, 2, 9), generator=torch.Generator().manual_seed(0))
-FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
+FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors"]
+FILES += ["tokenizer.json", "tokenizer_config.json", "trainer.json"]
 
 
 def adamw(model: Llama, **options) -> list:
