@@ -14,6 +14,7 @@ from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
 from norms.placement import PLACEMENTS
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.plugins import import_first
 from runtime.run_dir import locked
 
 
@@ -38,6 +39,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Train norms × placements × other factors × seeds and report on them.",
         allow_abbrev=False,
     )
+    import_first(everything, arguments)
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for parser in (everything, own):  # without abbreviations: --seed is not --seeds
         add = parser.add_argument_group("comparison").add_argument

@@ -25,6 +25,7 @@ from runtime.checkpoint import find_checkpoint, load_model
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
 
@@ -84,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
+    import_first(parser, arguments)
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="run directory or one of its checkpoints (default: the newest run)"
     )
