@@ -263,7 +263,7 @@ class Parser(argparse.ArgumentParser):
         """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            similar = similar_flags(unknown, re.findall(r"--[a-z][a-z-]*", self.format_usage()))
+            similar = similar_flags(unknown, re.findall(r"--[\w-]+", self.format_usage()))
             hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown

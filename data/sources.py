@@ -52,7 +52,8 @@ def short_name(name: str) -> str:
     """A name for a source that is safe in a folder name."""
     if name == "shakespeare":
         return "tinyshakespeare"
-    return re.sub(r"[^\w-]+", "_", re.sub(r"(\.txt|\.jsonl|\.parquet)?(\.gz)?$", "", Path(name).resolve().name)) or "text"
+    stem = re.sub(r"(\.txt|\.jsonl|\.parquet)?(\.gz)?$", "", Path(name).resolve().name)
+    return re.sub(r"[^\w-]+", "_", stem) or "text"
 
 
 def standard_library() -> list[Path]:
