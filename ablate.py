@@ -39,7 +39,6 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Train norms × placements × other factors × seeds and report on them.",
         allow_abbrev=False,
     )
-    import_first(everything, arguments)
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for parser in (everything, own):  # without abbreviations: --seed is not --seeds
         add = parser.add_argument_group("comparison").add_argument
@@ -95,6 +94,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
         add("--probe", action="store_true", help="record residual RMS, gradient norms and gains per block")
     add_flags(everything, hidden=("norm", "placement"))  # for single runs: `resolve_ablation` refuses them
+    import_first(everything, arguments)
     own.add_argument("--out")
     own.add_argument("--device")  # cuda:0,1 means several, of which each run gets one
     return everything.parse_args(arguments), own.parse_known_args(arguments)[1]

@@ -85,7 +85,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
-    import_first(parser, arguments)
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="run directory or one of its checkpoints (default: the newest run)"
     )
@@ -118,6 +117,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=False,
         help="use torch.compile, with a CUDA graph on CUDA; the first token waits for the compiler (default: off)",
     )
+    import_first(parser, arguments)
     return parser.parse_args(arguments)
 
 

@@ -96,7 +96,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
-    import_first(parser, arguments)
     fixed = ", ".join(f"--{name.replace('_', '-')}" for name in FIXED_ON_RESUME)
     parser.add_argument(
         "--resume",
@@ -113,6 +112,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, metavar="INT", help="number of GPUs for --plan (default: 1)")
     parser.add_argument("--card", choices=CARDS, help="GPU for --plan (default: h100)")
     add_flags(parser)
+    import_first(parser, arguments)
     flags = parser.parse_args(arguments)
     if not flags.plan and (flags.ranks is not None or flags.card):
         parser.error("--ranks and --card are for --plan; torchrun --nproc-per-node sets the ranks of a run")
