@@ -108,6 +108,7 @@ def _import_file(name: str, path: Path) -> Plugin:
         norms, _, placements = (_added(table, earlier) for table, earlier in zip(TABLES, before, strict=True))
         require(bool(norms or placements), "registers no norm and no placement; see CONTRIBUTING.md")
     except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
         for table, earlier in zip(TABLES, before, strict=True):
             table.clear()
             table.update(earlier)
