@@ -14,6 +14,7 @@ from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
 from norms.placement import PLACEMENTS
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.plugins import import_first
 from runtime.run_dir import locked
 
 
@@ -93,6 +94,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
         add("--probe", action="store_true", help="record residual RMS, gradient norms and gains per block")
     add_flags(everything, hidden=("norm", "placement"))  # for single runs: `resolve_ablation` refuses them
+    import_first(everything, arguments)
     own.add_argument("--out")
     own.add_argument("--device")  # cuda:0,1 means several, of which each run gets one
     return everything.parse_args(arguments), own.parse_known_args(arguments)[1]

@@ -25,6 +25,7 @@ from experiments.plan import PlanConfig, bench_plan
 from experiments.preparation import PrepareConfig, bench_prepare
 from runtime.device import describe, pick_device
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.plugins import add_import_flag, import_files
 from runtime.run_dir import RUNS, write_atomically
 
 # The function of each command, whose docstring is its help, and the dataclass of its options.
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
     with exit_codes("--rows, --batch-size or --dim"):
         with bad_input():
+            import_files(flags.imports)
             config = make_config(flags)
             device = pick_device(config.device)
             out = Path(config.out) if config.out else RUNS / f"bench-{flags.command}.json"
@@ -71,13 +73,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (command, config) in COMMANDS.items():
-        add_options(commands.add_parser(name, help=command.__doc__, description=command.__doc__), config)
+        subparser = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
+        add_options(subparser, config)
+        if name == "norms":
+            add_import_flag(subparser)
+    parser.set_defaults(imports=[])
     return parser.parse_args(arguments)
 
 
 def make_config(flags: argparse.Namespace) -> Any:
     """The options of the command as its dataclass. Raises ValueError for invalid values."""
-    given = {name: value for name, value in vars(flags).items() if name != "command"}
+    given = {name: value for name, value in vars(flags).items() if name not in ("command", "imports")}
     return COMMANDS[flags.command][1](**given)
 
 

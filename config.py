@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +133,7 @@ class TrainConfig:
     """How a model is trained, on what data, and where the run is stored. Raises ValueError like `ModelConfig`."""
 
     data: list[str] = option(
-        ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped"
+        ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped, and .parquet"
     )
     tokenizer: str = option("sentencepiece", "kind of tokenizer", choices=["sentencepiece", "bytes"])
     steps: int = option(500, "optimizer steps")
@@ -174,7 +176,9 @@ class TrainConfig:
         False, "with several ranks of torchrun, each keeps a part of every weight (FSDP2) instead of all (DDP)"
     )
     eval_every: int = option(250, "steps between evaluations; also after the last step")
-    eval_tokens: int = option(1 << 17, "tokens of the validation text per evaluation, in evenly spaced windows")
+    eval_tokens: int = option(
+        1 << 17, "tokens of the validation text per evaluation, in evenly spaced windows; fewer are faster"
+    )
     save_every: int = option(250, "steps between checkpoints; also after the last step")
     keep: int = option(2, "number of most recent checkpoints to keep")
     log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
@@ -242,8 +246,27 @@ FOLLOWS = {
 }
 
 
+SYNONYMS = {"--learning-rate": "--lr"}  # not spelled alike
+
+
+def similar_flags(unknown: list[str], known: list[str]) -> list[str]:
+    """The flags of `known` that mistyped arguments resemble."""
+    mistyped = [argument.partition("=")[0].replace("_", "-") for argument in unknown if argument.startswith("--")]
+    names = [SYNONYMS.get(flag, flag) for flag in mistyped]
+    return [flag for name in names for flag in difflib.get_close_matches(name, known, n=1)]
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line and exits with 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            similar = similar_flags(unknown, re.findall(r"--[\w-]+", self.format_usage()))
+            hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return namespace, unknown
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -25,6 +25,7 @@ from runtime.checkpoint import find_checkpoint, load_model
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
 
@@ -116,6 +117,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=False,
         help="use torch.compile, with a CUDA graph on CUDA; the first token waits for the compiler (default: off)",
     )
+    import_first(parser, arguments)
     return parser.parse_args(arguments)
 
 

@@ -50,6 +50,7 @@ from runtime.device import (
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
 from runtime.plan import Plan, make_plan
+from runtime.plugins import import_first, import_records, keep_copies, warn_of_imports
 from runtime.run_dir import (
     Log,
     check_run_dir,
@@ -60,7 +61,7 @@ from runtime.run_dir import (
     newest_run,
     write_atomically,
 )
-from runtime.run_report import DPI, plot_loss, write_report
+from runtime.run_report import DPI, plot_loss, shown, write_report
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -95,12 +96,23 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out (default: the newest run)")
-    parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint of the run in --out")
+    fixed = ", ".join(f"--{name.replace('_', '-')}" for name in FIXED_ON_RESUME)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out (default: the newest run); options that are given anew replace those of the "
+        f"run and are printed, but the model, {fixed} cannot change",
+    )
+    parser.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="evaluate the newest checkpoint of the run in --out (default: the newest run), on --eval-tokens",
+    )
     parser.add_argument("--plan", action="store_true", help="only print memory and speed of a step on --card")
     parser.add_argument("--ranks", type=int, metavar="INT", help="number of GPUs for --plan (default: 1)")
     parser.add_argument("--card", choices=CARDS, help="GPU for --plan (default: h100)")
     add_flags(parser)
+    import_first(parser, arguments)
     flags = parser.parse_args(arguments)
     if not flags.plan and (flags.ranks is not None or flags.card):
         parser.error("--ranks and --card are for --plan; torchrun --nproc-per-node sets the ranks of a run")
@@ -117,7 +129,7 @@ def plan(flags: argparse.Namespace) -> Plan:
     device = getattr(flags, "device", "auto")
     check_device_name(device)
     require(device not in ("cpu", "mps"), f"--plan is for a GPU; leave out --device {device}")
-    model_config, config = configs_from(flags, "cuda")
+    model_config, config = read_configs(flags, "cuda")
     ranks, card = 1 if flags.ranks is None else flags.ranks, flags.card or "h100"
     require(ranks >= 1, f"--ranks must be at least 1, not {ranks}")
     require(config.dtype != "float32", "--plan is for half precision; add --dtype bfloat16")
@@ -185,6 +197,8 @@ def resolve_settings(
         check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
         if flags.resume and "fast" not in read_run(flags.config):
             raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
+        if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
+            print(f"changed: {', '.join(changes)}", file=sys.stderr)
     device = pick_device(config.device)
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
     if existing:
@@ -202,7 +216,7 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
 
     Raises ValueError for incompatible options.
     """
-    model_config, config = configs_from(flags, pick_device(getattr(flags, "device", "auto")).type)
+    model_config, config = read_configs(flags, pick_device(getattr(flags, "device", "auto")).type)
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
@@ -215,6 +229,14 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     wants_fast = False if shard and not getattr(flags, "fast", False) else config.fast
     fast = resolve_fast(wants_fast, device, dtype, compiled, shard)
     return model_config, dataclasses.replace(config, fast=fast, shard=shard)
+
+
+def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
+    """`configs_from`. Raises ValueError that asks for `--import` if the run of --config needs a file."""
+    if flags.config:
+        read_run(Path(flags.config))
+        warn_of_imports(json.loads(Path(flags.config).read_text()), Path(flags.config))
+    return configs_from(flags, device)
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
@@ -241,6 +263,17 @@ def check_same_settings(run_file: Path, model_config: ModelConfig, config: Train
     differences = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
     if differences:
         raise ValueError(f"the run in {run_file.parent} has {'; '.join(differences)}")
+
+
+def changed_options(run_file: Path, config: TrainConfig) -> list[str]:
+    """The options that differ from those of the run in `run_file`, as "--lr 0.015 -> 0.01"."""
+    theirs = dataclasses.asdict(TrainConfig()) | read_run(run_file)
+    ours = dataclasses.asdict(config)
+    return [
+        f"--{name.replace('_', '-')} {shown(theirs[name])} -> {shown(ours[name])}"
+        for name in ours
+        if name != "out" and theirs[name] != ours[name]
+    ]
 
 
 def check_same_text(run_file: Path, data: Prepared) -> None:
@@ -357,8 +390,15 @@ class Trainer:
         if run_file.exists():  # keep the first command, and list those that resumed it
             earlier = json.loads(run_file.read_text())
             resumed = {"step": self.step, "command": description["command"]}
-            description |= {"command": earlier["command"], "resumed": [*earlier.get("resumed", []), resumed]}
+            imports = description["imports"]
+            imports = [record for record in earlier.get("imports", []) if record not in imports] + imports
+            description |= {
+                "command": earlier["command"],
+                "resumed": [*earlier.get("resumed", []), resumed],
+                "imports": imports,
+            }
         write_atomically(run_file, json.dumps(description, indent=2) + "\n")
+        keep_copies(run.folder)
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
         named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
         modes = [name for option, name in named.items() if getattr(run.config, option)]
@@ -571,6 +611,7 @@ def describe_run(run: Run, model: Llama) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
         "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},
+        "imports": import_records(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": describe(run.device),
         "ranks": distributed.world_size(),

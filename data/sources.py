@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 32 << 20  # of a .jsonl file: each line is held in memory to be parsed
+PARQUET_ROWS = 64  # that are held in memory at a time
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -29,8 +30,8 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 def find_files(name: str, cache_dir: Path) -> list[Path]:
     """The files behind `python`, `shakespeare` or a path, in an order that is deterministic.
 
-    A folder is searched recursively. Names that begin with a dot are skipped, and so are binary files: like git, it
-    looks for a NUL in the first 8 KB. Raises ValueError if there are no files.
+    A folder is searched recursively. Names that begin with a dot are skipped, and so are binary files other than
+    .parquet: like git, it looks for a NUL in the first 8 KB. Raises ValueError if there are no files.
     """
     if name == "python":
         return standard_library()
@@ -38,7 +39,7 @@ def find_files(name: str, cache_dir: Path) -> list[Path]:
         return [download_shakespeare(cache_dir)]
     path = Path(name)
     if path.is_dir():
-        files = [file for file in _walk(path) if _looks_like_text(file)]
+        files = [file for file in _walk(path) if file.suffix == ".parquet" or _looks_like_text(file)]
         if not files:
             raise ValueError(f"--data {name}: no text files in this folder")
         return files
@@ -51,7 +52,8 @@ def short_name(name: str) -> str:
     """A name for a source that is safe in a folder name."""
     if name == "shakespeare":
         return "tinyshakespeare"
-    return re.sub(r"[^\w-]+", "_", re.sub(r"(\.txt|\.jsonl)?(\.gz)?$", "", Path(name).resolve().name)) or "text"
+    stem = re.sub(r"(\.txt|\.jsonl|\.parquet)?(\.gz)?$", "", Path(name).resolve().name)
+    return re.sub(r"[^\w-]+", "_", stem) or "text"
 
 
 def standard_library() -> list[Path]:
@@ -101,11 +103,14 @@ def download_shakespeare(cache_dir: Path) -> Path:
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
     """The documents of a file, each an iterator of chunks of about 1 MiB.
 
-    Each line of a .jsonl file is a document, the string under "text"; any other file is one document. Raises
-    ValueError that names the file and the line or the byte offset of the error, counted in the decompressed text.
+    Each line of a .jsonl file is a document, the string under "text", and so is each row of a .parquet file, the string
+    in the column "text"; any other file is one document. Raises ValueError that names the file and the line, the row or
+    the byte offset of the error, counted in the decompressed text.
     """
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         yield from map(_chunks, _read_jsonl(path))
+    elif path.suffix == ".parquet":
+        yield from map(_chunks, _read_parquet(path))
     else:
         yield _read_text(path)
 
@@ -154,6 +159,34 @@ def _read_jsonl(path: Path) -> Iterator[str]:
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise ValueError(f'{path}: line {number} is not a JSON object with a string under "text"') from None
             yield text
+
+
+def _read_parquet(path: Path) -> Iterator[str]:
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ValueError(f"{path}: Parquet files need the package pyarrow: pip install pyarrow") from None
+    number = 0
+    try:
+        # With a buffer it reads a page at a time, not a whole row group.
+        with ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
+            columns = {field.name: field.type for field in file.schema_arrow}
+            if columns.get("text") not in (pyarrow.string(), pyarrow.large_string()):
+                found = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+                raise ValueError(f'{path}: no column "text" of strings; it has {found}')
+            for batch in file.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    if text is None:
+                        raise ValueError(f"{path}: the text of row {number} is null")
+                    yield text
+    except UnicodeDecodeError:
+        last = number + PARQUET_ROWS
+        raise ValueError(f"{path}: one of rows {number + 1} to {last} is not UTF-8; convert it to UTF-8") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a valid Parquet file: {reason}") from None
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:

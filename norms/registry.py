@@ -36,11 +36,18 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
 
     The constructor takes the feature width first. Its other arguments are keywords with defaults, which
     `--norm-arg` can set. An argument called `site` is not settable; it receives the position of the norm
-    in the model ("attention", "mlp", "final", "query", "key" or "value").
+    in the model ("attention", "mlp", "final", "query", "key" or "value"). Raises ValueError for a name that exists,
+    a class that is no module, and an argument without a default.
     """
 
     def add(cls: NormClass) -> NormClass:
-        assert kind not in KINDS, f"norm {kind!r} is registered twice"
+        if kind in KINDS:
+            raise ValueError(f"norm {kind!r} is registered twice; choose another name")
+        if not issubclass(cls, nn.Module):
+            raise ValueError(f"norm {kind!r}: {cls.__name__} is not a torch.nn.Module")
+        for argument in list(inspect.signature(cls).parameters.values())[1:]:
+            if argument.default is argument.empty:
+                raise ValueError(f"norm {kind!r}: its argument {argument.name!r} needs a default")
         KINDS[kind], TRAITS[kind] = cls, Traits(**traits)
         return cls
 

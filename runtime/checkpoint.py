@@ -1,7 +1,7 @@
 """Checkpoints: one complete directory each, written under another name and renamed, verified when read. No pickle.
 
 runs/NAME/checkpoints/step-000600/
-    config.json             the model's configuration and its kind of tokenizer
+    config.json             the model's configuration, its kind of tokenizer, and the files of `--import`
     model.safetensors       weights and running statistics under our names; a tied head is stored once
     tokenizer*              what the tokenizer saves
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
@@ -29,6 +29,7 @@ from config import ModelConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import Llama
 from runtime import distributed
+from runtime.plugins import NotImported, import_records, warn_of_imports
 from runtime.run_dir import newest_run
 
 CONFIG, MODEL, OPTIMIZER, TRAINER, MANIFEST = (
@@ -74,7 +75,7 @@ def save_checkpoint(
 def _write_files(
     folder: Path, model: Llama, tokenizer: Tokenizer, tensors: dict[str, dict[str, Tensor]], trainer: dict
 ) -> None:
-    config = {"model": dataclasses.asdict(model.config), "tokenizer": tokenizer.kind}
+    config = {"model": dataclasses.asdict(model.config), "tokenizer": tokenizer.kind, "imports": import_records()}
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
     for name, state in tensors.items():
         _save_tensors(state, folder / name)
@@ -98,7 +99,10 @@ def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
+        path.touch()
+        mode = path.stat().st_mode  # as the umask has it; safetensors lets nobody else read the file
         save_file(tensors, path)
+        path.chmod(mode)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"{path} cannot be written: {error}") from None
 
@@ -159,10 +163,13 @@ def load_model(checkpoint: Path, device: torch.device | str) -> tuple[Llama, Tok
     _verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
     try:
         config = json.loads((checkpoint / CONFIG).read_text())
+        warn_of_imports(config, checkpoint / CONFIG)
         with torch.device("meta"):
             model = Llama(ModelConfig(**config["model"]))
         tokenizer = load_tokenizer(config["tokenizer"], checkpoint)
-    except (TypeError, KeyError, ValueError) as error:
+    except NotImported:
+        raise
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{checkpoint / CONFIG} does not describe a model of this version: {error}") from None
     model.load_state_dict(_read_weights(checkpoint, model), assign=True)
     if model.config.tie_embeddings:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runtime import distributed
+from runtime.plugins import error_line
 
 FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
@@ -71,12 +72,15 @@ def exit_codes(memory_options: str) -> Iterator[None]:
         _exit(error.code, str(error))
     except KeyboardInterrupt:
         _exit(128 + signal.SIGINT, "interrupted")
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch says "allocate" on every device
-            raise
-        _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
     except OSError as error:  # usually a full disk; every finished checkpoint is intact
         _exit(FAILED, str(error))
+    except Exception as error:
+        allocation = isinstance(error, RuntimeError) and "allocate" in str(error)  # torch says so on every device
+        if allocation or isinstance(error, MemoryError):
+            _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
+        if line := error_line(error):  # a norm or a placement that the user wrote
+            _exit(BAD_INPUT, line)
+        raise
 
 
 def _exit_together(code: int, line: str) -> None:

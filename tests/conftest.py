@@ -1,5 +1,20 @@
-"""For all tests: one thread, because their tensors are small."""
+"""For all tests: one thread, because their tensors are small; and norms from files outside the repository."""
 
+import pytest
 import torch
 
+from runtime.plugins import import_files
+
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "also test the norms that this file registers, with the oracle in test_KIND.py next to it"
+    parser.addoption("--import", dest="imports", action="append", default=[], metavar="FILE.py", help=help)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        import_files(config.getoption("imports"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import ablate
+import bench
 import config
+import generate
+import train
 from config import FIELDS, PRESETS, ModelConfig, Parser, TrainConfig, add_flags, configs_from
 from model import Llama
 from norms import KINDS
@@ -90,7 +94,17 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
         ("--steps 1.5", "argument --steps: invalid int value: 1.5"),
         ("--lr fast", "argument --lr: invalid float value: fast"),
         ("--lr", "argument --lr: expected one argument"),
-        ("--dimension 3", "unrecognized arguments: --dimension 3"),
+        ("--dimension 3", "unrecognized arguments: --dimension 3; did you mean --dim?"),
+        ("--lrr=3", "unrecognized arguments: --lrr=3; did you mean --lr?"),
+        ("--learning-rate 3", "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
+        ("--batch_size 3", "unrecognized arguments: --batch_size 3; did you mean --batch-size?"),
+        ("--no-fats", "unrecognized arguments: --no-fats; did you mean --no-fast?"),
+        (
+            "--n-layers 3 --stesp 4",
+            "unrecognized arguments: --n-layers 3 --stesp 4; did you mean --layers and --steps?",
+        ),
+        ("--zzz 3", "unrecognized arguments: --zzz 3"),
+        ("lr", "unrecognized arguments: lr"),
     ],
 )
 def test_argparse_error_is_one_line_with_exit_code_2(flags, message, capsys):
@@ -99,6 +113,25 @@ def test_argparse_error_is_one_line_with_exit_code_2(flags, message, capsys):
     line = capsys.readouterr().err
     assert excinfo.value.code == 2
     assert line.replace("'", "") == f"train.py: error: {message}\n"  # quoting differs between Python versions
+
+
+@pytest.mark.parametrize(
+    "command, flags, flag",
+    [
+        (train.main, "--resmue", "--resume"),
+        (generate.main, "--max-tokens 3", "--tokens"),
+        (generate.main, "--temprature 0", "--temperature"),
+        (ablate.main, "--normss rmsnorm", "--norms"),
+        (ablate.main, "claim prenorm-stability --scael quick", "--scale"),
+        (bench.main, "norms --row 3 --rowz 3", "--rows"),
+    ],
+)
+def test_every_command_names_the_flag_that_was_meant(command, flags, flag, capsys):
+    with pytest.raises(SystemExit) as excinfo:
+        command(flags.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert excinfo.value.code == 2
+    assert "unrecognized arguments: --" in line and line.endswith(f"did you mean {flag}?")
 
 
 @pytest.mark.parametrize("name, value", [("norm", "batch"), ("placement", "between"), ("init", "zero")])

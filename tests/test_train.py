@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ except ImportError:  # missing on Windows
     resource = None  # type: ignore[assignment]
 
 import train
-from config import ModelConfig, TrainConfig
+from config import FIELDS, ModelConfig, TrainConfig
 from model import Llama, weights_by_role
 from norms import KINDS, TRAITS, register
 from norms.placement import PLACEMENTS, supports
@@ -693,6 +695,101 @@ def test_resuming_with_other_settings_or_text_is_refused(command, capsys, text):
         with pytest.raises(SystemExit) as excinfo:
             train.main([flags, "--out", str(run)])
         assert excinfo.value.code == 2 and "has changed since the run started" in capsys.readouterr().err
+
+
+def other_value(name: str, value: Any) -> Any:
+    """A valid value of a TrainConfig field other than `value`."""
+    choices = FIELDS[name].metadata.get("choices")
+    if choices:
+        return next(choice for choice in choices if choice != value)
+    if isinstance(value, bool) or value is None:
+        return not value
+    others = {"data": ["shakespeare"], "micro_batch_size": 4, "device": "cpu:0", "cache_dir": "elsewhere", "out": "x"}
+    return others.get(name, value / 2 if isinstance(value, float) else value * 2 or 8)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_every_option_is_fixed_or_its_change_is_printed(name, tmp_path):
+    """Of a resumed run: changed options are printed, and nothing else; the fixed ones are refused."""
+    config = TrainConfig(device="cpu", compile=False, fast=False)
+    description = {"model": dataclasses.asdict(ModelConfig()), "training": dataclasses.asdict(config)}
+    (tmp_path / "run.json").write_text(json.dumps(description))
+    earlier, later = getattr(config, name), other_value(name, getattr(config, name))
+    changed = dataclasses.replace(config, **{name: later})
+    lines = train.changed_options(tmp_path / "run.json", changed)
+    expected = f"--{name.replace('_', '-')} {train.shown(earlier)} -> {train.shown(later)}"
+    assert lines == ([] if name == "out" else [expected])
+    assert train.changed_options(tmp_path / "run.json", config) == []
+    if name in train.FIXED_ON_RESUME:
+        with pytest.raises(ValueError, match=re.escape(f"has {name} {earlier}, not {later}")):
+            train.check_same_settings(tmp_path / "run.json", ModelConfig(), changed, train.FIXED_ON_RESUME)
+
+
+def test_resuming_prints_the_options_that_change(command, capsys):
+    """An option of each class: optimization, numerics, logging and saving. Those that follow from others, too."""
+    command("--steps 20 --lr 0.015 --no-fast")
+    capsys.readouterr()
+    command("--resume")
+    assert "changed" not in capsys.readouterr().err
+    command("--resume --steps 40 --lr 0.01 --weight-decay 0 --micro-batch-size 4 --recompute --eval-tokens 64 --keep 1")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("changed")]
+    assert lines == [
+        "changed: --steps 20 -> 40, --micro-batch-size 8 -> 4, --lr 0.015 -> 0.01, --warmup 1 -> 2, "
+        "--weight-decay 0.1 -> 0.0, --recompute false -> true, --eval-tokens 131072 -> 64, --keep 2 -> 1"
+    ]
+
+
+def test_resuming_refuses_what_cannot_change(command, capsys):
+    command("--steps 2")
+    for flags, message in {
+        "--data nothing.txt": "not ['nothing.txt']",
+        "--tokenizer sentencepiece": "tokenizer bytes, not sentencepiece",
+        "--optimizer adamw": "optimizer muon, not adamw",
+        "--dropout 0.1": "dropout 0.0, not 0.1",
+    }.items():
+        with pytest.raises(SystemExit) as excinfo:
+            command(f"--resume {flags}")
+        assert excinfo.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
+    """--eval-tokens, in training, with --eval-only and with --resume."""
+    targets, loss = [], Llama.loss
+
+    def count(model, inputs, labels):
+        if not model.training:
+            targets.append(labels.numel())
+        return loss(model, inputs, labels)
+
+    monkeypatch.setattr(Llama, "loss", count)
+    run = command("--steps 2 --eval-tokens 640 --no-fast")
+    assert sum(targets) == 640
+    for flags, expected in (
+        ("--eval-only", 640),
+        ("--eval-only --eval-tokens 64", 64),
+        ("--resume --steps 3 --eval-tokens 96", 96),
+    ):
+        targets.clear()
+        train.main([*flags.split(), "--out", str(run)])
+        assert sum(targets) == expected, flags
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_modes_follow_the_umask(umask, command, tmp_path):
+    """Of all files and folders of a run and of its prepared corpus."""
+    before = os.umask(umask)
+    try:
+        run = command("--steps 2 --tokenizer sentencepiece --vocab-size 300")
+    finally:
+        os.umask(before)
+    paths = [*run.rglob("*"), *(tmp_path / "cache").rglob("*")]
+    assert {"model.safetensors", "optimizer.safetensors", "tokenizer.model", "train.bin", "loss.png"} <= {
+        path.name for path in paths
+    }
+    for path in paths:
+        full = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == full & ~umask, path
 
 
 def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path):

@@ -28,6 +28,7 @@ from experiments.ablation.processes import start_process
 from norms.placement import Unsupported
 from runtime.device import describe
 from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
+from runtime.plugins import check_imports, import_flags
 from runtime.run_dir import read_rows
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
@@ -144,6 +145,8 @@ class Grid:
                 train.check_same_settings(run_file, model_config, config, compared)
                 train.check_same_text(run_file, self.data)
                 run = json.loads(run_file.read_text())
+                for line in check_imports(run, run_file):
+                    raise ValueError(f"the run in {run_file.parent}: {line}")
                 here = f"{describe(torch.device(config.device))} with torch {torch.__version__}"
                 there = f"{run['device']} with torch {run['versions']['torch']}"
                 require(there == here, f"the run in {run_file.parent} was trained on {there}, not {here}")
@@ -203,7 +206,7 @@ class Grid:
     def command(self, cell: Cell, device: str = "") -> list[str]:
         """The command that starts a cell on `device`, or resumes it."""
         folder = self.cell_folder(cell)
-        flags = ["--resume"] if (folder / "run.json").exists() else [*self.train_flags, *cell.flags]
+        flags = ["--resume", *import_flags()] if (folder / "run.json").exists() else [*self.train_flags, *cell.flags]
         flags += ["--device", device] if device else []
         return [sys.executable, train.__file__, *flags, "--out", str(folder)]
 

@@ -29,7 +29,16 @@ from norms.placement.site import MakeNorm, Site
 from norms.placement.two_streams import FinishResiDual, FinishSiamese, ResiDual, Siamese, start_two
 from norms.registry import TRAITS
 
-__all__ = ["PLACEMENTS", "MakeNorm", "Placement", "Site", "Unsupported", "check_placement", "supports"]
+__all__ = [
+    "PLACEMENTS",
+    "MakeNorm",
+    "Placement",
+    "Site",
+    "Unsupported",
+    "check_placement",
+    "register_placement",
+    "supports",
+]
 
 
 class Unsupported(ValueError):
@@ -85,6 +94,15 @@ PLACEMENTS = {
         after_step=return_to_sphere,
     ),
 }  # fmt: skip
+
+
+def register_placement(name: str, placement: Placement) -> None:
+    """Make a placement available as `--placement name`. Raises ValueError for a name that exists."""
+    if name in PLACEMENTS:
+        raise ValueError(f"placement {name!r} is registered twice; choose another name")
+    if not isinstance(placement, Placement):
+        raise ValueError(f"placement {name!r} is a {type(placement).__name__}, not a Placement")
+    PLACEMENTS[name] = placement
 
 
 def supports(name: str, norm: str) -> bool:

@@ -4,15 +4,22 @@ import gzip
 import hashlib
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data import sources
 from data.sources import find_files, read_documents, short_name
 
 CHUNK = sources.CHUNK_BYTES
+ROOT = Path(__file__).parents[2]
 
 
 def text_of(path: Path) -> list[str]:
@@ -51,6 +58,83 @@ def test_jsonl_has_one_document_per_line(tmp_path):
     assert text_of(write(tmp_path / "a.jsonl.gz", gzip.compress(lines.encode()))) == texts
     documents = list(read_documents(tmp_path / "a.jsonl"))
     assert ["".join(document) for document in documents] == texts, "documents must not depend on when they are consumed"
+
+
+# --- Parquet ---------------------------------------------------------------------------------------------------------
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()], ids=str)
+def test_parquet_has_one_document_per_row(tmp_path, kind):
+    texts = ["one\ntwo", "", "\u2028 é", "x" * (CHUNK + 5), *map(str, range(200))]
+    columns = {"id": list(range(len(texts))), "text": pyarrow.array(texts, kind)}
+    path = write_parquet(tmp_path / "a.parquet", columns, row_group_size=90)
+    assert text_of(path) == texts
+    assert ["".join(document) for document in list(read_documents(path))] == texts
+    assert short_name(str(path)) == "a"
+
+
+def test_parquet_files_in_a_folder_are_found(tmp_path):
+    write(tmp_path / "b.txt", "b")
+    write(tmp_path / "image.png", b"\x89PNG\0")
+    write_parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    assert [file.name for file in find_files(str(tmp_path), tmp_path)] == ["a.parquet", "b.txt"]
+
+
+def test_memory_for_parquet_does_not_grow_with_a_row_group(tmp_path):
+    """64 MB in one group, which no compression makes smaller than 32 MB."""
+    texts = [os.urandom(2000).hex() for _ in range(16000)]
+    path = write_parquet(tmp_path / "a.parquet", {"text": texts}, use_dictionary=False)
+    assert pyarrow.parquet.ParquetFile(path).metadata.num_row_groups == 1
+    script = (
+        "import sys, pyarrow; from pathlib import Path; from data.sources import read_documents; "
+        "print(sum(len(chunk) for document in read_documents(Path(sys.argv[1])) for chunk in document), "
+        "pyarrow.default_memory_pool().max_memory())"
+    )
+    result = subprocess.run([sys.executable, "-c", script, path], cwd=ROOT, capture_output=True, text=True, check=True)
+    size, peak = map(int, result.stdout.split())
+    assert size == 64_000_000 and peak < 16 << 20
+
+
+def test_parquet_without_texts_is_refused(tmp_path):
+    for columns, message in (
+        ({"content": ["a"], "n": [1]}, 'no column "text" of strings; it has content (string), n (int64)'),
+        ({"text": [1, 2]}, 'no column "text" of strings; it has text (int64)'),
+        ({"text": ["a"] * 70 + [None]}, "the text of row 71 is null"),
+    ):
+        path = write_parquet(tmp_path / "a.parquet", columns)
+        with pytest.raises(ValueError) as excinfo:
+            text_of(path)
+        assert str(excinfo.value) == f"{path}: {message}"
+
+
+def test_damaged_parquet_is_refused(tmp_path):
+    whole = write_parquet(tmp_path / "whole.parquet", {"text": ["some text"] * 100}).read_bytes()
+    for content in (b"", b"text", whole[:-20], whole[: len(whole) // 3], whole[:8] + bytes(40) + whole[48:]):
+        path = write(tmp_path / "a.parquet", content)
+        with pytest.raises(ValueError, match=r"a\.parquet: not a valid Parquet file") as excinfo:
+            text_of(path)
+        assert "\n" not in str(excinfo.value)
+    not_utf8 = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    )
+    with pytest.raises(ValueError, match=r"a\.parquet: one of rows 1 to 64 is not UTF-8"):
+        text_of(write_parquet(tmp_path / "a.parquet", {"text": not_utf8}))
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError) as excinfo:
+        text_of(path)
+    assert str(excinfo.value) == f"{path}: Parquet files need the package pyarrow: pip install pyarrow"
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order(tmp_path):

@@ -1,7 +1,7 @@
 """The contract of every norm: each registered kind is tested against it, according to its traits.
 
 Each kind has a float64 oracle in its own test file, tests/norms/test_<kind>.py, written in torch and sharing no code
-with the norm:
+with the norm. For a norm of `pytest --import FILE.py`, the test file may be next to that file.
 
     def oracle(x, state, **norm_args) -> Tensor
 
@@ -35,6 +35,7 @@ from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS, supports
 from runtime.acceleration import accelerate
+from runtime.plugins import IMPORTED
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -78,15 +79,15 @@ def device(request: pytest.FixtureRequest) -> str:
 @cache
 def oracle_file(kind: str) -> ModuleType:
     """The test file of `kind`, which defines its oracle."""
-    path = HERE / f"test_{kind}.py"
-    if path.exists():
+    name = f"test_{kind}.py"
+    for path in (file for file in (HERE / name, *(each.with_name(name) for each in IMPORTED)) if file.exists()):
         spec = importlib.util.spec_from_file_location(f"oracle_of_{kind}", path)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if hasattr(module, "oracle"):
             return module
-    pytest.fail(f"norm {kind!r} has no float64 oracle: define oracle(x, state, **norm_args) in tests/norms/{path.name}")
+    pytest.fail(f"norm {kind!r} has no float64 oracle: define oracle(x, state, **norm_args) in tests/norms/{name}")
 
 
 def width(kind: str, at_least: int) -> int:

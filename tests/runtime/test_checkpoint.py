@@ -137,7 +137,7 @@ def test_checkpoint_contents(tmp_path):
     assert sorted(path.name for path in checkpoint.iterdir()) == FILES
     assert [path.name for path in checkpoint.parent.iterdir()] == ["step-000600"]
     config = json.loads((checkpoint / "config.json").read_text())
-    assert config == {"model": dataclasses.asdict(model.config), "tokenizer": "bytes"}
+    assert config == {"model": dataclasses.asdict(model.config), "tokenizer": "bytes", "imports": []}
     assert json.loads((checkpoint / "trainer.json").read_text()) == {
         "step": 600,
         "optimizers": ["AdamW"],
