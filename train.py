@@ -234,8 +234,9 @@ def check_same_settings(run_file: Path, model_config: ModelConfig, config: Train
 
     `names` are the fields of TrainConfig to compare. Fields that the run's version lacked count as their defaults.
     """
-    defaults = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
-    theirs = defaults | read_run(run_file)
+    given, in_model = read_run(run_file), {field.name for field in dataclasses.fields(ModelConfig)}
+    theirs = dataclasses.asdict(TrainConfig()) | given
+    theirs |= dataclasses.asdict(ModelConfig(**{name: given[name] for name in given.keys() & in_model}))
     ours = dataclasses.asdict(model_config)
     ours |= {name: getattr(config, name) for name in names}
     differences = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
@@ -560,7 +561,7 @@ def flops_per_token(model: Llama) -> float:
     """FLOPs of forward and backward: 6 for each weight in a matrix product, plus causal attention."""
     config = model.config
     products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
-    return 6 * products + 6 * config.layers * config.dim * config.context
+    return 6 * products + 6 * config.layers * config.heads * config.head_dim * config.context
 
 
 def describe_run(run: Run, model: Llama) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_missing_fields_in_run_json_get_the_defaults(tmp_path):
 def test_flags_recompute_derived_defaults(tmp_path):
     model, training = ModelConfig(dim=64, heads=4, vocab_size=257), TrainConfig(tokenizer="bytes", batch_size=8)
     path = write_run_json(tmp_path / "run.json", dataclasses.asdict(model), dataclasses.asdict(training))
-    assert parse(f"--config {path} --dim 128")[0] == dataclasses.replace(model, dim=128, hidden_dim=352)
+    assert parse(f"--config {path} --dim 128")[0] == dataclasses.replace(model, dim=128, head_dim=None, hidden_dim=352)
     assert parse(f"--config {path} --heads 8")[0].kv_heads == 8
     assert parse(f"--config {path} --tokenizer sentencepiece")[0].vocab_size == ModelConfig().vocab_size
     assert parse(f"--config {path} --tokenizer sentencepiece --vocab-size 300")[0].vocab_size == 300

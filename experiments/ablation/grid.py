@@ -94,7 +94,12 @@ def settings_digest(settings: Settings) -> str:
     def chosen(values: dict[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in sorted(values.keys() - NOT_COMPARED) if values[name] != defaults[name]}
 
-    arms = [[dict(arm.factors), chosen(asdict(model_config))] for arm, (model_config, _) in settings.items()]
+    arms = []
+    for arm, (model_config, _) in settings.items():
+        values = asdict(model_config)
+        if model_config.head_dim == model_config.dim // model_config.heads:
+            values["head_dim"] = defaults["head_dim"]
+        arms.append([dict(arm.factors), chosen(values)])
     return hashlib.sha256(json.dumps([chosen(asdict(config)), arms]).encode()).hexdigest()[:8]
 
 

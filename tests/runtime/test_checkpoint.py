@@ -17,7 +17,7 @@ from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from model import Llama
 from runtime.checkpoint import (
-    _sha256,
+    sha256,
     find_checkpoint,
     latest_checkpoint,
     list_checkpoints,
@@ -68,7 +68,7 @@ def newest_checkpoint(run: Path) -> Path:
 def update_manifest(checkpoint: Path) -> None:
     """Recompute the hashes in the manifest after a test has changed files."""
     names = [name for name in json.loads((checkpoint / "manifest.json").read_text())]
-    (checkpoint / "manifest.json").write_text(json.dumps({name: _sha256(checkpoint / name) for name in names}))
+    (checkpoint / "manifest.json").write_text(json.dumps({name: sha256(checkpoint / name) for name in names}))
 
 
 def full_state(model: Llama, optimizers: list) -> dict[str, torch.Tensor]:
