@@ -17,6 +17,7 @@ from norms.placement import PLACEMENTS, check_placement
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 MAX_WEIGHTS = 10**12  # 4 TB in fp32, more than any single device has
 
 
@@ -168,6 +169,12 @@ class TrainConfig:
         ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped"
     )
     tokenizer: str = option("sentencepiece", "kind of tokenizer", choices=["sentencepiece", "bytes"])
+    init_from: str = option(
+        "",
+        "fine-tune: start from weights, model and tokenizer of this run, checkpoint or Hugging Face directory (default: "
+        "draw the weights)",
+        metavar="DIR",
+    )
     steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int = option(
@@ -264,8 +271,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Changing one of the options on the right resets that on the left to its default. The micro-batch size is reset only if it no longer
-# divides the batch size, and the warmup only if it was the default for the steps before.
+# Changing an option on the right resets that on the left to its default. The micro-batch size is reset only if it no
+# longer divides the batch size, and the warmup only if it was the default for the steps before.
 FOLLOWS = {
     "hidden_dim": {"dim"},
     "kv_heads": {"heads"},
@@ -341,8 +348,13 @@ def read_run(path: Path) -> dict[str, Any]:
     return given
 
 
-def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
+def configs_from(
+    flags: argparse.Namespace, device: str, pretrained: dict[str, Any] | None = None
+) -> tuple[ModelConfig, TrainConfig]:
     """Combine defaults, then the preset (`small` on a GPU) or `--config` file, then flags.
+
+    `pretrained` are the fields of the model of `--init-from` and its kind of tokenizer. They replace those of a preset,
+    and flags may repeat them, shorten the context and set the dropout.
 
     Raises ValueError for a file that is not a run's configuration and for values that are incompatible.
     """
@@ -351,13 +363,20 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
         given = read_run(Path(flags.config))
     else:
         given = PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
+    if pretrained:
+        chosen = {name: given[name] for name in NOT_PRETRAINED if flags.config and name in given}
+        given = given | pretrained | chosen
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     if "rope_scaling" in by_flag:
         by_flag["rope_scaling"] = parse_rope_scaling(by_flag["rope_scaling"])
     if "norm_args" in by_flag:
         norm = by_flag.get("norm", given.get("norm", ModelConfig.norm))
         by_flag["norm_args"] = parse_norm_args(norm, by_flag["norm_args"])
+        if pretrained:
+            by_flag["norm_args"] = pretrained["norm_args"] | by_flag["norm_args"]
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
+    if pretrained:
+        _check_pretrained(pretrained, given | by_flag)
     steps = given.get("steps", FIELDS["steps"].default)
     if given.get("warmup") != TrainConfig(steps=steps).warmup:
         changed.discard("steps")  # keeps the warmup
@@ -365,10 +384,21 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
     micro = given.get("micro_batch_size") or 1
     if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:
         del given["micro_batch_size"]
-    if given.get("tokenizer") == "bytes":
+    if given.get("tokenizer") == "bytes" and not pretrained:
         given["vocab_size"] = 257
     in_model = get_type_hints(ModelConfig)
     return (
         ModelConfig(**{name: value for name, value in given.items() if name in in_model}),
         TrainConfig(**{name: value for name, value in given.items() if name not in in_model}),
     )
+
+
+def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise ValueError, naming the flag, unless weights of the model `pretrained` fit what was asked for."""
+    for name, value in pretrained.items():
+        require(
+            name in NOT_PRETRAINED or given[name] == value,
+            f"--{_dashed(name)} {given[name]} contradicts --init-from, which has {value}; leave it out",
+        )
+    longest = pretrained["context"]
+    require(given["context"] <= longest, f"--context {given['context']} is longer than that of --init-from, {longest}")

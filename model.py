@@ -200,7 +200,8 @@ class Rope(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> "Rope":
         """Follow the model to its device, but stay in fp32 under `.bfloat16()` and be refilled after `to_empty`."""
         super()._apply(fn, recurse)
-        self.cos, self.sin = (table.to(self.cos.device) for table in self.make_table())
+        tables = (table.to(self.cos.device) for table in self.make_table())
+        self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in tables)
         return self
 
 

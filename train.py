@@ -33,7 +33,15 @@ from norms.placement import PLACEMENTS
 from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.acceleration import accelerate, resolve_fast, unavailable
-from runtime.checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
+from runtime.checkpoint import (
+    find_checkpoint,
+    latest_checkpoint,
+    load_model,
+    load_pretrained_weights,
+    load_training_state,
+    save_checkpoint,
+    weight_hashes,
+)
 from runtime.device import (
     CARDS,
     allow_tf32,
@@ -49,6 +57,7 @@ from runtime.device import (
     to_device,
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
+from runtime.huggingface.directory import read_config, read_tokenizer
 from runtime.plan import Plan, make_plan
 from runtime.run_dir import (
     Log,
@@ -113,6 +122,7 @@ def plan(flags: argparse.Namespace) -> Plan:
     Raises ValueError for incompatible options.
     """
     require(not (flags.resume or flags.eval_only), "--plan is for new runs; leave out --resume and --eval-only")
+    require(not getattr(flags, "init_from", ""), "--plan takes no --init-from; name the sizes of the model")
     require(distributed.world_size() == 1, "--plan takes one process; leave out torchrun and use --ranks")
     device = getattr(flags, "device", "auto")
     check_device_name(device)
@@ -186,7 +196,13 @@ def resolve_settings(
         if flags.resume and "fast" not in read_run(flags.config):
             raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
     device = pick_device(config.device)
-    data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
+    tokenizer = None
+    if config.init_from:
+        saved = latest_checkpoint(out) if out and existing else None  # a run that has started no longer needs DIR
+        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
+    data = prepare(
+        config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context, tokenizer
+    )
     if existing:
         check_same_text(flags.config, data)
     return out, model_config, config, device, data
@@ -202,7 +218,8 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
 
     Raises ValueError for incompatible options.
     """
-    model_config, config = configs_from(flags, pick_device(getattr(flags, "device", "auto")).type)
+    device_type = pick_device(getattr(flags, "device", "auto")).type
+    model_config, config = configs_from(flags, device_type, pretrained_settings(flags))
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
@@ -215,6 +232,20 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     wants_fast = False if shard and not getattr(flags, "fast", False) else config.fast
     fast = resolve_fast(wants_fast, device, dtype, compiled, shard)
     return model_config, dataclasses.replace(config, fast=fast, shard=shard)
+
+
+def pretrained_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
+    """The model of --init-from and its kind of tokenizer, for a new run. Raises ValueError if it cannot be read."""
+    init_from = getattr(flags, "init_from", "")
+    if flags.resume or flags.eval_only:
+        require(not init_from, "--init-from is for new runs; leave it out with --resume and --eval-only")
+        return None
+    if flags.config and not init_from:
+        init_from = read_run(Path(flags.config)).get("init_from", "")
+    if not init_from:
+        return None
+    directory = find_checkpoint(init_from)
+    return dataclasses.asdict(read_config(directory)[0]) | {"tokenizer": read_tokenizer(directory).kind}
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
@@ -261,7 +292,12 @@ class Trainer:
     def __init__(self, run: Run, resume: bool = False):
         self.run = run
         allow_tf32(run.config.tf32)
-        self.model = Llama(run.model_config, run.config.seed).to(run.device)
+        checkpoint = distributed.from_main(latest_checkpoint, run.folder) if resume else None
+        with distributed.together():
+            if run.config.init_from and not checkpoint:
+                self.model = load_pretrained_weights(run.config.init_from, run.model_config).to(run.device)
+            else:
+                self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.model.recompute = run.config.recompute
         if run.config.fast:
             accelerate(self.model)
@@ -272,7 +308,7 @@ class Trainer:
         self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
         self.meter = Meter(run.device)
         self.step, self.seconds = 0, 0.0
-        if resume and (checkpoint := distributed.from_main(latest_checkpoint, run.folder)):
+        if checkpoint:
             with distributed.together():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
             self.step, self.seconds = state["step"], state["seconds"]
@@ -286,6 +322,8 @@ class Trainer:
                 print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
+            if config.init_from and self.step == 0:
+                self.save()  # so that --resume does not need --init-from
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
                 self.step += 1
@@ -359,6 +397,9 @@ class Trainer:
             earlier = json.loads(run_file.read_text())
             resumed = {"step": self.step, "command": description["command"]}
             description |= {"command": earlier["command"], "resumed": [*earlier.get("resumed", []), resumed]}
+            description |= {"weights_from": earlier["weights_from"]} if "weights_from" in earlier else {}
+        elif run.config.init_from:
+            description["weights_from"] = weight_hashes(run.config.init_from)
         write_atomically(run_file, json.dumps(description, indent=2) + "\n")
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
         named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from config import ModelConfig
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime import distributed
@@ -33,7 +34,7 @@ from runtime.huggingface.directory import (
     stored_state,
     write_model,
 )
-from runtime.huggingface.weights import save_tensors, tensors_in
+from runtime.huggingface.weights import save_tensors, tensors_in, weight_files
 from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
@@ -124,7 +125,7 @@ def find_checkpoint(where: str | Path | None) -> Path:
     if last is None:
         problem = "holds no checkpoint" if folder.is_dir() else "is not a directory"
         raise ValueError(
-            f"{folder} {problem}; name a run of train.py, one of its checkpoints, or a directory of Hugging Face's"
+            f"{folder} {problem}; name a run of train.py, one of its checkpoints, or a Hugging Face directory"
         )
     return last
 
@@ -163,6 +164,23 @@ def load_model(checkpoint: Path, device: torch.device | str) -> tuple[Llama, Tok
     verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
     tokenizer = read_tokenizer(checkpoint)
     return read_model(checkpoint).to(device).eval(), tokenizer
+
+
+def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama:
+    """A model like `config` with the weights of `load_pretrained` in fp32, on the CPU, in training mode.
+
+    `config` may differ in context and dropout. Raises ValueError like `load_pretrained`.
+    """
+    checkpoint = find_checkpoint(directory)
+    verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
+    return read_model(checkpoint, config, torch.float32)
+
+
+def weight_hashes(directory: str | Path) -> dict[str, Any]:
+    """The directory that `load_pretrained` reads, and the SHA-256 of each of its files of weights."""
+    checkpoint = find_checkpoint(directory)
+    hashes = {path.name: sha256(path) for path in weight_files(checkpoint)}
+    return {"directory": str(checkpoint), "sha256": hashes}
 
 
 def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
     for arm in dict.fromkeys(arms):
         try:
             settings[arm] = train.resolve(train.parse([*train_flags, *arm.flags]))
+            require(not settings[arm][1].init_from, "runs are compared from drawn weights; leave out --init-from")
         except Unsupported as error:
             reason = str(error)
             print(f"skipped: {reason}", file=sys.stderr)

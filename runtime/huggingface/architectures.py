@@ -89,11 +89,13 @@ ARCHITECTURES = {
         "Qwen3ForCausalLM",
         {"placement": "pre", "norm": "rmsnorm", "qk_norm": "head"},
         RMSNORM,
-        fixed=lambda config: no_biases(config)
-        | {
-            "use_sliding_window": (False, False),
-            "layer_types": (full_attention(config), full_attention(config)),
-        },
+        fixed=lambda config: (
+            no_biases(config)
+            | {
+                "use_sliding_window": (False, False),
+                "layer_types": (full_attention(config), full_attention(config)),
+            }
+        ),
         defaults={"head_dim": 128},
         unused=("sliding_window", "max_window_layers"),
     ),
@@ -192,11 +194,11 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     """
     model_type = architecture_of(config)
     architecture, settings = ARCHITECTURES[model_type], asdict(config)
-    theirs = {"model_type": model_type, "architectures": [architecture.name]}
+    theirs: dict[str, Any] = {"model_type": model_type, "architectures": [architecture.name]}
     theirs |= {name: settings[ours] for name, ours in SIZES.items()}
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
-    scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
+    scaling: dict[str, Any] | None = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
     partial = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in architecture.defaults else {}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
@@ -220,7 +222,7 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     for name, ours in SIZES.items():
         value = theirs.get(name)
         if value is not None or name not in OPTIONAL:
-            require(is_a(value, int) and value >= 1, f"{name} must be a positive integer, not {value!r}")
+            require(type(value) is int and value >= 1, f"{name} must be a positive integer, not {value!r}")
             given[ours] = value
     given["norm_args"] = {name: value for name, value in architecture.norm_args.items() if name != "eps"}
     given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5) if architecture.eps else 1e-5
@@ -261,7 +263,7 @@ def _rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
-    value = fields.get(name)
+    value: Any = fields.get(name)
     value = default if value is None else value
     require(is_a(value, float), f"{name} must be a number, not {value!r}")
     return float(value)

@@ -64,7 +64,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
     try:
         if _is_old(described):
             return ModelConfig(**described["model"]), described["tokenizer"]
-        own = described.get(OWN)
+        own: Any = described.get(OWN)
         if described.get("model_type") == OWN_TYPE:
             return ModelConfig(**own["model"]), own["tokenizer"]
         config, kind = from_theirs(described), None
