@@ -168,11 +168,15 @@ class TrainConfig:
     data: list[str] = option(
         ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped"
     )
-    tokenizer: str = option("sentencepiece", "kind of tokenizer", choices=["sentencepiece", "bytes"])
+    tokenizer: str = option(
+        "sentencepiece",
+        "kind of tokenizer; pretrained is that of --init-from",
+        choices=["sentencepiece", "bytes", "pretrained"],
+    )
     init_from: str = option(
         "",
-        "fine-tune: start from weights, model and tokenizer of this run, checkpoint or Hugging Face directory (default: "
-        "draw the weights)",
+        "fine-tune: start from the weights, model and tokenizer of this run, checkpoint or Hugging Face directory "
+        "(default: draw the weights)",
         metavar="DIR",
     )
     steps: int = option(500, "optimizer steps")
@@ -229,6 +233,7 @@ class TrainConfig:
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
+        require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed"):

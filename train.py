@@ -57,7 +57,7 @@ from runtime.device import (
     to_device,
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
-from runtime.huggingface.directory import read_config, read_tokenizer
+from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plan import Plan, make_plan
 from runtime.run_dir import (
     Log,
@@ -113,6 +113,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(arguments)
     if not flags.plan and (flags.ranks is not None or flags.card):
         parser.error("--ranks and --card are for --plan; torchrun --nproc-per-node sets the ranks of a run")
+    if getattr(flags, "init_from", "") and (flags.resume or flags.eval_only):
+        parser.error("--init-from is for new runs; --resume and --eval-only take the weights of the run")
     return flags
 
 
@@ -238,14 +240,14 @@ def pretrained_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
     """The model of --init-from and its kind of tokenizer, for a new run. Raises ValueError if it cannot be read."""
     init_from = getattr(flags, "init_from", "")
     if flags.resume or flags.eval_only:
-        require(not init_from, "--init-from is for new runs; leave it out with --resume and --eval-only")
         return None
     if flags.config and not init_from:
         init_from = read_run(Path(flags.config)).get("init_from", "")
     if not init_from:
         return None
     directory = find_checkpoint(init_from)
-    return dataclasses.asdict(read_config(directory)[0]) | {"tokenizer": read_tokenizer(directory).kind}
+    model, _ = open_model(directory)
+    return dataclasses.asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:

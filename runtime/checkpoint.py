@@ -122,6 +122,11 @@ def find_checkpoint(where: str | Path | None) -> Path:
     if (folder / MANIFEST).is_file() or (folder / CONFIG).is_file():
         return folder
     last = latest_checkpoint(folder)
+    if last is None and (folder / "params.json").is_file():
+        raise ValueError(
+            f"{folder / 'params.json'} is of Meta's layout, whose weights are pickles; download the model in Hugging "
+            "Face's layout, or convert it with convert_llama_weights_to_hf.py of transformers 4"
+        )
     if last is None:
         problem = "holds no checkpoint" if folder.is_dir() else "is not a directory"
         raise ValueError(

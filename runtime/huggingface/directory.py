@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig, require
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import PretrainedTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
 from runtime.huggingface.names import hugging_face_name
@@ -97,15 +97,7 @@ def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.
     `config` may differ from the stored one in what has no weights, such as the context. Raises ValueError, naming the
     file, before anything is allocated if weights and configuration do not fit together.
     """
-    stored_config, _ = read_config(directory)
-    tensors = stored_tensors(directory)
-    require(
-        stored_config.layers * TENSORS_PER_LAYER <= len(tensors),
-        f"{directory / CONFIG} describes {stored_config.layers} layers, and the weights are {len(tensors)} tensors",
-    )
-    with torch.device("meta"):
-        model = Llama(config or stored_config)
-    weights = match_weights(directory, model, tensors)
+    model, weights = open_model(directory, config)
     state = {}
     for name, stored in weights.items():
         tensor = stored.read()
@@ -118,15 +110,25 @@ def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.
     return model
 
 
-def match_weights(
-    directory: Path, model: Llama, tensors: dict[str, StoredTensor] | None = None
-) -> dict[str, StoredTensor]:
+def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
+    """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
+    stored_config, _ = read_config(directory)
+    tensors = len(stored_tensors(directory))
+    require(
+        stored_config.layers * TENSORS_PER_LAYER <= tensors,
+        f"{directory / CONFIG} describes {stored_config.layers} layers, and the weights are {tensors} tensors",
+    )
+    with torch.device("meta"):
+        model = Llama(config or stored_config)
+    return model, match_weights(directory, model)
+
+
+def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
     """The stored tensor of each name in `stored_state(model)`, none of which is read yet.
 
     Raises ValueError, naming the differences, if the files are of another model.
     """
-    found = dict(stored_tensors(directory) if tensors is None else tensors)
-    expected = stored_state(model)
+    found, expected = stored_tensors(directory), stored_state(model)
     old = _is_old(_read_json(directory / CONFIG))
     names = {name if old else hugging_face_name(name, model.config): name for name in expected}
     for name in [name for name in found if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)]:
@@ -154,9 +156,10 @@ def match_weights(
 def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a directory. Raises ValueError, in one line, if it is missing, damaged or of another model."""
     config, kind = read_config(directory)
-    tokenizer = load_tokenizer(kind or "sentencepiece", directory)
-    # Models round their vocabulary up, by less than this.
-    padding = config.vocab_size // 32
+    if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
+        kind = PretrainedTokenizer.kind  # transformers saves a tokenizer.json in its place
+    tokenizer = load_tokenizer(kind, directory)
+    padding = config.vocab_size // 32 if kind == PretrainedTokenizer.kind else 0  # some round the vocabulary up
     require(
         config.vocab_size - padding <= tokenizer.vocab_size <= config.vocab_size,
         f"{directory}: the tokenizer has {tokenizer.vocab_size} ids and the model {config.vocab_size}",
