@@ -28,12 +28,24 @@ def flag(field: dataclasses.Field) -> str:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 SIZES = [
-    *("dim", "layers", "heads", "kv-heads", "hidden-dim", "context", "vocab-size"),
+    *("dim", "layers", "heads", "kv-heads", "head-dim", "hidden-dim", "context", "vocab-size"),
     *("steps", "batch-size", "micro-batch-size", "eval-every", "save-every", "keep"),
 ]
+SCALING = " --".join(f"rope-scaling {name}={value}" for name, value in zip(ROPE_SCALING, (8, 1, 4, 99), strict=True))
 BAD_VALUES = {
     "--dim 100 --heads 3": "--dim 100 is not divisible by --heads 3",
     "--dim 30 --heads 2": "--dim 30 / --heads 2 is odd: RoPE rotates pairs of features",
+    "--head-dim 7": "--head-dim is odd: RoPE rotates pairs of features",
+    "--rope-scaling factor=8": "--rope-scaling takes all of factor, low_freq_factor, high_freq_factor, original_max",
+    "--rope-scaling factor": "--rope-scaling takes key=number, not 'factor'",
+    "--rope-scaling factor=many": "--rope-scaling takes key=number, not 'factor=many'",
+    **{
+        f"--{SCALING.replace('=8', f'={value}')}": "--rope-scaling factor must be a positive number"
+        for value in (0, "nan")
+    },
+    f"--{SCALING.replace('r=1', 'r=4')}": "--rope-scaling low_freq_factor must be below high_freq_factor",
+    "--embedding-scale 0": "--embedding-scale must be a positive number, not 0.0",
+    "--tokenizer pretrained": "--tokenizer pretrained needs --init-from",
     "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
     "--heads 4 --kv-heads 8": "--heads 4 is not divisible by --kv-heads 8",
     "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
@@ -188,6 +200,7 @@ def test_flags_recompute_derived_defaults(tmp_path):
         model, dim=128, head_dim=128 // model.heads, hidden_dim=352
     )
     assert parse(f"--config {path} --heads 8")[0].kv_heads == 8
+    assert parse(f"--config {path} --heads 8")[0].head_dim == 8
     assert parse(f"--config {path} --tokenizer sentencepiece")[0].vocab_size == ModelConfig().vocab_size
     assert parse(f"--config {path} --tokenizer sentencepiece --vocab-size 300")[0].vocab_size == 300
     assert parse(f"--config {path} --batch-size 8")[1] == training

@@ -221,6 +221,44 @@ def test_precompute_freqs_cis_signature_and_values():
             assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+def test_rope_scaling_divides_low_frequencies_and_keeps_high_ones():
+    """Llama 3.1's definition: by wavelength, in three cases."""
+    low, high, factor, original, theta = 1.0, 4.0, 8.0, 40.0, 5e4
+    scaling = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    scaling["original_max_position_embeddings"] = original
+    rope, cases = Rope(16, 60, theta, scaling), set()
+    for pair in range(8):
+        frequency = theta ** (-2 * pair / 16)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high:
+            cases.add("kept")
+        elif wavelength > original / low:
+            cases.add("divided")
+            frequency /= factor
+        else:
+            cases.add("between")
+            smooth = (original / wavelength - low) / (high - low)
+            frequency *= (1 - smooth) / factor + smooth
+        for position in (0, 1, 17, 59):
+            assert float(rope.cos[position, pair]) == pytest.approx(math.cos(position * frequency), abs=1e-7)
+            assert float(rope.sin[position, pair]) == pytest.approx(math.sin(position * frequency), abs=1e-7)
+    assert cases == {"kept", "between", "divided"}
+    assert torch.equal(rope.double().cos, rope.cos)
+    model = Llama(dataclasses.replace(SMALL, rope_scaling=scaling))
+    assert not torch.equal(model.rope.cos, Llama(SMALL).rope.cos)
+
+
+def test_embedding_scale_multiplies_the_embedding_and_head_dim_sets_the_width_of_heads():
+    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, head_dim=10))
+    tokens = torch.tensor([[1, 2]])
+    assert torch.equal(model.embed_tokens(tokens), 3 * model.embed_tokens.weight[tokens])
+    attention = model.layers[0].self_attn
+    assert attention.q_proj.weight.shape == (10 * SMALL.heads, SMALL.dim)
+    assert attention.k_proj.weight.shape == (10 * SMALL.kv_heads, SMALL.dim)
+    assert model(tokens).shape == (1, 2, SMALL.vocab_size)
+    assert torch.equal(model.embed_tokens.weight, Llama(SMALL).embed_tokens.weight)  # the same draw
+
+
 def test_rotate_is_complex_multiplication():
     x = torch.randn(2, 9, 3, 8, generator=torch.Generator().manual_seed(0))
     got = rotate(x, precompute_freqs_cis(8, 9, 30.0))
