@@ -252,9 +252,9 @@ def test_embedding_scale_multiplies_the_embedding_and_head_dim_sets_the_width_of
     model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, head_dim=10))
     tokens = torch.tensor([[1, 2]])
     assert torch.equal(model.embed_tokens(tokens), 3 * model.embed_tokens.weight[tokens])
-    attention = model.layers[0].self_attn
-    assert attention.q_proj.weight.shape == (10 * SMALL.heads, SMALL.dim)
-    assert attention.k_proj.weight.shape == (10 * SMALL.kv_heads, SMALL.dim)
+    shapes = {name: weight.shape for name, weight in model.layers[0].named_parameters()}
+    assert shapes["self_attn.q_proj.weight"] == (10 * SMALL.heads, SMALL.dim)
+    assert shapes["self_attn.k_proj.weight"] == (10 * SMALL.kv_heads, SMALL.dim)
     assert model(tokens).shape == (1, 2, SMALL.vocab_size)
     assert torch.equal(model.embed_tokens.weight, Llama(SMALL).embed_tokens.weight)  # the same draw
 

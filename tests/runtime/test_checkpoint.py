@@ -137,6 +137,7 @@ def test_checkpoint_contents(tmp_path):
     assert checkpoint == tmp_path / "checkpoints" / "step-000600"
     assert sorted(path.name for path in checkpoint.iterdir()) == FILES
     assert [path.name for path in checkpoint.parent.iterdir()] == ["step-000600"]
+    assert len({path.stat().st_mode for path in checkpoint.iterdir()}) == 1  # that of the umask
     config = json.loads((checkpoint / "config.json").read_text())
     assert config["normal_llama"] == {"model": dataclasses.asdict(model.config), "tokenizer": "bytes"}
     assert config["model_type"] == "normal-llama" and "no architecture" in config["not_in_transformers"]

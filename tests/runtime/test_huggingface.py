@@ -73,6 +73,11 @@ def without_shard(directory: Path) -> None:
     (directory / SHARDS[1]).unlink()
 
 
+def with_damaged_index(directory: Path) -> None:
+    shard(directory)
+    (directory / "model.safetensors.index.json").write_text("[]")
+
+
 def pickled(directory: Path) -> None:
     weights = load_file(directory / "model.safetensors")
     torch.save(weights, directory / "pytorch_model.bin")
@@ -123,7 +128,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a wrong index": (lambda d: shard(d, **{"lm_head.weight": SHARDS[1]}), "lacks lm_head.weight, which"),
     "a damaged index": (
-        lambda d: (shard(d), (d / "model.safetensors.index.json").write_text("[]")),
+        with_damaged_index,
         "not a readable index with a weight_map",
     ),
     "pickled weights": (pickled, r"pytorch_model\.bin is a pickle, which can run code"),
@@ -150,15 +155,15 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
     "another vocabulary": (lambda d: write(d, ModelConfig(**SIZES | {"vocab_size": 300})), "257 ids and the model 300"),
     "qwen3 with sliding windows": (
-        lambda d: (write(d, OTHERS["qwen3"]), change_config(d, use_sliding_window=True)),
+        lambda d: change_config(write(d, OTHERS["qwen3"]), use_sliding_window=True),
         "use_sliding_window True is not supported",
     ),
     "gemma2 with soft caps": (
-        lambda d: (write(d, OTHERS["gemma2"]), change_config(d, attn_logit_softcapping=())),
+        lambda d: change_config(write(d, OTHERS["gemma2"]), attn_logit_softcapping=()),
         "attn_logit_softcapping 50.0 is not supported, only None",
     ),
     "gemma2 with GELU": (
-        lambda d: (write(d, OTHERS["gemma2"]), change_config(d, hidden_activation=())),
+        lambda d: change_config(write(d, OTHERS["gemma2"]), hidden_activation=()),
         "hidden_activation gelu_pytorch_tanh is not supported",
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Time and peak memory of a checkpoint of 1.2 billion weights, both ways. `pytest -m slow -s` prints them."""
+"""Time and peak memory of a checkpoint of a billion weights, both ways. `pytest -m slow -s` prints them."""
 
 import subprocess
 import sys
