@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import generate
 import train
 from config import ModelConfig
 from data.batches import training_batch
@@ -165,6 +166,21 @@ def test_master_weights_are_fp32(fine_tune, directory, dtype):
     for name, weight in trainer.model.state_dict().items():
         assert weight.dtype == torch.float32
         assert name != "finish.weight" or torch.equal(weight, theirs.model.norm.weight.float())
+
+
+@pytest.mark.parametrize("fast", ["--no-fast", ""])
+def test_generate_reads_bf16_weights(directory, tmp_path, capsys, fast):
+    """In fp32, the text is that of the same values stored in fp32."""
+    theirs, texts = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16), []
+    for dtype in (torch.bfloat16, torch.float32):
+        stored = tmp_path / str(dtype)
+        theirs.to(dtype).save_pretrained(stored)
+        ByteTokenizer().save(stored)
+        capsys.readouterr()
+        flags = f"--checkpoint {stored} --prompt cat --tokens 20 --dtype float32 --device cpu {fast}"
+        generate.main(flags.split())
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("cat") and len(texts[0]) > 10
 
 
 def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path):
