@@ -18,6 +18,8 @@ from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 MAX_WEIGHTS = 10**12  # 4 TB in fp32, more than any single device has
 
 
@@ -49,6 +51,33 @@ def check_sizes(config: Any, *names: str) -> None:
         require(value is None or value <= MAX_SIZE, f"{flag} must be at most {MAX_SIZE}, not {value}")
 
 
+def check_rope_scaling(scaling: dict[str, float]) -> None:
+    """Raise ValueError unless `scaling` is empty or has all of Llama 3's numbers."""
+    if scaling:
+        require(
+            scaling.keys() == set(ROPE_SCALING),
+            f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}, not {', '.join(scaling)}",
+        )
+        for name, value in scaling.items():
+            require(0 < value < math.inf, f"--rope-scaling {name} must be a positive number, not {value}")
+        require(
+            scaling["low_freq_factor"] < scaling["high_freq_factor"],
+            "--rope-scaling low_freq_factor must be below high_freq_factor",
+        )
+
+
+def parse_rope_scaling(texts: list[str]) -> dict[str, float]:
+    """Turn `["factor=8", ...]` into `{"factor": 8.0, ...}`. Raises ValueError for anything but numbers."""
+    scaling = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            scaling[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--rope-scaling takes key=number, not {text!r}") from None
+    return scaling
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
@@ -70,14 +99,19 @@ class ModelConfig:
     layers: int = option(4, "number of blocks")
     heads: int = option(2, "attention heads")
     kv_heads: int = option(None, "key/value heads, for grouped-query attention (default: --heads)")
+    head_dim: int = option(None, "features per head (default: --dim / --heads)")
     hidden_dim: int = option(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
     context: int = option(256, "maximum sequence length in tokens")
     vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
+    rope_scaling: dict[str, float] = option(
+        {}, f"Llama 3's scaling of the rotary frequencies, all of {', '.join(ROPE_SCALING)}; may be repeated"
+    )
     tie_embeddings: bool = option(True, "use the embedding as the output head")
     scaled_embedding: bool = option(
         False, "multiply the embedding by a learned scalar, sqrt(--dim) at the start, as DyT's authors do"
     )
+    embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma's is sqrt(--dim)")
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
     init: str = option(
         None,
@@ -95,17 +129,22 @@ class ModelConfig:
         if self.init is None and self.placement in PLACEMENTS:
             object.__setattr__(self, "init", PLACEMENTS[self.placement].init)
         _check_choices(self)
-        check_sizes(self, "dim", "layers", "heads", "kv_heads", "hidden_dim", "context", "vocab_size")
+        check_sizes(self, "dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden_dim is None:
             object.__setattr__(self, "hidden_dim", math.ceil(self.dim * 8 / 3 / 32) * 32)
-        require(self.dim % self.heads == 0, f"--dim {self.dim} is not divisible by --heads {self.heads}")
-        require(
-            self.head_dim % 2 == 0, f"--dim {self.dim} / --heads {self.heads} is odd: RoPE rotates pairs of features"
-        )
+        name = "--head-dim"
+        if self.head_dim is None:
+            require(self.dim % self.heads == 0, f"--dim {self.dim} is not divisible by --heads {self.heads}")
+            object.__setattr__(self, "head_dim", self.dim // self.heads)
+            name = f"--dim {self.dim} / --heads {self.heads}"
+        require(self.head_dim % 2 == 0, f"{name} is odd: RoPE rotates pairs of features")
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         require(0 < self.rope_theta < math.inf, f"--rope-theta must be a positive number, not {self.rope_theta}")
+        check_rope_scaling(self.rope_scaling)
+        scale = self.embedding_scale
+        require(0 < scale < math.inf, f"--embedding-scale must be a positive number, not {scale}")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
         require(
             self.weights <= MAX_WEIGHTS,
@@ -115,10 +154,6 @@ class ModelConfig:
         check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
     @property
     def weights(self) -> int:
@@ -135,7 +170,17 @@ class TrainConfig:
     data: list[str] = option(
         ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped, and .parquet"
     )
-    tokenizer: str = option("sentencepiece", "kind of tokenizer", choices=["sentencepiece", "bytes"])
+    tokenizer: str = option(
+        "sentencepiece",
+        "kind of tokenizer; pretrained is that of --init-from",
+        choices=["sentencepiece", "bytes", "pretrained"],
+    )
+    init_from: str = option(
+        "",
+        "fine-tune: start from the weights, model and tokenizer of this run, checkpoint or Hugging Face directory "
+        "(default: draw the weights)",
+        metavar="DIR",
+    )
     steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int = option(
@@ -192,6 +237,7 @@ class TrainConfig:
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
+        require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed"):
@@ -234,15 +280,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Changing the second option resets the first to its default. The micro-batch size is reset only if it no longer
-# divides the batch size, and the warmup only if it was the default for the steps before.
+# Changing an option on the right resets that on the left to its default. The micro-batch size is reset only if it no
+# longer divides the batch size, and the warmup only if it was the default for the steps before.
 FOLLOWS = {
-    "hidden_dim": "dim",
-    "kv_heads": "heads",
-    "norm_args": "norm",
-    "init": "placement",
-    "vocab_size": "tokenizer",
-    "warmup": "steps",
+    "hidden_dim": {"dim"},
+    "kv_heads": {"heads"},
+    "head_dim": {"dim", "heads"},
+    "norm_args": {"norm"},
+    "init": {"placement"},
+    "vocab_size": {"tokenizer"},
+    "warmup": {"steps"},
 }
 
 
@@ -329,8 +376,13 @@ def read_run(path: Path) -> dict[str, Any]:
     return given
 
 
-def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
+def configs_from(
+    flags: argparse.Namespace, device: str, pretrained: dict[str, Any] | None = None
+) -> tuple[ModelConfig, TrainConfig]:
     """Combine defaults, then the preset (`small` on a GPU) or `--config` file, then flags.
+
+    `pretrained` are the fields of the model of `--init-from` and its kind of tokenizer. They replace those of a preset,
+    and flags may repeat them, shorten the context and set the dropout.
 
     Raises ValueError for a file that is not a run's configuration and for values that are incompatible.
     """
@@ -339,21 +391,42 @@ def configs_from(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
         given = read_run(Path(flags.config))
     else:
         given = PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
+    if pretrained:
+        chosen = {name: given[name] for name in NOT_PRETRAINED if flags.config and name in given}
+        given = given | pretrained | chosen
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
+    if "rope_scaling" in by_flag:
+        by_flag["rope_scaling"] = parse_rope_scaling(by_flag["rope_scaling"])
+    if "norm_args" in by_flag:
+        norm = by_flag.get("norm", given.get("norm", ModelConfig.norm))
+        by_flag["norm_args"] = parse_norm_args(norm, by_flag["norm_args"])
+        if pretrained:
+            by_flag["norm_args"] = pretrained["norm_args"] | by_flag["norm_args"]
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
+    if pretrained:
+        _check_pretrained(pretrained, given | by_flag)
     steps = given.get("steps", FIELDS["steps"].default)
     if given.get("warmup") != TrainConfig(steps=steps).warmup:
         changed.discard("steps")  # keeps the warmup
-    given = {name: value for name, value in given.items() if FOLLOWS.get(name) not in changed} | by_flag
+    given = {name: value for name, value in given.items() if changed.isdisjoint(FOLLOWS.get(name, ()))} | by_flag
     micro = given.get("micro_batch_size") or 1
     if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:
         del given["micro_batch_size"]
-    if isinstance(given.get("norm_args"), list):
-        given["norm_args"] = parse_norm_args(given.get("norm", ModelConfig.norm), given["norm_args"])
-    if given.get("tokenizer") == "bytes":
+    if given.get("tokenizer") == "bytes" and not pretrained:
         given["vocab_size"] = 257
     in_model = get_type_hints(ModelConfig)
     return (
         ModelConfig(**{name: value for name, value in given.items() if name in in_model}),
         TrainConfig(**{name: value for name, value in given.items() if name not in in_model}),
     )
+
+
+def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise ValueError, naming the flag, unless weights of the model `pretrained` fit what was asked for."""
+    for name, value in pretrained.items():
+        require(
+            name in NOT_PRETRAINED or given[name] == value,
+            f"--{_dashed(name)} {given[name]} contradicts --init-from, which has {value}; leave it out",
+        )
+    longest = pretrained["context"]
+    require(given["context"] <= longest, f"--context {given['context']} is longer than that of --init-from, {longest}")

@@ -86,7 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     parser.add_argument(
-        "--checkpoint", metavar="DIR", help="run directory or one of its checkpoints (default: the newest run)"
+        "--checkpoint",
+        metavar="DIR",
+        help="run directory, one of its checkpoints, or a Hugging Face directory (default: the newest run)",
     )
     parser.add_argument(
         "--prompt",
@@ -184,11 +186,12 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int,
 def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
     """Store the weights of all matrix products in `dtype`, for a model that only generates.
 
-    The embedding, the norms and the residual stream stay in fp32; a tied head becomes a tensor of its own.
+    The embedding, the norms and the residual stream are in fp32; a tied head becomes a tensor of its own.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
+        for name, weight in module.named_parameters(recurse=False):
+            wanted = dtype if isinstance(module, nn.Linear) and name == "weight" else torch.float32
+            setattr(module, name, nn.Parameter(weight.to(wanted), requires_grad=False))
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
 from norms import TRAITS, build_norm
-from norms.modules.embedding import ScaledEmbedding
+from norms.modules.embedding import Embedding, ScaledEmbedding
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
@@ -40,9 +40,10 @@ class Llama(nn.Module):
         self.config = config
         self.recompute = False  # gradient checkpointing: keep each block's input, recompute the rest in backward
         placement = PLACEMENTS[config.placement]
-        self.embed_tokens = (ScaledEmbedding if config.scaled_embedding else Embedding)(config.vocab_size, config.dim)
+        embedding = ScaledEmbedding if config.scaled_embedding else Embedding
+        self.embed_tokens = embedding(config.vocab_size, config.dim, config.embedding_scale)
         self.dropout = nn.Dropout(config.dropout)
-        self.rope = Rope(config.head_dim, config.context, config.rope_theta)
+        self.rope = Rope(config.head_dim, config.context, config.rope_theta, config.rope_scaling)
         self.start = placement.start  # the embedding -> the residual stream, or a pair of streams
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
@@ -158,7 +159,17 @@ def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> RopeTabl
 
     The angles are computed in float64: in fp32 they are off by 0.004 at position 100,000.
     """
+    return rope_table(dim, end, theta, {})
+
+
+def rope_table(dim: int, end: int, theta: float, scaling: dict[str, float]) -> RopeTable:
+    """`precompute_freqs_cis` with Llama 3's `scaling`: low frequencies are divided by `factor`, high ones kept."""
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
+    if scaling:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # in the original context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling["factor"])
     angles = torch.outer(torch.arange(end, dtype=torch.float64, device="cpu"), frequencies)
     return angles.cos().float(), angles.sin().float()
 
@@ -176,15 +187,10 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
 class Rope(nn.Module):
     """The table of rotary positions. It is derived from the configuration, so it is not stored in checkpoints."""
 
-    def __init__(self, head_dim: int, context: int, theta: float):
+    def __init__(self, head_dim: int, context: int, theta: float, scaling: dict[str, float] | None = None):
         super().__init__()
-        self.make_table = partial(precompute_freqs_cis, head_dim, context, theta)
-        self.context = context
-        self.cos: Tensor
-        self.sin: Tensor
-        cos, sin = self.make_table()
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.make_table, self.context = partial(rope_table, head_dim, context, theta, scaling or {}), context
+        self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in self.make_table())
 
     def forward(self, start: int, length: int) -> RopeTable:
         if start + length > self.context:
@@ -194,7 +200,8 @@ class Rope(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> "Rope":
         """Follow the model to its device, but stay in fp32 under `.bfloat16()` and be refilled after `to_empty`."""
         super()._apply(fn, recurse)
-        self.cos, self.sin = (table.to(self.cos.device) for table in self.make_table())
+        tables = (table.to(self.cos.device) for table in self.make_table())
+        self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in tables)
         return self
 
 
@@ -286,13 +293,6 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class Embedding(nn.Embedding):
-    """`nn.Embedding` whose weight `draw_weights` initializes."""
 
     def reset_parameters(self) -> None:
         pass

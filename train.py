@@ -33,7 +33,15 @@ from norms.placement import PLACEMENTS
 from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.acceleration import accelerate, resolve_fast, unavailable
-from runtime.checkpoint import find_checkpoint, latest_checkpoint, load_model, load_training_state, save_checkpoint
+from runtime.checkpoint import (
+    find_checkpoint,
+    latest_checkpoint,
+    load_model,
+    load_pretrained_weights,
+    load_training_state,
+    save_checkpoint,
+    weight_hashes,
+)
 from runtime.device import (
     CARDS,
     allow_tf32,
@@ -49,6 +57,7 @@ from runtime.device import (
     to_device,
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
+from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plan import Plan, make_plan
 from runtime.plugins import import_first, import_records, keep_copies, warn_of_imports
 from runtime.run_dir import (
@@ -116,6 +125,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(arguments)
     if not flags.plan and (flags.ranks is not None or flags.card):
         parser.error("--ranks and --card are for --plan; torchrun --nproc-per-node sets the ranks of a run")
+    if getattr(flags, "init_from", "") and (flags.resume or flags.eval_only):
+        parser.error("--init-from is for new runs; --resume and --eval-only take the weights of the run")
     return flags
 
 
@@ -125,6 +136,7 @@ def plan(flags: argparse.Namespace) -> Plan:
     Raises ValueError for incompatible options.
     """
     require(not (flags.resume or flags.eval_only), "--plan is for new runs; leave out --resume and --eval-only")
+    require(not getattr(flags, "init_from", ""), "--plan takes no --init-from; name the sizes of the model")
     require(distributed.world_size() == 1, "--plan takes one process; leave out torchrun and use --ranks")
     device = getattr(flags, "device", "auto")
     check_device_name(device)
@@ -200,7 +212,13 @@ def resolve_settings(
         if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
             print(f"changed: {', '.join(changes)}", file=sys.stderr)
     device = pick_device(config.device)
-    data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
+    tokenizer = None
+    if config.init_from:
+        saved = latest_checkpoint(out) if out and existing else None  # a run that has started no longer needs DIR
+        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
+    data = prepare(
+        config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context, tokenizer
+    )
     if existing:
         check_same_text(flags.config, data)
     return out, model_config, config, device, data
@@ -236,7 +254,21 @@ def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
     if flags.config:
         read_run(Path(flags.config))
         warn_of_imports(json.loads(Path(flags.config).read_text()), Path(flags.config))
-    return configs_from(flags, device)
+    return configs_from(flags, device, pretrained_settings(flags))
+
+
+def pretrained_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
+    """The model of --init-from and its kind of tokenizer, for a new run. Raises ValueError if it cannot be read."""
+    init_from = getattr(flags, "init_from", "")
+    if flags.resume or flags.eval_only:
+        return None
+    if flags.config and not init_from:
+        init_from = read_run(Path(flags.config)).get("init_from", "")
+    if not init_from:
+        return None
+    directory = find_checkpoint(init_from)
+    model, _ = open_model(directory)
+    return dataclasses.asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
@@ -256,8 +288,9 @@ def check_same_settings(run_file: Path, model_config: ModelConfig, config: Train
 
     `names` are the fields of TrainConfig to compare. Fields that the run's version lacked count as their defaults.
     """
-    defaults = dataclasses.asdict(ModelConfig()) | dataclasses.asdict(TrainConfig())
-    theirs = defaults | read_run(run_file)
+    given, in_model = read_run(run_file), {field.name for field in dataclasses.fields(ModelConfig)}
+    theirs = dataclasses.asdict(TrainConfig()) | given
+    theirs |= dataclasses.asdict(ModelConfig(**{name: given[name] for name in given.keys() & in_model}))
     ours = dataclasses.asdict(model_config)
     ours |= {name: getattr(config, name) for name in names}
     differences = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
@@ -293,7 +326,12 @@ class Trainer:
     def __init__(self, run: Run, resume: bool = False):
         self.run = run
         allow_tf32(run.config.tf32)
-        self.model = Llama(run.model_config, run.config.seed).to(run.device)
+        checkpoint = distributed.from_main(latest_checkpoint, run.folder) if resume else None
+        with distributed.together():
+            if run.config.init_from and not checkpoint:
+                self.model = load_pretrained_weights(run.config.init_from, run.model_config).to(run.device)
+            else:
+                self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.model.recompute = run.config.recompute
         if run.config.fast:
             accelerate(self.model)
@@ -304,7 +342,7 @@ class Trainer:
         self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
         self.meter = Meter(run.device)
         self.step, self.seconds = 0, 0.0
-        if resume and (checkpoint := distributed.from_main(latest_checkpoint, run.folder)):
+        if checkpoint:
             with distributed.together():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
             self.step, self.seconds = state["step"], state["seconds"]
@@ -318,6 +356,8 @@ class Trainer:
                 print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
+            if config.init_from and self.step == 0:
+                self.save()  # so that --resume does not need --init-from
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
                 self.step += 1
@@ -397,6 +437,9 @@ class Trainer:
                 "resumed": [*earlier.get("resumed", []), resumed],
                 "imports": imports,
             }
+            description |= {"weights_from": earlier["weights_from"]} if "weights_from" in earlier else {}
+        elif run.config.init_from:
+            description["weights_from"] = weight_hashes(run.config.init_from)
         write_atomically(run_file, json.dumps(description, indent=2) + "\n")
         keep_copies(run.folder)
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
@@ -600,7 +643,7 @@ def flops_per_token(model: Llama) -> float:
     """FLOPs of forward and backward: 6 for each weight in a matrix product, plus causal attention."""
     config = model.config
     products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
-    return 6 * products + 6 * config.layers * config.dim * config.context
+    return 6 * products + 6 * config.layers * config.heads * config.head_dim * config.context
 
 
 def describe_run(run: Run, model: Llama) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Private: torch has no public way to generate code for a card that is absent, or to read that code. There is no
 # fallback; this script measures one version of torch, and only its test imports it.
@@ -138,7 +138,9 @@ def training_step(preset: str, layers: int, compiled: bool) -> tuple[int, int]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             model = Llama(ModelConfig(**sizes))
-        model.rope.cos, model.rope.sin = model.rope.cos.to("cuda"), model.rope.sin.to("cuda")
+        model.rope.cos, model.rope.sin = (
+            nn.Buffer(x.to("cuda"), persistent=False) for x in (model.rope.cos, model.rope.sin)
+        )
         shape = PRESETS[preset].get("micro_batch_size", 8), model.config.context
         tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")
         loss = torch.compile(model.loss, backend=count_compiled(counts), fullgraph=True) if compiled else model.loss

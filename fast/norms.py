@@ -17,7 +17,7 @@ CHUNK_SIZE = 16384  # elements, at least
 
 class FastRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        if self.cast_order == "llama":  # rounds twice, the kernel once
+        if self.cast_order == "llama" or self.zero_centered:  # llama rounds twice, the kernel once
             return super().forward(x)
         y = normalize(x, self.weight, None, x.shape[-1:], self.eps, False)
         return super().forward(x) if y is None else y
@@ -67,7 +67,7 @@ class Normalize(torch.autograd.Function):
 
             def formula(x: Tensor, weight: Any, bias: Any) -> Tensor:
                 norm: Any = SimpleNamespace(
-                    weight=weight, bias=bias, eps=eps, normalized_shape=shape, cast_order="fp32"
+                    weight=weight, bias=bias, eps=eps, normalized_shape=shape, cast_order="fp32", zero_centered=False
                 )
                 return (LayerNorm if centered else RMSNorm).forward(norm, x)
 

@@ -14,7 +14,8 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last axis, (..., dim) → (..., dim).
 
     Computed in fp32 whatever the dtype of x. `cast_order` says when the result is cast back: "fp32" after the gain,
-    "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained.
+    "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained. With `zero_centered`, as in
+    Gemma, the gain is 1 + weight, and the weight starts at 0.
     """
 
     weight: nn.Parameter | None
@@ -26,18 +27,19 @@ class RMSNorm(nn.Module):
         *,
         elementwise_affine: bool = True,
         cast_order: Literal["fp32", "llama"] = "fp32",
+        zero_centered: bool = False,
     ):
         super().__init__()
         check_arguments(dim, eps=eps)
         if cast_order not in ("fp32", "llama"):
             raise ValueError(f"cast_order of rmsnorm is fp32 or llama, not {cast_order!r}")
-        self.eps, self.cast_order = eps, cast_order
+        self.eps, self.cast_order, self.zero_centered = eps, cast_order, zero_centered
         self.register_parameter("weight", nn.Parameter(torch.empty(dim)) if elementwise_affine else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.weight is not None:
-            nn.init.ones_(self.weight)
+            nn.init.constant_(self.weight, 0 if self.zero_centered else 1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x)
@@ -45,5 +47,5 @@ class RMSNorm(nn.Module):
         if self.cast_order == "llama":
             y = y.to(x.dtype)
         if self.weight is not None:
-            y = y * self.weight
+            y = y * (1 + upcast(self.weight) if self.zero_centered else self.weight)
         return y.to(x.dtype)

@@ -1,44 +1,43 @@
 """Checkpoints: one complete directory each, written under another name and renamed, verified when read. No pickle.
 
 runs/NAME/checkpoints/step-000600/
-    config.json             the model's configuration, its kind of tokenizer, and the files of `--import`
-    model.safetensors       weights and running statistics under our names; a tied head is stored once
+    config.json             Hugging Face's configuration; under one key ours, the kind of tokenizer, and --import files
+    model.safetensors       weights and running statistics under Hugging Face's names; a tied head is stored once
     tokenizer*              what the tokenizer saves
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
     trainer.json            the rest of the training state
     manifest.json           SHA-256 of each of these
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
 from config import ModelConfig
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from model import Llama
 from runtime import distributed
-from runtime.plugins import NotImported, import_records, warn_of_imports
+from runtime.huggingface.directory import (
+    CONFIG,
+    match_weights,
+    read_model,
+    read_tokenizer,
+    stored_state,
+    write_model,
+)
+from runtime.huggingface.weights import save_tensors, tensors_in, weight_files
 from runtime.run_dir import newest_run
 
-CONFIG, MODEL, OPTIMIZER, TRAINER, MANIFEST = (
-    "config.json",
-    "model.safetensors",
-    "optimizer.safetensors",
-    "trainer.json",
-    "manifest.json",
-)
+OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 
 
 def save_checkpoint(
@@ -51,8 +50,7 @@ def save_checkpoint(
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
-    states = {MODEL: _stored_state(model), OPTIMIZER: _optimizer_state(model, optimizers)}
-    tensors = {name: _gathered(state) for name, state in states.items()}
+    weights, state = _gathered(stored_state(model)), _gathered(_optimizer_state(model, optimizers))
     if not distributed.is_main():
         return finished
     _clear(checkpoints)  # left by a process that was killed while saving
@@ -60,7 +58,14 @@ def save_checkpoint(
     unfinished.mkdir(parents=True)
     earlier = [path for path in list_checkpoints(run) if _step(path) < step]
     try:
-        _write_files(unfinished, model, tokenizer, tensors, {"step": step, "optimizers": _kinds(optimizers)} | trainer)
+        write_model(unfinished, model.config, weights, tokenizer)
+        save_tensors(state, unfinished / OPTIMIZER)
+        trainer = {"step": step, "optimizers": _kinds(optimizers)} | trainer
+        (unfinished / TRAINER).write_text(json.dumps(trainer, indent=1))
+        manifest = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in (*unfinished.iterdir(), unfinished):
+            _sync(path)
         if finished.exists():  # a directory cannot replace another one that has files
             _retire(finished)
         unfinished.rename(finished)
@@ -72,21 +77,6 @@ def save_checkpoint(
     return finished
 
 
-def _write_files(
-    folder: Path, model: Llama, tokenizer: Tokenizer, tensors: dict[str, dict[str, Tensor]], trainer: dict
-) -> None:
-    config = {"model": dataclasses.asdict(model.config), "tokenizer": tokenizer.kind, "imports": import_records()}
-    (folder / CONFIG).write_text(json.dumps(config, indent=1))
-    for name, state in tensors.items():
-        _save_tensors(state, folder / name)
-    tokenizer.save(folder)
-    (folder / TRAINER).write_text(json.dumps(trainer, indent=1))
-    manifest = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (*folder.iterdir(), folder):
-        _sync(path)
-
-
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` with the sharded tensors gathered, one after another, in rank 0's main memory."""
     gathered = {}
@@ -95,16 +85,6 @@ def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if distributed.is_main():
             gathered[name] = tensor if full is tensor else full.cpu()
     return gathered
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        path.touch()
-        mode = path.stat().st_mode  # as the umask has it; safetensors lets nobody else read the file
-        save_file(tensors, path)
-        path.chmod(mode)
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def _retire(checkpoint: Path) -> None:
@@ -132,19 +112,26 @@ def latest_checkpoint(run: Path) -> Path | None:
     return next(reversed(list_checkpoints(run)), None)
 
 
-def find_checkpoint(where: str | None) -> Path:
-    """`where` if it is a checkpoint, the last checkpoint if it is a run, or that of the newest run for None.
+def find_checkpoint(where: str | Path | None) -> Path:
+    """`where` if it is a checkpoint or a Hugging Face directory, the last checkpoint if it is a run, or that of the
+    newest run for None.
 
     Raises ValueError if there is none.
     """
-    where = where or str(newest_run())
-    folder = Path(where)
-    if (folder / MANIFEST).is_file():
+    folder = Path(where or newest_run())
+    if (folder / MANIFEST).is_file() or (folder / CONFIG).is_file():
         return folder
     last = latest_checkpoint(folder)
+    if last is None and (folder / "params.json").is_file():
+        raise ValueError(
+            f"{folder / 'params.json'} is of Meta's layout, whose weights are pickles; download the model in Hugging "
+            "Face's layout, or convert it with convert_llama_weights_to_hf.py of transformers 4"
+        )
     if last is None:
         problem = "holds no checkpoint" if folder.is_dir() else "is not a directory"
-        raise ValueError(f"{where} {problem}; name a run of train.py or one of its checkpoints")
+        raise ValueError(
+            f"{folder} {problem}; name a run of train.py, one of its checkpoints, or a Hugging Face directory"
+        )
     return last
 
 
@@ -155,26 +142,50 @@ def _step(checkpoint: Path) -> int:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
+    """The model of a run, of one of its checkpoints or of a Hugging Face directory, and its tokenizer.
+
+    The model is in evaluation mode, in the dtype of the files. Raises ValueError, in one line that names the file or
+    the field, for what is missing, damaged or not supported.
+    """
+    return load_model(find_checkpoint(directory), device)
+
+
+def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
+    """Write a model and its tokenizer into a directory that `load_pretrained` opens.
+
+    So does `transformers`, if it has the architecture; otherwise config.json says why not.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_model(directory, model.config, stored_state(model), tokenizer)
+
+
 def load_model(checkpoint: Path, device: torch.device | str) -> tuple[Llama, Tokenizer]:
-    """The model of a checkpoint on `device`, in evaluation mode, and its tokenizer.
+    """The model of a checkpoint or a Hugging Face directory on `device`, in evaluation mode, and its tokenizer.
 
     Raises ValueError, naming the file, if one is missing, damaged, or inconsistent with the others.
     """
-    _verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
-    try:
-        config = json.loads((checkpoint / CONFIG).read_text())
-        warn_of_imports(config, checkpoint / CONFIG)
-        with torch.device("meta"):
-            model = Llama(ModelConfig(**config["model"]))
-        tokenizer = load_tokenizer(config["tokenizer"], checkpoint)
-    except NotImported:
-        raise
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ValueError(f"{checkpoint / CONFIG} does not describe a model of this version: {error}") from None
-    model.load_state_dict(_read_weights(checkpoint, model), assign=True)
-    if model.config.tie_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
-    return model.to(device).eval(), tokenizer
+    verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
+    tokenizer = read_tokenizer(checkpoint)
+    return read_model(checkpoint).to(device).eval(), tokenizer
+
+
+def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama:
+    """A model like `config` with the weights of `load_pretrained` in fp32, on the CPU, in training mode.
+
+    `config` may differ in context and dropout. Raises ValueError like `load_pretrained`.
+    """
+    checkpoint = find_checkpoint(directory)
+    verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
+    return read_model(checkpoint, config, torch.float32)
+
+
+def weight_hashes(directory: str | Path) -> dict[str, Any]:
+    """The directory that `load_pretrained` reads, and the SHA-256 of each of its files of weights."""
+    checkpoint = find_checkpoint(directory)
+    hashes = {path.name: sha256(path) for path in weight_files(checkpoint)}
+    return {"directory": str(checkpoint), "sha256": hashes}
 
 
 def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
@@ -182,18 +193,18 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
 
     Raises ValueError, naming the file, if one is missing, damaged, or of another model or optimizer.
     """
-    _verify(checkpoint)
+    verify(checkpoint)
     trainer = json.loads((checkpoint / TRAINER).read_text())
     if trainer["optimizers"] != _kinds(optimizers):
         there, here = ", ".join(trainer["optimizers"]), ", ".join(_kinds(optimizers))
         raise ValueError(f"{checkpoint / OPTIMIZER} is of another optimizer: {there}, not {here}")
-    weights, expected = _read_weights(checkpoint, model), model.state_dict()
-    model.load_state_dict({name: distributed.sharded_like(weights[name], expected[name]) for name in weights})
+    expected = stored_state(model)
+    for name, stored in match_weights(checkpoint, model).items():
+        expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))
     states: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in load_file(checkpoint / OPTIMIZER).items():
-        name, _, state = key.rpartition(".")
-        # A copy, because matrix products round differently at other alignments, and a file's can be any.
-        states.setdefault(name, {})[state] = tensor.clone()
+    for stored in tensors_in(checkpoint / OPTIMIZER):
+        name, _, state = stored.name.rpartition(".")
+        states.setdefault(name, {})[state] = stored.read()
     names = _parameter_names(model)
     for optimizer in optimizers:
         packed = optimizer.state_dict()
@@ -207,31 +218,8 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
         }
         packed["state"] = {index: state for index, state in packed["state"].items() if state}
         optimizer.load_state_dict(packed)
-    assert not states, f"no optimizer updates {_abridged(states)}"
+    assert not states, f"no optimizer updates {sorted(states)}"
     return trainer
-
-
-def _read_weights(checkpoint: Path, model: Llama) -> dict[str, Tensor]:
-    """The state of `model` from the file. Raises ValueError, naming the differences, if it is of another model."""
-    path = checkpoint / MODEL
-    found, expected = load_file(path), _stored_state(model)
-    missing, unknown = expected.keys() - found.keys(), found.keys() - expected.keys()
-    wrong_shape = {name for name in expected.keys() & found.keys() if expected[name].shape != found[name].shape}
-    problems = {"lacks": missing, "has an unknown": unknown, "has another shape of": wrong_shape}
-    if any(problems.values()):
-        listed = "; ".join(f"{problem} {_abridged(names)}" for problem, names in problems.items() if names)
-        raise ValueError(f"{path} is of another model: it {listed}")
-    if model.config.tie_embeddings:
-        found["lm_head.weight"] = found["embed_tokens.weight"]
-    return found
-
-
-def _stored_state(model: Llama) -> dict[str, Tensor]:
-    """The state that the file holds: a tied head is stored as the embedding only."""
-    state = model.state_dict()
-    if model.config.tie_embeddings:
-        del state["lm_head.weight"]
-    return state
 
 
 def _kinds(optimizers: list[Optimizer]) -> list[str]:
@@ -255,9 +243,11 @@ def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Ten
 # --- integrity -------------------------------------------------------------------------------------------------------
 
 
-def _verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
-    """Raise ValueError, naming the file, unless every file of the checkpoint matches the manifest."""
+def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
+    """Raise ValueError, naming the file, unless every file matches the manifest. Others' directories have none."""
     path = checkpoint / MANIFEST
+    if not path.is_file() and not (checkpoint / TRAINER).is_file():
+        return
     try:
         manifest = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -266,11 +256,11 @@ def _verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
         path = checkpoint / name
         if not path.is_file():
             raise ValueError(f"{path} is missing; use another checkpoint")
-        if _sha256(path) != manifest[name]:
+        if sha256(path) != manifest[name]:
             raise ValueError(f"{path} is damaged: its SHA-256 differs from the manifest's; use another checkpoint")
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -284,9 +274,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _abridged(names: Iterable[str]) -> str:
-    """The first of `names` and how many more, for one line."""
-    first, *others = sorted(names)
-    return f"{first} and {len(others)} more" if others else first

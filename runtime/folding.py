@@ -28,7 +28,7 @@ def fold_gains(model: Llama) -> Llama:
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for norm, matrices in readers.items():
         if f"{norm}.weight" in state:  # ReZero has only the final norm
-            gain = state.pop(f"{norm}.weight")
+            gain = state.pop(f"{norm}.weight") + model.config.norm_args.get("zero_centered", False)
             for matrix in matrices:
                 state[f"{matrix}.weight"] *= gain
     without_gains = model.config.norm_args | {"elementwise_affine": False}

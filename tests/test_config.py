@@ -13,7 +13,7 @@ import bench
 import config
 import generate
 import train
-from config import FIELDS, PRESETS, ModelConfig, Parser, TrainConfig, add_flags, configs_from
+from config import FIELDS, PRESETS, ROPE_SCALING, ModelConfig, Parser, TrainConfig, add_flags, configs_from
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -32,12 +32,24 @@ def flag(field: dataclasses.Field) -> str:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 SIZES = [
-    *("dim", "layers", "heads", "kv-heads", "hidden-dim", "context", "vocab-size"),
+    *("dim", "layers", "heads", "kv-heads", "head-dim", "hidden-dim", "context", "vocab-size"),
     *("steps", "batch-size", "micro-batch-size", "eval-every", "save-every", "keep"),
 ]
+SCALING = " --".join(f"rope-scaling {name}={value}" for name, value in zip(ROPE_SCALING, (8, 1, 4, 99), strict=True))
 BAD_VALUES = {
     "--dim 100 --heads 3": "--dim 100 is not divisible by --heads 3",
     "--dim 30 --heads 2": "--dim 30 / --heads 2 is odd: RoPE rotates pairs of features",
+    "--head-dim 7": "--head-dim is odd: RoPE rotates pairs of features",
+    "--rope-scaling factor=8": "--rope-scaling takes all of factor, low_freq_factor, high_freq_factor, original_max",
+    "--rope-scaling factor": "--rope-scaling takes key=number, not 'factor'",
+    "--rope-scaling factor=many": "--rope-scaling takes key=number, not 'factor=many'",
+    **{
+        f"--{SCALING.replace('=8', f'={value}')}": "--rope-scaling factor must be a positive number"
+        for value in (0, "nan")
+    },
+    f"--{SCALING.replace('r=1', 'r=4')}": "--rope-scaling low_freq_factor must be below high_freq_factor",
+    "--embedding-scale 0": "--embedding-scale must be a positive number, not 0.0",
+    "--tokenizer pretrained": "--tokenizer pretrained needs --init-from",
     "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
     "--heads 4 --kv-heads 8": "--heads 4 is not divisible by --kv-heads 8",
     "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
@@ -217,8 +229,11 @@ def test_missing_fields_in_run_json_get_the_defaults(tmp_path):
 def test_flags_recompute_derived_defaults(tmp_path):
     model, training = ModelConfig(dim=64, heads=4, vocab_size=257), TrainConfig(tokenizer="bytes", batch_size=8)
     path = write_run_json(tmp_path / "run.json", dataclasses.asdict(model), dataclasses.asdict(training))
-    assert parse(f"--config {path} --dim 128")[0] == dataclasses.replace(model, dim=128, hidden_dim=352)
+    assert parse(f"--config {path} --dim 128")[0] == dataclasses.replace(
+        model, dim=128, head_dim=128 // model.heads, hidden_dim=352
+    )
     assert parse(f"--config {path} --heads 8")[0].kv_heads == 8
+    assert parse(f"--config {path} --heads 8")[0].head_dim == 8
     assert parse(f"--config {path} --tokenizer sentencepiece")[0].vocab_size == ModelConfig().vocab_size
     assert parse(f"--config {path} --tokenizer sentencepiece --vocab-size 300")[0].vocab_size == 300
     assert parse(f"--config {path} --batch-size 8")[1] == training
@@ -260,10 +275,10 @@ def test_every_field_has_a_flag_with_help_and_default(capsys):
         for field in dataclasses.fields(config_class):
             assert f" {flag(field)}" in text
             help_text = field.metadata["help"].replace("%%", "%")
-            default = {"data": "python", "norm_args": None}.get(field.name, field.default)
+            default = {"data": "python", "norm_args": None, "rope_scaling": None}.get(field.name, field.default)
             if default not in (None, ""):
                 help_text += f" (default: {default})"
-            elif field.name != "norm_args":
+            elif field.name not in ("norm_args", "rope_scaling"):
                 assert "default: " in help_text  # a default derived from other fields
             assert help_text.replace(" ", "") in text.replace(" ", "")  # argparse breaks lines after hyphens too
     assert len(FIELDS) == len(dataclasses.fields(ModelConfig)) + len(dataclasses.fields(TrainConfig))
@@ -274,7 +289,7 @@ def test_every_flag_sets_its_field():
     values = {
         "norm": "layernorm", "placement": "post", "qk_norm": "full", "dim": 48, "layers": 3, "heads": 6, "kv_heads": 3,
         "hidden_dim": 17, "context": 12, "vocab_size": 400, "rope_theta": 123.5, "tie_embeddings": False,
-        "scaled_embedding": True,
+        "head_dim": 10, "scaled_embedding": True, "embedding_scale": 3.5, "init_from": "base",
         "dropout": 0.25, "init": "xavier", "depth_scaled_init": False,
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 12,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "adamw",
@@ -284,7 +299,8 @@ def test_every_flag_sets_its_field():
         "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere",
         "cache_dir": "elsewhere",
     }  # fmt: skip
-    flags = "--norm-arg bias=false --norm-arg eps=0.5"
+    scaling = dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 6.0), strict=True))
+    flags = "--norm-arg bias=false --norm-arg eps=0.5" + "".join(f" --rope-scaling {k}={v}" for k, v in scaling.items())
     for name, value in values.items():
         flag_name = name.replace("_", "-")
         if isinstance(value, bool):
@@ -293,7 +309,7 @@ def test_every_flag_sets_its_field():
             flags += f" --{flag_name} {' '.join(value) if isinstance(value, list) else value}"
     model, training = parse(flags)
     got = dataclasses.asdict(model) | dataclasses.asdict(training)
-    assert got == values | {"norm_args": {"bias": False, "eps": 0.5}}
+    assert got == values | {"norm_args": {"bias": False, "eps": 0.5}, "rope_scaling": scaling}
 
 
 @pytest.mark.parametrize("preset", PRESETS)

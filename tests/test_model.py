@@ -20,7 +20,7 @@ from config import ModelConfig
 from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms import KINDS
 from norms.placement import PLACEMENTS, supports
-from runtime.huggingface import from_hugging_face, hugging_face_name, to_hugging_face
+from runtime.huggingface.names import hugging_face_name
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
@@ -123,40 +123,11 @@ def test_loss_is_the_mean_cross_entropy():
         assert float(model.loss(TOKENS[:1, :-1], TOKENS[:1, 1:])) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_parity_with_transformers(tied):
-    transformers = pytest.importorskip("transformers")
-    hf_model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-            num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-3, tie_word_embeddings=tied,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0}, attn_implementation="eager",
-        )
-    ).eval()  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in hf_model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise / math.sqrt(weight.shape[-1]))
-    config = ModelConfig(
-        dim=48, layers=3, heads=6, kv_heads=2, hidden_dim=80, context=32, vocab_size=61, rope_theta=500.0,
-        norm_args={"eps": 1e-3}, tie_embeddings=tied,
-    )  # fmt: skip
-    ours = Llama(config).eval()
-    ours.load_state_dict(from_hugging_face(hf_model.state_dict()))
-    tokens = torch.randint(0, 61, (3, 32), generator=generator)
-    with torch.no_grad():
-        assert (ours(tokens) - hf_model(tokens).logits).abs().max() <= 1e-5
-    exported = to_hugging_face(ours)
-    assert exported.keys() == hf_model.state_dict().keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in hf_model.state_dict().items())
-
-
 def test_weights_by_role_uses_hugging_face_names():
     config = dataclasses.replace(SMALL, tie_embeddings=False)
     model = Llama(config)
     by_role = {name for _, name, _ in weights_by_role(model)}
-    matrices = {hugging_face_name(name) for name, weight in model.named_parameters() if weight.ndim == 2}
+    matrices = {hugging_face_name(name, config) for name, weight in model.named_parameters() if weight.ndim == 2}
     assert by_role == matrices
 
 
@@ -248,6 +219,44 @@ def test_precompute_freqs_cis_signature_and_values():
             # fp32 rounds to 6e-8; an angle formed in fp32 would be off by up to 0.008 at the last position
             assert float(cos[position, pair]) == pytest.approx(math.cos(angle), abs=1e-7)
             assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_rope_scaling_divides_low_frequencies_and_keeps_high_ones():
+    """Llama 3.1's definition: by wavelength, in three cases."""
+    low, high, factor, original, theta = 1.0, 4.0, 8.0, 40.0, 5e4
+    scaling = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    scaling["original_max_position_embeddings"] = original
+    rope, cases = Rope(16, 60, theta, scaling), set()
+    for pair in range(8):
+        frequency = theta ** (-2 * pair / 16)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high:
+            cases.add("kept")
+        elif wavelength > original / low:
+            cases.add("divided")
+            frequency /= factor
+        else:
+            cases.add("between")
+            smooth = (original / wavelength - low) / (high - low)
+            frequency *= (1 - smooth) / factor + smooth
+        for position in (0, 1, 17, 59):
+            assert float(rope.cos[position, pair]) == pytest.approx(math.cos(position * frequency), abs=1e-7)
+            assert float(rope.sin[position, pair]) == pytest.approx(math.sin(position * frequency), abs=1e-7)
+    assert cases == {"kept", "between", "divided"}
+    assert torch.equal(rope.double().cos, rope.cos)
+    model = Llama(dataclasses.replace(SMALL, rope_scaling=scaling))
+    assert not torch.equal(model.rope.cos, Llama(SMALL).rope.cos)
+
+
+def test_embedding_scale_multiplies_the_embedding_and_head_dim_sets_the_width_of_heads():
+    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, head_dim=10))
+    tokens = torch.tensor([[1, 2]])
+    assert torch.equal(model.embed_tokens(tokens), 3 * model.embed_tokens.weight[tokens])
+    shapes = {name: weight.shape for name, weight in model.layers[0].named_parameters()}
+    assert shapes["self_attn.q_proj.weight"] == (10 * SMALL.heads, SMALL.dim)
+    assert shapes["self_attn.k_proj.weight"] == (10 * SMALL.kv_heads, SMALL.dim)
+    assert model(tokens).shape == (1, 2, SMALL.vocab_size)
+    assert torch.equal(model.embed_tokens.weight, Llama(SMALL).embed_tokens.weight)  # the same draw
 
 
 def test_rotate_is_complex_multiplication():

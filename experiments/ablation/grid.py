@@ -79,6 +79,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
     for arm in dict.fromkeys(arms):
         try:
             settings[arm] = train.resolve(train.parse([*train_flags, *arm.flags]))
+            require(not settings[arm][1].init_from, "runs are compared from drawn weights; leave out --init-from")
         except Unsupported as error:
             reason = str(error)
             print(f"skipped: {reason}", file=sys.stderr)
@@ -95,7 +96,12 @@ def settings_digest(settings: Settings) -> str:
     def chosen(values: dict[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in sorted(values.keys() - NOT_COMPARED) if values[name] != defaults[name]}
 
-    arms = [[dict(arm.factors), chosen(asdict(model_config))] for arm, (model_config, _) in settings.items()]
+    arms = []
+    for arm, (model_config, _) in settings.items():
+        values = asdict(model_config)
+        if model_config.head_dim == model_config.dim // model_config.heads:
+            values["head_dim"] = defaults["head_dim"]
+        arms.append([dict(arm.factors), chosen(values)])
     return hashlib.sha256(json.dumps([chosen(asdict(config)), arms]).encode()).hexdigest()[:8]
 
 

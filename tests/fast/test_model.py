@@ -47,6 +47,7 @@ def without_norm(placement: str) -> bool:
     return PLACEMENTS[placement].without_norm
 
 
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 9.0}
 VARIANTS: list[dict[str, Any]] = [
     *({"placement": placement, "layers": 4} for placement in PLACEMENTS),
     *({"placement": placement, "norm": "layernorm", "layers": 2} for placement in ("siamese", "sandwich")),
@@ -56,6 +57,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"qk_norm": "full"},
     {"tie_embeddings": False},
     {"norm_args": {"cast_order": "llama"}},
+    {"norm_args": {"zero_centered": True}, "embedding_scale": 4.9},
+    {"head_dim": 10, "kv_heads": 2, "qk_norm": "head"},
+    {"heads": 5, "head_dim": 8, "rope_scaling": SCALING},
 ]
 
 

@@ -67,6 +67,31 @@ def test_without_gain(cast_order):
     norm.reset_parameters()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zero_centered_gains_are_those_of_gemma(dtype, gain_dtype):
+    """1 + weight in fp32, also where the weight is bf16."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    norm, x = norm_and_input(dtype, zero_centered=True)
+    norm.to(gain_dtype)
+    exact = oracle(x.double(), {"weight": 1 + norm.weight.detach().double()})
+    assert worst_ulps(norm(x).detach(), exact) <= (4 if dtype == torch.float32 else 0.51)
+    theirs = Gemma2RMSNorm(512, eps=1e-6).to(gain_dtype)
+    theirs.load_state_dict(norm.state_dict(), strict=True)
+    torch.testing.assert_close(norm(x), theirs(x), rtol=4 * torch.finfo(dtype).eps, atol=0)
+    norm.reset_parameters()
+    assert torch.equal(norm(x), RMSNorm(512)(x))
+
+
+def test_zero_centered_gradient():
+    norm, x = norm_and_input(torch.float64, zero_centered=True)
+    norm.double()
+    assert torch.autograd.gradcheck(
+        lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, x), (x[:2].requires_grad_(), norm.weight)
+    )
+
+
 def test_eps_is_inside_the_sqrt():
     """For x² equal to eps, eps inside the root gives 1/√2; outside it would give about 1."""
     assert RMSNorm(4, eps=1e-6)(torch.full((4,), 1e-3)).tolist() == pytest.approx([0.5**0.5] * 4, rel=1e-6)

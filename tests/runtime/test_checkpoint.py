@@ -17,14 +17,15 @@ from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from model import Llama
 from runtime.checkpoint import (
-    _sha256,
     find_checkpoint,
     latest_checkpoint,
     list_checkpoints,
     load_model,
     load_training_state,
     save_checkpoint,
+    sha256,
 )
+from runtime.huggingface.names import hugging_face_name
 
 CONFIG = ModelConfig(dim=16, layers=2, heads=2, hidden_dim=24, context=8, vocab_size=257)
 BATCHES = torch.randint(0, 257, (20, 2, 9), generator=torch.Generator().manual_seed(0))
@@ -68,7 +69,7 @@ def newest_checkpoint(run: Path) -> Path:
 def update_manifest(checkpoint: Path) -> None:
     """Recompute the hashes in the manifest after a test has changed files."""
     names = [name for name in json.loads((checkpoint / "manifest.json").read_text())]
-    (checkpoint / "manifest.json").write_text(json.dumps({name: _sha256(checkpoint / name) for name in names}))
+    (checkpoint / "manifest.json").write_text(json.dumps({name: sha256(checkpoint / name) for name in names}))
 
 
 def full_state(model: Llama, optimizers: list) -> dict[str, torch.Tensor]:
@@ -136,16 +137,19 @@ def test_checkpoint_contents(tmp_path):
     assert checkpoint == tmp_path / "checkpoints" / "step-000600"
     assert sorted(path.name for path in checkpoint.iterdir()) == FILES
     assert [path.name for path in checkpoint.parent.iterdir()] == ["step-000600"]
+    assert len({path.stat().st_mode for path in checkpoint.iterdir()}) == 1  # that of the umask
     config = json.loads((checkpoint / "config.json").read_text())
-    assert config == {"model": dataclasses.asdict(model.config), "tokenizer": "bytes", "imports": []}
+    assert config["normal_llama"] == {"model": dataclasses.asdict(model.config), "tokenizer": "bytes", "imports": []}
+    assert config["model_type"] == "normal-llama" and "no architecture" in config["not_in_transformers"]
     assert json.loads((checkpoint / "trainer.json").read_text()) == {
         "step": 600,
         "optimizers": ["AdamW"],
         "seconds": 2.5,
     }
     weights = load_file(checkpoint / "model.safetensors")
-    assert weights.keys() == model.state_dict().keys() - {"lm_head.weight"}  # tied weights are stored once
-    assert "layers.0.attention_residual.norm.running_var" in weights
+    stored = {hugging_face_name(name, model.config) for name in model.state_dict()}
+    assert weights.keys() == stored - {"lm_head.weight"}  # tied weights are stored once
+    assert {"model.layers.0.input_layernorm.weight", "layers.0.attention_residual.norm.running_var"} <= weights.keys()
     state = load_file(checkpoint / "optimizer.safetensors")
     names = [name for name, _ in model.named_parameters()]
     assert state.keys() == {f"{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
@@ -289,9 +293,12 @@ def test_damaged_manifest_is_named_in_the_error(tmp_path, content):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda weights: weights.pop("finish.weight"), "lacks finish.weight"),
+        (lambda weights: weights.pop("model.norm.weight"), "lacks model.norm.weight"),
         (lambda weights: weights.update(extra=torch.ones(1)), "has an unknown extra"),
-        (lambda weights: weights.update({"finish.weight": torch.ones(17)}), "has another shape of finish.weight"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(17)}),
+            "has another shape of model.norm.weight",
+        ),
     ],
 )
 def test_mismatched_weights_are_named_in_the_error(tmp_path, change, message):
@@ -349,6 +356,8 @@ def test_find_checkpoint(tmp_path, monkeypatch):
     assert find_checkpoint(None) == later
     (runs / "z-empty").mkdir()
     for path in (runs / "z-empty", runs / "nowhere", later / "config.json"):
-        with pytest.raises(ValueError, match=r"name a run of train\.py or one of its checkpoints") as excinfo:
+        with pytest.raises(
+            ValueError, match=r"name a run of train\.py, one of its checkpoints, or a Hugging"
+        ) as excinfo:
             find_checkpoint(str(path))
         assert one_line_message(excinfo).startswith(str(path))

@@ -28,7 +28,7 @@ def random_model(**changes) -> Llama:
 
 
 @pytest.mark.parametrize("placement", FOLDABLE)
-@pytest.mark.parametrize("norm_args", [{}, {"eps": 1e-3, "cast_order": "llama"}], ids=str)
+@pytest.mark.parametrize("norm_args", [{}, {"eps": 1e-3, "cast_order": "llama"}, {"zero_centered": True}], ids=str)
 def test_logits_stay_and_gains_go(placement, norm_args):
     model = random_model(placement=placement, norm_args=norm_args)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

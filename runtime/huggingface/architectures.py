@@ -1,0 +1,274 @@
+"""Configurations of Hugging Face's architectures and ours, both ways.
+
+An architecture is a row in `ARCHITECTURES`: what our settings must be for it, and its own fields that we express at one
+value only. Everything else is in `SIZES` and in the functions below. A field of theirs that changes what the model
+computes and that we do not express is refused by its name.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from config import ROPE_SCALING, ModelConfig, require
+from norms import is_a
+
+OWN_TYPE = "normal-llama"  # the model_type of what no architecture expresses
+OWN = "normal_llama"  # the key of our configuration in config.json
+
+SIZES = {  # theirs, ours
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "context",
+}
+OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+HARMLESS = {  # these do not change the logits
+    "_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "pretraining_tp",
+    "attn_implementation", "_attn_implementation", "cache_implementation", "return_dict", "output_attentions",
+    "output_hidden_states", "task_specific_params", "id2label", "label2id", "problem_type", OWN,
+}  # fmt: skip
+
+
+class Inexpressible(ValueError):
+    """No architecture of Hugging Face's has these settings."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A causal language model of `transformers`.
+
+    ours: the fields of ModelConfig that it fixes.
+    norm_args: the arguments of the norm that it fixes.
+    eps: its field for the norm's eps, or "" if that is 1e-5.
+    fixed: its fields that we express at one value only: that value, and its default for a missing field.
+    defaults: its other defaults for missing fields.
+    unused: its fields that do nothing at the fixed values.
+    any_head_dim: whether --head-dim may differ from --dim / --heads.
+    divides: whether --heads must divide --dim whatever --head-dim is.
+    """
+
+    name: str
+    ours: dict[str, Any]
+    norm_args: dict[str, Any]
+    eps: str = "rms_norm_eps"
+    fixed: Callable[[ModelConfig], dict[str, tuple[Any, Any]]] = lambda config: {}
+    defaults: dict[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    any_head_dim: bool = True
+    divides: bool = False
+    embedding_scale: Callable[[int], float] = lambda dim: 1.0
+
+
+RMSNORM = {"elementwise_affine": True, "zero_centered": False}
+
+
+def no_biases(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    return {"hidden_act": ("silu", "silu"), "attention_bias": (False, False), "attention_dropout": (0.0, 0.0)}
+
+
+def full_attention(config: ModelConfig) -> list[str]:
+    return ["full_attention"] * config.layers
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"},
+        RMSNORM,
+        fixed=lambda config: no_biases(config) | {"mlp_bias": (False, False)},
+        divides=True,
+    ),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        {"placement": "pre", "norm": "rmsnorm", "qk_norm": "head"},
+        RMSNORM,
+        fixed=lambda config: (
+            no_biases(config)
+            | {
+                "use_sliding_window": (False, False),
+                "layer_types": (full_attention(config), full_attention(config)),
+            }
+        ),
+        defaults={"head_dim": 128},
+        unused=("sliding_window", "max_window_layers"),
+    ),
+    "olmo": Architecture(
+        "OlmoForCausalLM",
+        {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
+        {"elementwise_affine": False, "eps": 1e-5},
+        eps="",
+        fixed=lambda config: no_biases(config) | {"clip_qkv": (None, None)},
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        {"placement": "reordered", "norm": "rmsnorm", "qk_norm": "full"},
+        RMSNORM,
+        fixed=no_biases,
+    ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM",
+        {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
+        {"elementwise_affine": True, "bias": True},
+        eps="layer_norm_eps",
+        fixed=lambda config: {
+            "hidden_act": ("silu", "silu"),
+            "attention_dropout": (0.0, 0.0),
+            "hidden_dropout": (0.0, 0.0),
+            "use_qkv_bias": (False, False),
+            "qk_layernorm": (False, False),
+            "use_parallel_residual": (False, False),
+        },
+        defaults={"partial_rotary_factor": 0.25},
+        any_head_dim=False,
+    ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        {"placement": "sandwich", "norm": "rmsnorm", "qk_norm": "none"},
+        RMSNORM | {"zero_centered": True},
+        fixed=lambda config: {
+            "hidden_activation": ("silu", "gelu_pytorch_tanh"),
+            "attention_bias": (False, False),
+            "attention_dropout": (0.0, 0.0),
+            "attn_logit_softcapping": (None, 50.0),
+            "final_logit_softcapping": (None, 30.0),
+            "query_pre_attn_scalar": (config.head_dim, 256),
+            "layer_types": (full_attention(config), None),
+            "use_bidirectional_attention": (None, None),
+        },
+        defaults={"head_dim": 256, "tie_word_embeddings": True},
+        unused=("sliding_window", "hidden_act"),
+        divides=True,
+        embedding_scale=math.sqrt,
+    ),
+}
+
+
+# --- ours to theirs --------------------------------------------------------------------------------------------------
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The model_type that computes what `config` does. Raises Inexpressible, which says why there is none."""
+    settings, reason = asdict(config), ""
+    for model_type, architecture in ARCHITECTURES.items():
+        if all(settings[name] == value for name, value in architecture.ours.items()):
+            reason = _obstacle(config, architecture)
+            if not reason:
+                return model_type
+    named = f"--placement {config.placement} --norm {config.norm} --qk-norm {config.qk_norm}"
+    raise Inexpressible(reason or f"no architecture of Hugging Face has {named}")
+
+
+def _obstacle(config: ModelConfig, architecture: Architecture) -> str:
+    """Why an architecture with this norm and placement cannot be `config`, or nothing."""
+    name = architecture.name.removesuffix("ForCausalLM")
+    norm_args = _NORM_DEFAULTS | config.norm_args
+    for argument, value in architecture.norm_args.items():
+        if norm_args[argument] != value:
+            return f"Hugging Face's {name} has --norm-arg {argument}={str(value).lower()}, not {norm_args[argument]}"
+    if config.scaled_embedding:
+        return f"Hugging Face's {name} has no --scaled-embedding"
+    scale = architecture.embedding_scale(config.dim)
+    if not math.isclose(config.embedding_scale, scale, rel_tol=1e-6):
+        return f"Hugging Face's {name} has --embedding-scale {scale:.9g}, not {config.embedding_scale:.9g}"
+    if not architecture.any_head_dim and config.head_dim * config.heads != config.dim:
+        return f"Hugging Face's {name} has --head-dim {config.dim // config.heads}, not {config.head_dim}"
+    if architecture.divides and config.dim % config.heads:
+        return f"Hugging Face's {name} needs --dim divisible by --heads"
+    return ""
+
+
+_NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
+
+
+def to_theirs(config: ModelConfig) -> dict[str, Any]:
+    """The fields of Hugging Face's configuration that say what the model computes.
+
+    Raises Inexpressible, which says why, if there is no such architecture.
+    """
+    model_type = architecture_of(config)
+    architecture, settings = ARCHITECTURES[model_type], asdict(config)
+    theirs: dict[str, Any] = {"model_type": model_type, "architectures": [architecture.name]}
+    theirs |= {name: settings[ours] for name, ours in SIZES.items()}
+    if architecture.eps:
+        theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
+    scaling: dict[str, Any] | None = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
+    partial = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in architecture.defaults else {}
+    theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
+    theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
+    theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | partial
+    return theirs | {name: value for name, (value, _) in architecture.fixed(config).items()}
+
+
+# --- theirs to ours --------------------------------------------------------------------------------------------------
+
+
+def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
+    """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not express."""
+    model_type = theirs.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"model_type {model_type!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    architecture = ARCHITECTURES[model_type]
+    names = theirs.get("architectures")
+    require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
+    theirs = architecture.defaults | dict(theirs)
+    given: dict[str, Any] = dict(architecture.ours)
+    for name, ours in SIZES.items():
+        value = theirs.get(name)
+        if value is not None or name not in OPTIONAL:
+            require(type(value) is int and value >= 1, f"{name} must be a positive integer, not {value!r}")
+            given[ours] = value
+    given["norm_args"] = {name: value for name, value in architecture.norm_args.items() if name != "eps"}
+    given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5) if architecture.eps else 1e-5
+    given["embedding_scale"] = architecture.embedding_scale(given["dim"])
+    given["tie_embeddings"] = theirs.get("tie_word_embeddings", False)
+    require(is_a(given["tie_embeddings"], bool), "tie_word_embeddings must be true or false")
+    config = ModelConfig(**given, **_rope(theirs))
+    fixed = architecture.fixed(config)
+    for name, (value, default) in fixed.items():
+        actual = theirs.get(name, default)
+        if actual != value and (actual or value):  # null, false and 0 all mean off
+            raise ValueError(f"{name} {_short(actual)} is not supported, only {_short(value)}")
+    known = {*SIZES, *ROPE, *HARMLESS, *fixed, architecture.eps, *architecture.unused, "tie_word_embeddings"}
+    for name in theirs.keys() - known:
+        if theirs[name] not in (None, False):
+            raise ValueError(f"{name} is a field that this version does not know, so it cannot be left out")
+    obstacle = _obstacle(config, architecture)
+    require(not obstacle, obstacle)
+    return config
+
+
+def _rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields for the rotary positions, from the spelling of transformers 4 or 5."""
+    field = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+    rope = theirs.get(field) or {}
+    require(isinstance(rope, dict), f"{field} must be an object, not {rope!r}")
+    everything = dict(theirs) | rope
+    partial = everything.get("partial_rotary_factor")
+    require(partial in (None, 1), f"partial_rotary_factor {partial!r} is not supported, only 1.0")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    require(kind in ("default", "llama3"), f"{field} of type {kind!r} is not supported; default and llama3 are")
+    names = ROPE_SCALING if kind == "llama3" else ()
+    for name in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *names}:
+        raise ValueError(f"{field} has {name!r}, which is not supported with type {kind!r}")
+    rope = {"original_max_position_embeddings": theirs["max_position_embeddings"]} | rope
+    scaling = {name: _number(rope, name, None) for name in names}
+    return {"rope_theta": _number(everything, "rope_theta", 10000.0), "rope_scaling": scaling}
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
+    value: Any = fields.get(name)
+    value = default if value is None else value
+    require(is_a(value, float), f"{name} must be a number, not {value!r}")
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,257 @@
+"""--init-from: fine-tuning a model of `transformers`, or one of ours; LoRA with `peft`."""
+
+import dataclasses
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import generate
+import train
+from config import ModelConfig
+from data.batches import training_batch
+from data.tokenizer import ByteTokenizer
+from model import Llama
+from optim import learning_rate
+from runtime.checkpoint import find_checkpoint, load_pretrained, load_training_state, save_pretrained
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 20
+TRAINING = (
+    "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --lr 3e-3 --warmup 3 --eval-every 20"
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(
+        "".join(" ".join(draw.choices(["a", "cat", "sees", "the", "dog"], k=6)) + ".\n" for _ in range(600))
+    )
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A random tiny model, saved by transformers."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=32, rms_norm_eps=1e-5, eos_token_id=256,
+        tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    ByteTokenizer().save(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def fine_tune(text: Path, tmp_path: Path, directory: Path):
+    """Flags of a run that starts from `directory`, with additional flags."""
+
+    def flags(more: str = "", out: str = "run") -> list[str]:
+        where = f"--data {text} --cache-dir {text.parent / 'cache'} --out {tmp_path / out}"
+        return f"{where} {TRAINING} --init-from {directory} {more}".split()
+
+    return flags
+
+
+@pytest.mark.parametrize("fast", ["--no-fast", ""])
+def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory, fast):
+    run = train.resolve_run(train.parse(fine_tune(fast)))
+    trainer, ours = train.Trainer(run), []
+    for step in range(STEPS):
+        trainer.update(learning_rate(run.config, step))
+        trainer.step += 1
+        ours.append(trainer.meter.read()[1])
+
+    model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    named = list(model.named_parameters())
+    decayed = [weight for name, weight in named if weight.ndim == 2 and ".layers." in name]
+    others = [weight for name, weight in named if weight.ndim == 1 or ".layers." not in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer, theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
+    for step in range(STEPS):
+        inputs, targets = training_batch(run.data.train.tokens, 0, step, range(4), 32)
+        loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run.config, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.append(loss.item())
+    assert theirs[-1] < theirs[0] - 0.5
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-5)
+
+
+def hashes(run: Path) -> list[str]:
+    last = find_checkpoint(run)
+    return [hashlib.sha256((last / f"{name}.safetensors").read_bytes()).hexdigest() for name in ("model", "optimizer")]
+
+
+def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, tmp_path, capsys):
+    flags = fine_tune("--context 24 --dropout 0.1 --save-every 10 --keep 3")
+    train.main(flags)
+    run = tmp_path / "run"
+    recorded = json.loads((run / "run.json").read_text())
+    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    assert recorded["weights_from"] == {"directory": str(directory), "sha256": {"model.safetensors": digest}}
+    assert recorded["training"]["tokenizer"] == "pretrained" and recorded["tokenizer"]["kind"] == "pretrained"
+    model = recorded["model"]
+    assert (model["context"], model["dropout"], model["head_dim"], model["rope_theta"]) == (24, 0.1, 16, 5e4)
+    start = Llama(ModelConfig(**model))
+    load_training_state(
+        run / "checkpoints/step-000000", start, train.make_optimizers(start, train.TrainConfig(optimizer="adamw"))
+    )
+    theirs = load_pretrained(directory)[0].state_dict()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in start.state_dict().items())
+
+    finished = hashes(run)
+    shutil.rmtree(directory)
+    for step in (20, 10):  # from a later checkpoint, then from the first
+        shutil.rmtree(run / f"checkpoints/step-{step:06d}")
+        train.main(["--resume", "--out", str(run)])
+        assert hashes(run) == finished
+        assert json.loads((run / "run.json").read_text())["weights_from"] == recorded["weights_from"]
+        shutil.rmtree(run / "checkpoints/step-000020")
+    transformers.AutoTokenizer.from_pretrained(run / "checkpoints/step-000000")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--dim 64", "--dim 64 contradicts --init-from, which has 32"),
+        ("--norm layernorm", "--norm layernorm contradicts --init-from"),
+        ("--norm-arg eps=1e-3", "--norm-arg .* contradicts --init-from"),
+        ("--placement post", "--placement post contradicts"),
+        ("--head-dim 8", "--head-dim 8 contradicts --init-from, which has 16"),
+        ("--tie-embeddings", "--tie-embeddings True contradicts"),
+        ("--tokenizer bytes", "--tokenizer bytes contradicts --init-from, which has pretrained"),
+        ("--vocab-size 300", "--vocab-size 300 contradicts"),
+        ("--context 33", "--context 33 is longer than that of --init-from, 32"),
+        ("--plan", "--plan takes no --init-from"),
+        ("--resume", "--init-from is for new runs"),
+        ("--init-from nowhere", "nowhere is not a directory"),
+    ],
+)
+def test_flags_that_contradict_the_directory_are_refused(fine_tune, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(fine_tune(flags))
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and printed.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(printed)
+
+
+def test_flags_and_presets_that_agree_with_the_directory_are_accepted(fine_tune):
+    flags = "--preset small --steps 20 --dim 32 --heads 4 --head-dim 16 --norm-arg eps=1e-5 --tokenizer pretrained"
+    model, config = train.resolve(train.parse(fine_tune(flags)))
+    assert (model.dim, model.layers, model.context, config.steps, config.momentum) == (32, 2, 32, 20, 0.95)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_master_weights_are_fp32(fine_tune, directory, dtype):
+    theirs = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
+    theirs.save_pretrained(directory)
+    trainer = train.Trainer(train.resolve_run(train.parse(fine_tune("--dtype bfloat16"))))
+    for name, weight in trainer.model.state_dict().items():
+        assert weight.dtype == torch.float32
+        assert name != "finish.weight" or torch.equal(weight, theirs.model.norm.weight.float())
+
+
+@pytest.mark.parametrize("fast", ["--no-fast", ""])
+def test_generate_reads_bf16_weights(directory, tmp_path, capsys, fast):
+    """In fp32, the text is that of the same values stored in fp32."""
+    theirs, texts = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16), []
+    for dtype in (torch.bfloat16, torch.float32):
+        stored = tmp_path / str(dtype)
+        theirs.to(dtype).save_pretrained(stored)
+        ByteTokenizer().save(stored)
+        capsys.readouterr()
+        flags = f"--checkpoint {stored} --prompt cat --tokens 20 --dtype float32 --device cpu {fast}"
+        generate.main(flags.split())
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("cat") and len(texts[0]) > 10
+
+
+def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path):
+    base, flags = tmp_path / "base", fine_tune()
+    cut = flags.index("--init-from")
+    sizes = "--dim 32 --layers 1 --heads 2 --context 32 --placement post --tokenizer bytes --steps 4"
+    train.main([*flags[:cut], *sizes.split(), "--out", str(base)])
+    train.main([*flags[:cut], "--init-from", str(base), "--steps", "4", "--lr", "1e-9"])
+    recorded = json.loads((tmp_path / "run/run.json").read_text())
+    assert recorded["training"]["tokenizer"] == "bytes" and recorded["model"]["placement"] == "post"
+    assert recorded["weights_from"]["directory"] == str(base / "checkpoints/step-000004")
+    before, after = (load_pretrained(run)[0].state_dict() for run in (base, tmp_path / "run"))
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+    # The run is repeated by its run.json, which names where it started.
+    repeated = [*flags[:cut], "--config", str(tmp_path / "run/run.json"), "--steps", "4", "--lr", "1e-9"]
+    train.main([*repeated, "--out", str(tmp_path / "again")])
+    assert hashes(tmp_path / "again") == hashes(tmp_path / "run")
+
+
+def test_lora_changes_the_output_and_trains():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 61, (4, 17))
+    model = Llama(ModelConfig(dim=32, layers=2, heads=2, context=16, vocab_size=61))
+    before = model(tokens[:, :-1]).detach()
+    frozen = {name: weight.clone() for name, weight in model.state_dict().items()}
+    names = ["q_proj", "v_proj", "gate_proj"]
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=True))
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    assert len(trained) == 2 * len(names) * 2
+    assert torch.equal(model(tokens[:, :-1]), before)
+    optimizer, losses = torch.optim.AdamW(trained, lr=0.05), []
+    for _ in range(20):
+        loss = adapted.base_model.model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+    assert not torch.allclose(model(tokens[:, :-1]), before, atol=0.1)
+    merged = adapted.merge_and_unload()
+    assert merged.state_dict().keys() == frozen.keys()
+    changed = {name for name, weight in merged.state_dict().items() if not torch.equal(weight, frozen[name])}
+    assert changed == {name for name in frozen if any(part in name for part in names)}
+
+
+def test_lora_on_accelerated_layers_is_used():
+    """The kernels step aside where a projection has been replaced."""
+    peft = pytest.importorskip("peft")
+    from runtime.acceleration import accelerate
+
+    tokens = torch.randint(0, 61, (1, 8), generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for fast in (False, True):
+        model = Llama(ModelConfig(dim=32, layers=1, heads=2, context=16, vocab_size=61)).eval()
+        if fast:
+            accelerate(model)
+        torch.manual_seed(1)
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        model.eval()
+        with torch.no_grad():
+            cache = model.new_cache()
+            outputs.append(torch.stack([model.next_logits(tokens[:, [at]], cache) for at in range(8)]))
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+
+
+def test_saving_after_fine_tuning_opens_in_transformers(directory, tmp_path):
+    model, tokenizer = load_pretrained(directory)
+    shorter = Llama(dataclasses.replace(model.config, context=16))
+    shorter.load_state_dict(model.state_dict())
+    save_pretrained(tmp_path / "again", shorter, tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert theirs.config.max_position_embeddings == 16
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again")("cat")["input_ids"] == [99, 97, 116]
