@@ -1,5 +1,7 @@
 """Continue a text: `python generate.py --prompt "def "`. The command first, then the sampler, then ids to text.
 
+From Python: `ids = generate(model, tokenizer.encode("def "), tokens=100)`.
+
 Shapes in comments: B samples, T tokens, V token ids.
 """
 
@@ -11,8 +13,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -21,13 +24,14 @@ from config import DEVICES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.acceleration import accelerate, resolve_fast
-from runtime.checkpoint import find_checkpoint, load_model
+from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.exit_codes import bad_input, exit_codes
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
+NEVER = -1  # as the end-of-document token: no sample ends
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
             fast = resolve_fast(flags.fast, device, flags.dtype, flags.compile)
             prompt = read_prompt(flags.prompt)
             checkpoint = find_checkpoint(flags.checkpoint)
-            model, tokenizer = load_model(checkpoint, device)
-            ids = tokenizer.encode(prompt)
+            model, tokenizer = load_pretrained(checkpoint, device)
+            ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, sampling, model.config.context)
         format = str(dtype).removeprefix("torch.") + (" with fast kernels" if fast else "")
         print(f"{checkpoint} on {device} in {format}", file=sys.stderr)
@@ -133,7 +137,7 @@ def read_prompt(prompt: str) -> str:
         raise ValueError(f"--prompt is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
 
 
-def max_new_tokens(prompt: list[int], sampling: Sampling, context: int) -> int:
+def max_new_tokens(prompt: Sized, sampling: Sampling, context: int) -> int:
     """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold the requested number."""
     used = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
     remaining = context - used
@@ -194,23 +198,56 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
             setattr(module, name, nn.Parameter(weight.to(wanted), requires_grad=False))
 
 
-@torch.inference_mode()
 def generate(
     model: Llama,
-    prompt: list[int],
-    sampling: Sampling,
-    end_of_document: int,
-    samples: int = 1,
-) -> Iterator[list[int]]:
-    """Yield the next token id of each of `samples` samples that continue `prompt`, until all have ended.
+    ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    end_of_document: int = NEVER,
+    **options: Any,
+) -> Tensor:
+    """`ids` and what the model continues them with: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
 
-    A sample that has ended repeats `end_of_document`, which also replaces an empty prompt. Each sample has its
-    own random numbers, a function of the seed and its index, so it does not depend on the other samples. No global
-    random state is touched. Raises ValueError, before the first token, if the context is too short.
+    `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row that ends, with
+    `end_of_document`, repeats it; by default no row ends. The model may be in training mode.
+    Raises ValueError for ids that are not of this vocabulary, and for more tokens than the context holds.
+    """
+    sampling, prompts = Sampling(**options), check_ids(ids, model.config.vocab_size)
+    training = model.training
+    model.eval()
+    try:
+        new = list(stream_ids(model, prompts.reshape(-1, prompts.shape[-1]), sampling, end_of_document))
+    finally:
+        model.train(training)
+    return torch.cat((prompts, prompts.new_tensor(new).T.reshape(*prompts.shape[:-1], -1)), -1)
+
+
+def check_ids(ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, vocab_size: int) -> Tensor:
+    """`ids` as int64 (T) or (B, T). Raises ValueError, saying what would be right, if they are something else."""
+    expected = "ids must be token ids (T), or (B, T) for prompts of equal length"
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{expected}, as integers in a list or a tensor") from None
+    require(tensor.ndim in (1, 2), f"{expected}, not of shape {tuple(tensor.shape)}")
+    require(tensor.numel() > 0, f"{expected}, not empty; a new document starts with [tokenizer.end_of_document]")
+    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    require(integers, f"{expected}, not {str(tensor.dtype).removeprefix('torch.')}")
+    tensor = tensor.long()
+    low, high = int(tensor.min()), int(tensor.max())
+    require(low >= 0 and high < vocab_size, f"ids must be from 0 to {vocab_size - 1}, not {low if low < 0 else high}")
+    return tensor
+
+
+@torch.inference_mode()
+def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_document: int = NEVER) -> Iterator[list[int]]:
+    """Yield the next token id of each sample, which continues its row of `prompts` (B, T), until all have ended.
+
+    A sample that has ended repeats `end_of_document`. Each sample has its own random numbers, a function of the seed
+    and its index, so it does not depend on the other samples. No global random state is touched. Raises ValueError,
+    before the first token, if the context is too short.
     """
     device = model.embed_tokens.weight.device
-    count = max_new_tokens(prompt, sampling, model.config.context)
-    tokens = to_device(torch.tensor([prompt or [end_of_document]]), device).expand(samples, -1)  # B T
+    samples, count = len(prompts), max_new_tokens(prompts[0], sampling, model.config.context)
+    tokens = to_device(prompts, device)  # B T
     sampler = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
     points = to_device(random_points(sampling.seed, samples, count), sampler)
     cache, ended = model.new_cache(), [False] * samples
@@ -223,6 +260,11 @@ def generate(
         if all(ended):
             return
         tokens = drawn.to(device).unsqueeze(1)  # B 1
+
+
+def prompt_rows(prompt: list[int], end_of_document: int, samples: int = 1) -> Tensor:
+    """The prompt of each sample, (samples, T). `end_of_document` replaces an empty prompt."""
+    return torch.tensor([prompt or [end_of_document]]).expand(samples, -1)
 
 
 def make_generator(seed: int, sample: int) -> Generator:
@@ -295,7 +337,8 @@ def stream_text(
     """
     texts = [TextStream(stop) for _ in range(samples)]
     length = max_new_tokens(prompt, sampling, model.config.context)
-    for count, ids in enumerate(generate(model, prompt, sampling, tokenizer.end_of_document, samples), 1):
+    prompts = prompt_rows(prompt, tokenizer.end_of_document, samples)
+    for count, ids in enumerate(stream_ids(model, prompts, sampling, tokenizer.end_of_document), 1):
         pieces: list[str | None] = []
         for text, token in zip(texts, ids, strict=True):
             if text.ended:
@@ -315,10 +358,8 @@ def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling:
     remaining = model.config.context - max(1, len(prompt))
     if remaining > 0:
         sampling = dataclasses.replace(sampling, tokens=min(sampling.tokens or DEFAULT_TOKENS, remaining))
-        training = model.training
-        model.eval()
-        ids += [token for (token,) in generate(model, prompt, sampling, tokenizer.end_of_document)]
-        model.train(training)
+        prompts = prompt_rows(prompt, tokenizer.end_of_document)
+        ids += generate(model, prompts, tokenizer.end_of_document, **vars(sampling))[0, prompts.shape[1] :].tolist()
     return TextStream().add(tokenizer.decode_bytes(ids))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from config import ModelConfig
+from config import ModelConfig, require
 from norms import TRAITS, build_norm
 from norms.modules.embedding import Embedding, ScaledEmbedding
 from norms.numerics import upcast
@@ -27,7 +27,7 @@ RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T D/2
 
 
 class Llama(nn.Module):
-    """Token ids in, logits out.
+    """Token ids in, logits out. `Llama(dim=64)` is short for `Llama(ModelConfig(dim=64))`.
 
     The initial weights depend only on `config` and `seed`. Under `torch.device("meta")` the parameters have no storage,
     ready for `load_state_dict(..., assign=True)`.
@@ -35,9 +35,10 @@ class Llama(nn.Module):
     Training and generation run it under `torch.autocast`: matrix products in --dtype, everything else in fp32.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0):
+    def __init__(self, config: ModelConfig | None = None, seed: int = 0, **fields):
         super().__init__()
-        self.config = config
+        require(config is None or not fields, "Llama takes a ModelConfig or its fields, not both")
+        self.config = config = config or ModelConfig(**fields)
         self.recompute = False  # gradient checkpointing: keep each block's input, recompute the rest in backward
         placement = PLACEMENTS[config.placement]
         embedding = ScaledEmbedding if config.scaled_embedding else Embedding
@@ -58,8 +59,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Logits (B, T, V) for the token after each of `tokens` (B, T).
 
-        With a `cache` from `new_cache`, the tokens continue those of earlier calls.
-        Raises ValueError where they exceed the context.
+        With a `cache` from `new_cache`, the tokens continue those of earlier calls. Raises ValueError past the context.
         """
         return self.lm_head(self.hidden(tokens, cache))  # B T V
 

@@ -36,7 +36,7 @@ from runtime.acceleration import accelerate, resolve_fast, unavailable
 from runtime.checkpoint import (
     find_checkpoint,
     latest_checkpoint,
-    load_model,
+    load_pretrained,
     load_pretrained_weights,
     load_training_state,
     save_checkpoint,
@@ -631,7 +631,7 @@ def evaluate_only(run: Run) -> None:
     allow_tf32(run.config.tf32)
     with bad_input(), distributed.together():
         checkpoint = find_checkpoint(str(run.folder))
-        model, _ = load_model(checkpoint, run.device)
+        model, _ = load_pretrained(checkpoint, run.device)
         if run.config.fast:
             accelerate(model)
     val_loss, val_bpb = evaluate(model, run)

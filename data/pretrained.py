@@ -33,8 +33,8 @@ class PretrainedTokenizer:
     """The tokenizer of a Hugging Face directory. No text is encoded as a special token or as the end of a document.
 
     Whether decode(encode(text)) == text is up to the model: some normalize the text, or know no token for a character.
-    No token is added for the beginning of a text. A space that the model puts in front of every text is removed by
-    `decode` and kept by `decode_bytes`, which may be given the middle of a text.
+    `encode` adds no token for the beginning of a text, `encode_prompt` does. A space that the model puts in front of
+    every text is removed by `decode` and kept by `decode_bytes`, which may be given the middle of a text.
 
     token_bytes: UTF-8 bytes that each id adds to a decoded text, 0 for special tokens and the unknown token. So bits
     per byte counts the bytes of the text that the tokenizer gives back, and one more per document if it puts a space
@@ -51,16 +51,18 @@ class PretrainedTokenizer:
         end: int | str | None,
         added: Sequence[AddedToken] = (),
         copied: dict[str, bytes] | None = None,
+        begins: bool = False,
     ):
         """`model` is the content of `file`, which is `tokenizer.json` or `tokenizer.model`.
 
         `end` is the token that ends a document, or its id; None is what a SentencePiece model itself says. `added` are
-        tokens added to a SentencePiece model. `copied` are the other files that `save` writes.
+        tokens added to a SentencePiece model, and `begins` says whether its beginning-of-text token starts a prompt;
+        a `tokenizer.json` says both itself. `copied` are the other files that `save` writes.
 
         Raises ValueError for a model that is damaged or not supported.
         """
         self.file, self.model, self.added, self._copied = file, model, added, copied or {}
-        self._encoder = _Json(model, end) if file == JSON else _SentencePiece(model, end, added)
+        self._encoder = _Json(model, end) if file == JSON else _SentencePiece(model, end, added, begins)
         self.end_of_document = self._encoder.end
         self.vocab_size = len(self._encoder.pieces)
         self.token_bytes = np.array([len(piece) for piece in self._encoder.pieces])
@@ -71,6 +73,10 @@ class PretrainedTokenizer:
         """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         utf8(text)
         return self._encoder.encode(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text to continue, after the tokens that the model expects at the beginning, if any."""
+        return [*self._encoder.begin, *self.encode(text)]
 
     def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
         """`encode` as an array."""
@@ -105,7 +111,8 @@ def load_pretrained_tokenizer(directory: Path) -> PretrainedTokenizer:
     file = next((name for name in (JSON, SENTENCEPIECE) if name in copied), None)
     if file is None:
         raise ValueError(f"{directory} holds no tokenizer: neither {JSON} nor {SENTENCEPIECE}")
-    end: int | str | None = _content(_read_fields(directory / CONFIG).get("eos_token"))
+    settings = _read_fields(directory / CONFIG)
+    end: int | str | None = _content(settings.get("eos_token"))
     if end is None:
         for name in (GENERATION, "config.json"):
             ids = _read_fields(directory / name).get("eos_token_id")
@@ -115,7 +122,8 @@ def load_pretrained_tokenizer(directory: Path) -> PretrainedTokenizer:
                 break
     try:
         added = [] if file == JSON else list(_added_tokens(copied))
-        return PretrainedTokenizer(file, copied.pop(file), end, added, copied)
+        begins = settings.get("add_bos_token") is not False  # LLaMA's tokenizers do so unless told otherwise
+        return PretrainedTokenizer(file, copied.pop(file), end, added, copied, begins)
     except ValueError as error:
         raise ValueError(f"{directory / file}: {error}") from None
 
@@ -163,15 +171,16 @@ def _ambiguous(name: str) -> ValueError:
 class _SentencePiece:
     """Encodes as SentencePiece does, after which control pieces never stand for text.
 
-    pieces: the UTF-8 bytes of each id. end: the id that ends a document.
+    pieces: the UTF-8 bytes of each id. begin: the ids before a prompt. end: the id that ends a document.
     """
 
-    def __init__(self, model: bytes, end: int | str | None, added: Sequence[AddedToken]):
+    def __init__(self, model: bytes, end: int | str | None, added: Sequence[AddedToken], begins: bool):
         self._processor = sentencepiece.SentencePieceProcessor(num_threads=1)
         try:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError:
             raise ValueError("not a readable SentencePiece model") from None
+        self.begin = [self._processor.bos_id()] if begins and self._processor.bos_id() >= 0 else []
         self.pieces = sentencepiece_bytes(self._processor)
         vocabulary = {self._processor.id_to_piece(token): token for token in range(len(self.pieces))}
         size = len(self.pieces)
@@ -210,7 +219,7 @@ def _added_tokens(files: dict[str, bytes]) -> Iterator[AddedToken]:
 class _Json:
     """Encodes as the `tokenizers` library does, with special tokens typed as text encoded as text.
 
-    pieces: the UTF-8 bytes of each id. end: the id that ends a document.
+    pieces: the UTF-8 bytes of each id. begin: the ids before a prompt. end: the id that ends a document.
     """
 
     def __init__(self, content: bytes, end: int | str | None):
@@ -238,6 +247,8 @@ class _Json:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        around = self._tokenizer.encode("", add_special_tokens=True).ids  # [begin], [begin, end], or nothing
+        self.begin = [token for token in around[:1] if token != self.end or self.end in around[1:]]
         if any(self._tokenizer.token_to_id(name) != token for name, token in vocabulary.items()):
             raise ValueError("damaged: ids of added_tokens contradict the vocabulary")
         self.pieces = [b""] * (max(vocabulary.values()) + 1)

@@ -51,6 +51,10 @@ class ByteTokenizer:
         """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         return list(utf8(text))
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text to continue."""
+        return self.encode(text)
+
     def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
         """`encode` as an array."""
         return np.frombuffer(utf8(text), np.uint8).astype(dtype)
@@ -102,6 +106,10 @@ class SentencePieceTokenizer:
             for block_ids in self._processor.encode(list(_blocks(part, ENCODE_CHARS))):
                 ids += block_ids
         return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text to continue."""
+        return self.encode(text)
 
     def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
         """`encode` as an array."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from config import DEVICES, ModelConfig, TrainConfig, check_sizes, option, require
-from generate import Sampling, cast_matrices, generate
+from generate import Sampling, cast_matrices, stream_ids
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
@@ -344,8 +344,9 @@ def bench_generate(config: GenerateConfig, device: torch.device) -> Report:
 
 def generate_tokens(model: Llama, dtype: torch.dtype, tokens: int, samples: int) -> None:
     """Generate greedily, as in generate.py."""
+    prompts = torch.zeros(samples, 1, dtype=torch.int64)
     with autocast(model.embed_tokens.weight.device, dtype):
-        for _ in generate(model, [0], Sampling(tokens, temperature=0), end_of_document=-1, samples=samples):
+        for _ in stream_ids(model, prompts, Sampling(tokens, temperature=0)):
             pass
 
 

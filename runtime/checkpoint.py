@@ -142,15 +142,6 @@ def _step(checkpoint: Path) -> int:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
-    """The model of a run, of one of its checkpoints or of a Hugging Face directory, and its tokenizer.
-
-    The model is in evaluation mode, in the dtype of the files. Raises ValueError, in one line that names the file or
-    the field, for what is missing, damaged or not supported.
-    """
-    return load_model(find_checkpoint(directory), device)
-
-
 def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
     """Write a model and its tokenizer into a directory that `load_pretrained` opens.
 
@@ -161,14 +152,19 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     write_model(directory, model.config, stored_state(model), tokenizer)
 
 
-def load_model(checkpoint: Path, device: torch.device | str) -> tuple[Llama, Tokenizer]:
-    """The model of a checkpoint or a Hugging Face directory on `device`, in evaluation mode, and its tokenizer.
+def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
+    """The model of a run's last checkpoint, of a checkpoint or of a Hugging Face directory, and its tokenizer.
 
-    Raises ValueError, naming the file, if one is missing, damaged, or inconsistent with the others.
+    The model is on `device` and in evaluation mode. Raises ValueError, naming the file, if one is missing, damaged, or
+    inconsistent with the others.
     """
+    checkpoint = find_checkpoint(directory)
     verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
     tokenizer = read_tokenizer(checkpoint)
     return read_model(checkpoint).to(device).eval(), tokenizer
+
+
+load_model = load_pretrained  # its name in earlier versions
 
 
 def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama:

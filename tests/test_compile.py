@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 
 import train
 from config import ModelConfig
-from generate import Sampling, generate
+from generate import Sampling, stream_ids
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS, supports
@@ -171,12 +171,12 @@ GREEDY = Sampling(tokens=12, temperature=0)
 def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     """Two samples, then a prompt of one token: compiled once."""
     model = random_weights_model(dataclasses.replace(SMALL, **changes)).eval()
-    prompts = [[3, 1, 4], [1]]
-    plain = [list(generate(model, prompt, GREEDY, -1, samples=2)) for prompt in prompts]
+    prompts = [torch.tensor([[3, 1, 4]] * 2), torch.tensor([[1]] * 2)]
+    plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     assert len({ids[0] for sample in plain for ids in sample}) > 3
     graphs = count_graphs(monkeypatch)
     compile_decoding(model)
-    assert plain == [list(generate(model, prompt, GREEDY, -1, samples=2)) for prompt in prompts]
+    assert plain == [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     assert len(graphs) == 1
 
 
@@ -208,7 +208,7 @@ def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
     model = random_weights_model(SMALL).eval()
     compile_decoding(model)
-    list(generate(model, [3, 1, 4], GREEDY, -1))
+    list(stream_ids(model, torch.tensor([[3, 1, 4]]), GREEDY))
     ((graph, static),) = found
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     names = {str(node.target) for node in calls}

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,8 +34,10 @@ from generate import (
     keep_top_p,
     make_generator,
     max_new_tokens,
+    prompt_rows,
     random_points,
     sample_text,
+    stream_ids,
     stream_text,
 )
 from model import Llama
@@ -160,6 +163,12 @@ def test_tiny_temperatures_are_greedy():
 # --- the sampler -----------------------------------------------------------------------------------------------------
 
 
+def stream(
+    model: Llama, prompt: list[int], sampling: Sampling, end: int = END, samples: int = 1
+) -> Iterator[list[int]]:
+    return stream_ids(model, prompt_rows(prompt, end, samples), sampling, end)
+
+
 def test_greedy_sampling_matches_uncached_forward(model):
     prompt = list(b"def ")
     expected = list(prompt)
@@ -167,27 +176,27 @@ def test_greedy_sampling_matches_uncached_forward(model):
         for _ in range(GREEDY.tokens):
             expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
     assert END not in expected
-    assert prompt + [token for (token,) in generate(model, prompt, GREEDY, END)] == expected
+    assert prompt + [token for (token,) in stream(model, prompt, GREEDY, END)] == expected
 
 
 def test_sampling_is_seeded_and_keeps_the_global_rng_state(model):
     sampling = Sampling(tokens=20, temperature=1.0)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = list(generate(model, [7], sampling, END))
+    first = list(stream(model, [7], sampling, END))
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(2)
-    assert list(generate(model, [7], sampling, END)) == first
-    assert list(generate(model, [7], dataclasses.replace(sampling, seed=1), END)) != first
+    assert list(stream(model, [7], sampling, END)) == first
+    assert list(stream(model, [7], dataclasses.replace(sampling, seed=1), END)) != first
 
 
 def test_sample_does_not_depend_on_the_number_of_samples(model):
     sampling = Sampling(tokens=20, temperature=1.0)
-    batch = [list(row) for row in zip(*generate(model, [7], sampling, END, samples=4), strict=True)]
+    batch = [list(row) for row in zip(*stream(model, [7], sampling, END, samples=4), strict=True)]
     assert len({tuple(row) for row in batch}) == 4
-    alone = [token for (token,) in generate(model, [7], sampling, END)]
+    alone = [token for (token,) in stream(model, [7], sampling, END)]
     assert batch[0][: len(alone)] == alone
-    pair = [list(row) for row in zip(*generate(model, [7], sampling, END, samples=2), strict=True)]
+    pair = [list(row) for row in zip(*stream(model, [7], sampling, END, samples=2), strict=True)]
     assert batch[1][: len(pair[1])] == pair[1]
 
 
@@ -203,15 +212,15 @@ def test_random_numbers_are_those_of_one_draw_per_token():
 
 
 def test_empty_prompt_starts_with_end_of_document(model):
-    assert list(generate(model, [], GREEDY, END)) == list(generate(model, [END], GREEDY, END))
-    assert list(generate(model, [], GREEDY, END)) != list(generate(model, [0], GREEDY, END))
+    assert list(stream(model, [], GREEDY, END)) == list(stream(model, [END], GREEDY, END))
+    assert list(stream(model, [], GREEDY, END)) != list(stream(model, [0], GREEDY, END))
 
 
 def test_samples_stop_at_end_of_document():
     model = random_weights_model(dataclasses.replace(CONFIG, norm="layernorm"))
     with torch.no_grad():  # raise the probability of END to about 10% per token
         model.get_parameter("finish.bias").copy_(model.lm_head.weight[END] * 1.5)
-    rows = [list(row) for row in zip(*generate(model, [7], Sampling(tokens=40, temperature=1.0), END, 5), strict=True)]
+    rows = [list(row) for row in zip(*stream(model, [7], Sampling(tokens=40, temperature=1.0), END, 5), strict=True)]
     lengths = [row.index(END) for row in rows]
     assert len(set(lengths)) > 1  # samples end at different steps
     assert all(set(row[length:]) == {END} for row, length in zip(rows, lengths, strict=True))
@@ -240,10 +249,10 @@ def test_samples_stop_at_end_of_document():
 def test_number_of_tokens_is_limited_by_the_context(model, prompt, tokens, result):
     if result is not None:
         assert max_new_tokens([1] * prompt, Sampling(tokens=tokens), 48) == result
-        assert len(list(generate(model, [1] * prompt, Sampling(tokens=tokens, temperature=0), END))) <= result
+        assert len(list(stream(model, [1] * prompt, Sampling(tokens=tokens, temperature=0), END))) <= result
         return
     with pytest.raises(ValueError, match=rf"{prompt} tokens.*context of 48"):
-        next(generate(model, [1] * prompt, Sampling(tokens=tokens), END))
+        next(stream(model, [1] * prompt, Sampling(tokens=tokens), END))
     assert max_new_tokens([], Sampling(), 100_000) == 256
 
 
@@ -252,10 +261,64 @@ def test_sample_text_during_training(model):
     tokenizer = ByteTokenizer()
     text = sample_text(training, tokenizer, list(b"if "), Sampling(tokens=20, temperature=0))
     assert training.training
-    ids = [token for (token,) in generate(model, list(b"if "), Sampling(tokens=20, temperature=0), END)]
+    ids = [token for (token,) in stream(model, list(b"if "), Sampling(tokens=20, temperature=0), END)]
     assert tokenizer.decode([*b"if ", *ids]).startswith(text) and text.startswith("if ") and len(text) > 3
     for length in (47, 48, 0):  # the context has 1, 0 and 48 free positions
         assert isinstance(sample_text(training, tokenizer, [65] * length, Sampling(tokens=500)), str)
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------
+
+
+def test_generate_appends_the_sampled_ids(model):
+    """(T) in, (T + new) out. A batch has one sample per row, with the random numbers of that row."""
+    options: dict[str, Any] = dict(tokens=12, temperature=1.0, seed=3)
+    sampling = Sampling(**options)
+    rows = [[7, 8, 9], [7, 8, 9], [1, 2, 3]]
+    sampled = list(zip(*stream_ids(model, torch.tensor(rows), sampling), strict=True))
+    expected = torch.cat((torch.tensor(rows), torch.tensor(sampled)), 1)
+    assert len({tuple(row) for row in sampled}) == 3
+    assert torch.equal(generate(model, rows, **options), expected)
+    prompts: list[Any] = [rows[0], torch.tensor(rows[0]), torch.tensor(rows[0], dtype=torch.int32)]
+    for ids in (*prompts, np.array(rows[0], np.uint16)):
+        new = generate(model, ids, **options)
+        assert new.dtype == torch.int64 and torch.equal(new, expected[0])
+    assert ByteTokenizer().decode(generate(model, rows[0], **options)) == ByteTokenizer().decode(expected[0].tolist())
+    assert len(generate(model, [7])) == CONFIG.context  # as many as fit
+
+
+def test_generate_ends_rows_and_restores_the_mode():
+    model = random_weights_model(dataclasses.replace(CONFIG, norm="layernorm", dropout=0.5)).train()
+    with torch.no_grad():  # raise the probability of END to about 10% per token
+        model.get_parameter("finish.bias").copy_(model.lm_head.weight[END] * 1.5)
+    rows = generate(model, [[7]] * 5, END, tokens=40, temperature=1.0)[:, 1:].tolist()
+    lengths = [row.index(END) for row in rows]
+    assert len(set(lengths)) > 1 and max(lengths) + 1 == len(rows[0]) < 40
+    assert all(set(row[length:]) == {END} for row, length in zip(rows, lengths, strict=True))
+    assert generate(model, [[7]] * 5, tokens=40, temperature=1.0).shape == (5, 41)  # by default, no row ends
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    "ids, options, message",
+    [
+        ([], {}, "not empty; a new document starts with [tokenizer.end_of_document]"),
+        (5, {}, "ids must be token ids (T), or (B, T) for prompts of equal length, not of shape ()"),
+        ([[[5]]], {}, "not of shape (1, 1, 1)"),
+        ([[5, 6], [7]], {}, "for prompts of equal length, as integers in a list or a tensor"),
+        ("def ", {}, "as integers in a list or a tensor"),
+        ([0.5], {}, "not float32"),
+        ([True], {}, "not bool"),
+        ([5, 257], {}, "ids must be from 0 to 256, not 257"),
+        ([[5, -1]], {}, "ids must be from 0 to 256, not -1"),
+        ([5] * 40, {"tokens": 9}, "--tokens 9 after a prompt of 40 tokens exceeds the model's context of 48"),
+        ([5], {"temperature": -1}, "--temperature must be 0 or more"),
+    ],
+)
+def test_generate_says_what_is_wrong(model, ids, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as excinfo:
+        generate(model, ids, **options)
+    assert "\n" not in str(excinfo.value)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -313,7 +376,7 @@ def test_streamed_text_matches_decoded_text():
     model = random_weights_model(dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size))
     sampling = Sampling(tokens=40, temperature=1.5, seed=1)
     prompt = tokenizer.encode("déf ")
-    ids = [token for (token,) in generate(model, prompt, sampling, tokenizer.end_of_document)]
+    ids = [token for (token,) in stream(model, prompt, sampling, tokenizer.end_of_document)]
     streamed = join_pieces(stream_text(model, tokenizer, prompt, sampling))
     assert len(streamed) > 5 and tokenizer.decode(ids).startswith(streamed)
     assert tokenizer.decode(ids).removeprefix(streamed) in ("", "\ufffd")
@@ -468,7 +531,7 @@ def test_bfloat16_without_cpu_support_is_refused(run):
     assert err.count(b"\n") == 1 and b"--dtype bfloat16:" in err and b"try --dtype float32" in err
 
 
-@pytest.mark.parametrize("function", ["read_prompt", "find_checkpoint", "load_model", "print_samples"])
+@pytest.mark.parametrize("function", ["read_prompt", "find_checkpoint", "load_pretrained", "print_samples"])
 def test_keyboard_interrupt_is_one_line(run, capsys, monkeypatch, function):
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -42,6 +42,15 @@ def random_weights_model(config: ModelConfig, seed: int = 0) -> Llama:
     return model.eval()
 
 
+def test_llama_takes_a_configuration_or_its_fields():
+    model = Llama(seed=3, dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
+    expected = Llama(SMALL, seed=3).state_dict()
+    assert model.config == SMALL and Llama(dim=64).config == ModelConfig(dim=64)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="Llama takes a ModelConfig or its fields, not both"):
+        Llama(SMALL, dim=64)
+
+
 # --- an independent forward pass: numpy, float64, one token and one head at a time ------------------------------------
 
 

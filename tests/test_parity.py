@@ -17,7 +17,7 @@ from torch import Tensor
 
 from config import ModelConfig
 from data.tokenizer import SentencePieceTokenizer, train_tokenizer
-from generate import Sampling, generate
+from generate import Sampling, stream_ids
 from model import Llama
 from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import architecture_of
@@ -113,7 +113,7 @@ def greedy(ours: Llama, theirs: Any, end: int) -> tuple[list[int], list[int]]:
         prompt, do_sample=False, max_new_tokens=100, attention_mask=torch.ones_like(prompt), pad_token_id=0
     )
     sampling = Sampling(tokens=100, temperature=0)
-    return [token for (token,) in generate(ours, prompt[0].tolist(), sampling, end)], generated[0, 8:].tolist()
+    return [token for (token,) in stream_ids(ours, prompt, sampling, end)], generated[0, 8:].tolist()
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("norms", "data", "runtime", "experiments", "fast", "tests")
+PACKAGES = ("norms", "data", "runtime", "experiments", "fast", "examples", "tests")
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.py")
@@ -53,7 +53,7 @@ def test_imports_run_one_way():
     """Each package may import those before it, and nothing after it."""
     order = ["norms", "config", "model", "fast", "runtime", "optim", "generate", "train", "experiments", "ablate"]
     order.insert(order.index("config"), "data")
-    order.append("bench")
+    order += ["bench", "examples"]
     for source in SOURCES:
         owner = source.removesuffix(".py").split("/")[0]
         if owner == "tests":

@@ -21,7 +21,7 @@ from experiments.ablation.processes import resolve_devices
 from experiments.ablation.report import Document, write_document
 from experiments.probe import BlockStatistics, probe
 from model import Llama
-from runtime.checkpoint import load_model
+from runtime.checkpoint import load_pretrained
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, write_atomically
 from runtime.run_report import DPI
@@ -168,7 +168,7 @@ def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
         models = {"start": Llama(model_config, cell.seed)}
         if not outcome.diverged:
             with bad_input():  # the checkpoint may have been deleted
-                models["end"] = load_model(ablation.grid.checkpoint(cell), "cpu")[0]
+                models["end"] = load_pretrained(ablation.grid.checkpoint(cell), "cpu")[0]
         for when, model in models.items():
             torch.manual_seed(cell.seed)  # for dropout
             for block in probe(model, *batch):

@@ -13,7 +13,7 @@ from experiments.claims.claim import CONFIRMED, OPEN, REFUTED, Claim, Judgment, 
 from experiments.claims.runs import CPU_LRS, CPU_RUN, GPU_LRS, GPU_RUN, Runs, make_grid, make_runs
 from experiments.statistics import estimate
 from model import Llama
-from runtime.checkpoint import load_model
+from runtime.checkpoint import load_pretrained
 
 FACTOR = 1.5  # times 1/√d still counts as nearly orthogonal
 ARMS = ({"norm": "rmsnorm", "placement": "pre"},)
@@ -42,7 +42,7 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
     lr = Runs(measured["runs"]).lr
     start = {seed: cosines(Llama(config, seed), tokens) for seed in range(protocol.seeds)}
     end = {
-        seed: cosines(load_model(grid.checkpoint(Cell(arm, lr, seed)), "cpu")[0], tokens)
+        seed: cosines(load_pretrained(grid.checkpoint(Cell(arm, lr, seed)), "cpu")[0], tokens)
         for seed in range(protocol.seeds)
     }
     return measured | {"dim": config.dim, "start": list(start.values()), "end": list(end.values())}

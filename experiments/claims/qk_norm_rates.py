@@ -14,7 +14,7 @@ from experiments.claims.runs import GPU_RUN, Runs, make_grid, make_runs
 from experiments.claims.verdict import ALPHA
 from experiments.statistics import sign_flip_p
 from model import Attention, Llama, rotate
-from runtime.checkpoint import load_model
+from runtime.checkpoint import load_pretrained
 
 ARMS = ({"qk_norm": "none"}, {"qk_norm": "head"})
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -50,7 +50,7 @@ def measure(protocol: Protocol, lab: Lab) -> Measured:
     for arm, (config, _) in grid.settings.items():
         tokens = next(evaluation_batches(grid.data.val.tokens, config.context, 4))[0]
         for row in Runs(measured["runs"]).where(**dict(arm.factors), diverged=False).rows:
-            model = load_model(grid.checkpoint(Cell(arm, row["lr"], row["seed"])), "cpu")[0]
+            model = load_pretrained(grid.checkpoint(Cell(arm, row["lr"], row["seed"])), "cpu")[0]
             row["largest_logit"] = largest_logit(model, tokens)
     return measured
 

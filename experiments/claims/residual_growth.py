@@ -16,7 +16,7 @@ from experiments.claims.verdict import Comparison, all_of
 from experiments.probe import probe
 from experiments.statistics import estimate, slope
 from model import Llama
-from runtime.checkpoint import load_model
+from runtime.checkpoint import load_pretrained
 
 ARMS = tuple({"norm": "rmsnorm", "placement": placement} for placement in ("pre", "sandwich", "lns"))
 INITS = ("xavier", "normal")
@@ -45,7 +45,7 @@ def after_training(protocol: Protocol, lab: Lab) -> Measured:
         arm, seed = Arm.of(**row["arm"]), row["seed"]
         config = grid.settings[arm][0]
         batch = next(evaluation_batches(grid.data.val.tokens, config.context, protocol.settings["rows"]))
-        trained = load_model(grid.checkpoint(Cell(arm, row["lr"], seed)), "cpu")[0]
+        trained = load_pretrained(grid.checkpoint(Cell(arm, row["lr"], seed)), "cpu")[0]
         for condition, model in (("before training", Llama(config, seed)), ("after training", trained)):
             blocks = probe(model, *batch)[1:]
             rows.append(variance_row(arm["placement"], condition, seed, [block.residual_rms for block in blocks]))

@@ -105,7 +105,7 @@ def generation(flags: str, sampling: generate.Sampling, samples: int) -> Waits:
         model = Llama(run.model_config).to(CARD).eval()
         generate.cast_matrices(model, run.dtype)
         waits.take()
-        for ids in generate.generate(model, [5, 6, 7], sampling, end_of_document=256, samples=samples):
+        for ids in generate.stream_ids(model, torch.tensor([[5, 6, 7]] * samples), sampling, end_of_document=256):
             assert len(ids) == samples
             found.append(waits.take())
     assert len(found) == sampling.tokens

@@ -190,6 +190,23 @@ def test_a_tokenizer_json_has_the_same_ids_here(directories, name):
         assert ours.decode(ids) == theirs.decode(ids)
 
 
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_prompt_begins_as_in_transformers(directories, tmp_path, kind, begins):
+    """With the beginning-of-text token, or without, as the directory says."""
+    shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
+    fields = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "bos_token": "<s>", "add_bos_token": begins}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    if kind == "tokenizer.json":
+        theirs.save_pretrained(tmp_path)
+    ours = load_pretrained_tokenizer(tmp_path)
+    assert ours.file == kind
+    for text in ("", "once upon a time"):
+        assert ours.encode_prompt(text) == theirs(text)["input_ids"]
+        assert ours.encode_prompt(text) == [theirs.bos_token_id] * begins + ours.encode(text)
+
+
 def test_a_sentencepiece_model_with_a_space_in_front_has_the_same_ids_here(directories):
     """Where the text itself begins with a space, transformers puts none in front."""
     ours, theirs = load_pretrained_tokenizer(directories["llama"]), AutoTokenizer.from_pretrained(directories["llama"])

@@ -20,9 +20,10 @@ from runtime.checkpoint import (
     find_checkpoint,
     latest_checkpoint,
     list_checkpoints,
-    load_model,
+    load_pretrained,
     load_training_state,
     save_checkpoint,
+    save_pretrained,
     sha256,
 )
 from runtime.huggingface.names import hugging_face_name
@@ -162,7 +163,7 @@ def test_loaded_model_equals_the_saved_model_in_eval_mode(tmp_path, tied):
     optimizers = adamw(model)
     train(model, optimizers, range(3))
     checkpoint = save_checkpoint(tmp_path, 3, model, tokenizer, optimizers, {}, 1)
-    loaded, loaded_tokenizer = load_model(checkpoint, "cpu")
+    loaded, loaded_tokenizer = load_pretrained(checkpoint, "cpu")
     assert not loaded.training and loaded.config == model.config
     assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == tied
     assert loaded_tokenizer.hash == tokenizer.hash and loaded_tokenizer.kind == "sentencepiece"
@@ -196,7 +197,7 @@ def test_failed_save_keeps_existing_checkpoints(tmp_path):
         with pytest.raises(OSError, match="No space left"):
             save_checkpoint(tmp_path, step, model, FullDiskTokenizer(), [], {}, 1)
         assert list(earlier.parent.iterdir()) == [earlier]
-    load_model(earlier, "cpu")
+    load_pretrained(earlier, "cpu")
 
 
 def test_full_disk_raises_os_error(tmp_path):
@@ -275,9 +276,9 @@ def test_damaged_file_is_named_in_the_error(tmp_path, name, damage):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     if name in ("config.json", "model.safetensors"):
         with pytest.raises(ValueError, match=name):
-            load_model(checkpoint, "cpu")
+            load_pretrained(checkpoint, "cpu")
     else:
-        load_model(checkpoint, "cpu")  # load_model does not read this file
+        load_pretrained(checkpoint, "cpu")  # load_pretrained does not read this file
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", "{"])
@@ -287,7 +288,7 @@ def test_damaged_manifest_is_named_in_the_error(tmp_path, content):
     if content is not None:
         (checkpoint / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"manifest\.json is missing or damaged"):
-        load_model(checkpoint, "cpu")
+        load_pretrained(checkpoint, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,10 @@ def test_mismatched_weights_are_named_in_the_error(tmp_path, change, message):
     save_file(weights, checkpoint / "model.safetensors")
     update_manifest(checkpoint)
     model = Llama(CONFIG)
-    for load in (lambda: load_model(checkpoint, "cpu"), lambda: load_training_state(checkpoint, model, adamw(model))):
+    for load in (
+        lambda: load_pretrained(checkpoint, "cpu"),
+        lambda: load_training_state(checkpoint, model, adamw(model)),
+    ):
         with pytest.raises(ValueError, match=rf"model\.safetensors is of another model: it {message}") as excinfo:
             load()
         one_line_message(excinfo)
@@ -324,7 +328,7 @@ def test_invalid_config_json_is_named_in_the_error(tmp_path, config):
     (checkpoint / "config.json").write_text(json.dumps(config))
     update_manifest(checkpoint)
     with pytest.raises(ValueError, match=r"config\.json does not describe a model") as excinfo:
-        load_model(checkpoint, "cpu")
+        load_pretrained(checkpoint, "cpu")
     one_line_message(excinfo)
 
 
@@ -334,6 +338,32 @@ def test_state_of_another_optimizer_is_refused(tmp_path):
     model = Llama(CONFIG)
     with pytest.raises(ValueError, match="is of another optimizer: AdamW, not Muon, AdamW"):
         load_training_state(checkpoint, model, muon(model))
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------
+
+
+def test_load_model_takes_a_run_or_a_checkpoint_as_text_or_path(tmp_path):
+    run = tmp_path / "run"
+    save(run, 1)
+    checkpoint = save(run, 2, model=Llama(CONFIG, seed=1))
+    expected = load_pretrained(checkpoint)[0].state_dict()
+    for where in (run, checkpoint):
+        for argument in (where, str(where), f"{where}/"):
+            state = load_pretrained(argument, "cpu")[0].state_dict()
+            assert all(torch.equal(expected[name], tensor) for name, tensor in state.items())
+    with pytest.raises(ValueError, match=r"nowhere is not a directory; name a run of train\.py"):
+        load_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), train_tokenizer(["some text to learn from\n" * 9], 280)])
+def test_saved_model_is_loaded(tmp_path, tokenizer):
+    model = Llama(dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size), seed=3)
+    save_pretrained(tmp_path / "new/model", model, tokenizer)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+    loaded, loaded_tokenizer = load_pretrained(str(tmp_path / "new/model"))
+    assert loaded.config == model.config and not loaded.training and loaded_tokenizer.hash == tokenizer.hash
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
 # --- find_checkpoint -------------------------------------------------------------------------------------------------

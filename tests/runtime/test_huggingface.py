@@ -19,7 +19,7 @@ from data.tokenizer import ByteTokenizer
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from runtime.checkpoint import load_model, load_pretrained, load_training_state, save_checkpoint, save_pretrained
+from runtime.checkpoint import load_pretrained, load_training_state, save_checkpoint, save_pretrained
 from runtime.huggingface.architectures import Inexpressible, architecture_of, from_theirs, to_theirs
 from runtime.huggingface.directory import stored_state
 from runtime.huggingface.names import hugging_face_name
@@ -272,5 +272,5 @@ def test_checkpoints_with_our_names_are_read_and_resumed(tmp_path):
     (checkpoint / "manifest.json").write_text("{}")
     resumed = Llama(LLAMA, seed=2)
     load_training_state(checkpoint, resumed, [AdamW(resumed.parameters())])
-    for loaded in (load_model(checkpoint, "cpu")[0], resumed):
+    for loaded in (load_pretrained(checkpoint, "cpu")[0], resumed):
         assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())

@@ -20,7 +20,7 @@ import train
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
 from runtime import plugins
-from runtime.checkpoint import find_checkpoint, load_model
+from runtime.checkpoint import find_checkpoint, load_pretrained
 
 ROOT = Path(__file__).parents[2]
 TOY = "--data text.txt --tokenizer bytes --dim 16 --layers 2 --heads 2 --context 16 --device cpu --dtype float32 "
@@ -128,7 +128,7 @@ def test_readme_walkthrough(capsys):
     call(f"{ablate_command} {TOY} --seeds 1 --jobs 2 --out comparison")
     table = Path("comparison/table.md").read_text()
     assert "| rmsnorm |" in table and "| mynorm |" in table
-    assert load_model(find_checkpoint("runs/mynorm"), "cpu")[0].config.norm == "mynorm"
+    assert load_pretrained(find_checkpoint("runs/mynorm"), "cpu")[0].config.norm == "mynorm"
 
 
 def test_the_order_of_flags_does_not_matter_and_help_lists_what_is_imported(capsys):
@@ -138,7 +138,7 @@ def test_the_order_of_flags_does_not_matter_and_help_lists_what_is_imported(caps
     text = capsys.readouterr().out
     assert "mynorm}" in text and "third}" in text
     call(f"python train.py --placement third --norm mynorm --import third.py --import mynorm.py --out run {TOY}")
-    assert type(load_model(find_checkpoint("run"), "cpu")[0].layers[0].attention_residual).__name__ == "Third"
+    assert type(load_pretrained(find_checkpoint("run"), "cpu")[0].layers[0].attention_residual).__name__ == "Third"
 
 
 def test_a_run_keeps_name_hash_and_a_copy_that_is_never_executed(trained):
@@ -200,7 +200,7 @@ def test_a_norm_that_is_known_without_the_file_is_not_asked_for(capsys, trained)
     forget()
     exec(NORM, {"__name__": "norms.mynorm"})
     try:
-        load_model(find_checkpoint("run"), "cpu")
+        load_pretrained(find_checkpoint("run"), "cpu")
     finally:
         del KINDS["mynorm"], TRAITS["mynorm"]
     assert "another mynorm.py" in capsys.readouterr().err

@@ -1,0 +1,13 @@
+# Not built in CI. docker build -t normal-llama . && docker run --rm -v "$PWD/runs:/normal-llama/runs" normal-llama
+# Linux builds of torch include CUDA: for a GPU, add --gpus all to docker run. Another index, such as that of torch's
+# CPU-only builds, makes the image smaller: docker build --build-arg PIP_OPTIONS="--extra-index-url URL" .
+FROM python:3.12-slim
+# fast/ builds its kernels with the system's C compiler.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+WORKDIR /normal-llama
+ARG PIP_OPTIONS=""
+COPY requirements.txt .
+RUN pip install --no-cache-dir $PIP_OPTIONS -r requirements.txt
+COPY . .
+ENTRYPOINT ["python"]
+CMD ["train.py"]
