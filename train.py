@@ -8,9 +8,8 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,16 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
-from config import ModelConfig, Parser, TrainConfig, add_flags, configs_from, read_run, require
-from data.batches import Prepared, evaluation_batches, prepare, training_batch
+from config import Parser, add_flags, require
+from data.batches import Prepared, evaluation_batches, training_batch
 from data.tokenizer import ByteTokenizer
 from data.tokens import TokenFile
 from generate import Sampling, sample_text
 from model import Llama
-from norms import TRAITS
 from norms.placement import PLACEMENTS
 from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
-from runtime.acceleration import accelerate, resolve_fast, unavailable
+from runtime.acceleration import accelerate
 from runtime.checkpoint import (
     find_checkpoint,
     latest_checkpoint,
@@ -47,35 +45,28 @@ from runtime.device import (
     allow_tf32,
     autocast,
     check_device_name,
-    compile_by_default,
     describe,
     deterministic,
     peak_flops,
     peak_memory,
-    pick_device,
-    pick_dtype,
     to_device,
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
-from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plan import Plan, make_plan
-from runtime.plugins import import_first, import_records, keep_copies, warn_of_imports
+from runtime.plugins import import_first, import_records, keep_copies
 from runtime.run_dir import (
     Log,
     check_run_dir,
-    check_tracker,
     locked,
-    make_run_dir,
     make_tracker,
-    newest_run,
     write_atomically,
 )
-from runtime.run_report import DPI, plot_loss, shown, write_report
+from runtime.run_report import DPI, plot_loss, write_report
+from runtime.settings import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 EVAL_BATCH_TOKENS = 1 << 12  # tokens per forward pass of an evaluation, or a micro-batch if that is more
-FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
@@ -158,163 +149,6 @@ def plan(flags: argparse.Namespace) -> Plan:
         Prepared(nothing, nothing, ByteTokenizer(), "", "", 0, 0),
     )  # fmt: skip
     return make_plan(partial(Trainer, run), flops_per_token, card, ranks, rows // micro, shard)
-
-
-@dataclass
-class Run:
-    """A resolved run: where it is stored, what is trained, how, and on what."""
-
-    folder: Path
-    model_config: ModelConfig
-    config: TrainConfig
-    device: torch.device
-    dtype: torch.dtype
-    data: Prepared
-
-
-def resolve_run(flags: argparse.Namespace) -> Run:
-    """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
-    restarted = distributed.restarted()
-    with distributed.together():
-        out, model_config, config, device, data = resolve_settings(flags, restarted)
-    name = f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
-    folder = distributed.from_main(make_run_dir, out, name)
-    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data)
-
-
-def resolve_settings(
-    flags: argparse.Namespace, restarted: bool = False
-) -> tuple[Path | None, ModelConfig, TrainConfig, torch.device, Prepared]:
-    """Everything of a run but its folder: --out or None. The cheap checks come first.
-
-    A restart by torchrun continues the run in --out if the same launch has started it, or starts a run.
-    """
-    out = Path(flags.out) if getattr(flags, "out", "") else None
-    if distributed.may_restart() and out is None:
-        raise ValueError("torchrun --max-restarts needs --out: a restart finds its run there")
-    if restarted and out and started_by_this_launch(out / "run.json"):
-        flags.resume, flags.preset = not flags.eval_only, None
-    existing = flags.resume or flags.eval_only
-    if existing:
-        if flags.preset:
-            raise ValueError("--preset is for new runs; --resume and --eval-only take the configuration of the run")
-        out = out or (Path(flags.config).parent if flags.config else newest_run())
-        flags.config = out / "run.json"
-    if flags.eval_only and unavailable():
-        flags.fast = False  # evaluate a run that used the kernels where there are none
-    if out:
-        check_run_dir(out, existing, writes=not flags.eval_only)
-    model_config, config = resolve(flags)
-    if existing:
-        check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
-        if flags.resume and "fast" not in read_run(flags.config):
-            raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
-        if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
-            print(f"changed: {', '.join(changes)}", file=sys.stderr)
-    device = pick_device(config.device)
-    tokenizer = None
-    if config.init_from:
-        saved = latest_checkpoint(out) if out and existing else None  # a run that has started no longer needs DIR
-        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
-    data = prepare(
-        config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context, tokenizer
-    )
-    if existing:
-        check_same_text(flags.config, data)
-    return out, model_config, config, device, data
-
-
-def started_by_this_launch(run_file: Path) -> bool:
-    """Whether torchrun, before it restarted the ranks, has started the run or resumed it."""
-    return run_file.exists() and json.loads(run_file.read_text()).get("launch") == distributed.launch()
-
-
-def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations, with everything that depends on the machine decided.
-
-    Raises ValueError for incompatible options.
-    """
-    model_config, config = read_configs(flags, pick_device(getattr(flags, "device", "auto")).type)
-    device = pick_device(config.device)
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
-    check_tracker(config.log)
-    distributed.check_device(device)
-    config = dataclasses.replace(config, device=str(device), dtype=dtype, compile=compiled, out="")
-    ranks = distributed.world_size()
-    check_options(model_config, config, ranks)
-    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
-    wants_fast = False if shard and not getattr(flags, "fast", False) else config.fast
-    fast = resolve_fast(wants_fast, device, dtype, compiled, shard)
-    return model_config, dataclasses.replace(config, fast=fast, shard=shard)
-
-
-def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
-    """`configs_from`. Raises ValueError that asks for `--import` if the run of --config needs a file."""
-    if flags.config:
-        read_run(Path(flags.config))
-        warn_of_imports(json.loads(Path(flags.config).read_text()), Path(flags.config))
-    return configs_from(flags, device, pretrained_settings(flags))
-
-
-def pretrained_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
-    """The model of --init-from and its kind of tokenizer, for a new run. Raises ValueError if it cannot be read."""
-    init_from = getattr(flags, "init_from", "")
-    if flags.resume or flags.eval_only:
-        return None
-    if flags.config and not init_from:
-        init_from = read_run(Path(flags.config)).get("init_from", "")
-    if not init_from:
-        return None
-    directory = find_checkpoint(init_from)
-    model, _ = open_model(directory)
-    return dataclasses.asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
-
-
-def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
-    """Raise ValueError unless so many ranks can train this model with these options."""
-    norm, traits = model_config.norm, TRAITS[model_config.norm]
-    if config.compile and config.recompute and not traits.causal_in_training:
-        raise ValueError(f"--recompute and --compile do not work together with --norm {norm}")
-    if not traits.per_token and config.micro_batch_size * model_config.context < 2:
-        raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
-    if not traits.per_token and ranks > 1:
-        raise ValueError(f"--norm {norm} trains on one rank: others would have other statistics")
-    distributed.check_batch(config.batch_size, config.micro_batch_size, ranks)
-
-
-def check_same_settings(run_file: Path, model_config: ModelConfig, config: TrainConfig, names: Iterable[str]) -> None:
-    """Raise ValueError, naming the differences, unless the run in `run_file` has this model and these settings.
-
-    `names` are the fields of TrainConfig to compare. Fields that the run's version lacked count as their defaults.
-    """
-    given, in_model = read_run(run_file), {field.name for field in dataclasses.fields(ModelConfig)}
-    theirs = dataclasses.asdict(TrainConfig()) | given
-    theirs |= dataclasses.asdict(ModelConfig(**{name: given[name] for name in given.keys() & in_model}))
-    ours = dataclasses.asdict(model_config)
-    ours |= {name: getattr(config, name) for name in names}
-    differences = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
-    if differences:
-        raise ValueError(f"the run in {run_file.parent} has {'; '.join(differences)}")
-
-
-def changed_options(run_file: Path, config: TrainConfig) -> list[str]:
-    """The options that differ from those of the run in `run_file`, as "--lr 0.015 -> 0.01"."""
-    theirs = dataclasses.asdict(TrainConfig()) | read_run(run_file)
-    ours = dataclasses.asdict(config)
-    return [
-        f"--{name.replace('_', '-')} {shown(theirs[name])} -> {shown(ours[name])}"
-        for name in ours
-        if name != "out" and theirs[name] != ours[name]
-    ]
-
-
-def check_same_text(run_file: Path, data: Prepared) -> None:
-    """Raise ValueError if text or tokenizer differ from those of the run in `run_file`."""
-    theirs = json.loads(run_file.read_text())
-    for name, ours in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        if theirs[name]["hash"] != ours:
-            raise ValueError(f"the {name} of the run in {run_file.parent} has changed since the run started")
 
 
 # --- the training loop -----------------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 
 import generate
 import train
-from config import ModelConfig
+from config import ModelConfig, TrainConfig
 from data.batches import training_batch
 from data.tokenizer import ByteTokenizer
 from model import Llama
 from optim import learning_rate
 from runtime.checkpoint import find_checkpoint, load_pretrained, load_training_state, save_pretrained
+from runtime.settings import resolve, resolve_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,7 +67,7 @@ def fine_tune(text: Path, tmp_path: Path, directory: Path):
 
 @pytest.mark.parametrize("fast", ["--no-fast", ""])
 def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory, fast):
-    run = train.resolve_run(train.parse(fine_tune(fast)))
+    run = resolve_run(train.parse(fine_tune(fast)))
     trainer, ours = train.Trainer(run), []
     for step in range(STEPS):
         trainer.update(learning_rate(run.config, step))
@@ -110,7 +111,7 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     assert (model["context"], model["dropout"], model["head_dim"], model["rope_theta"]) == (24, 0.1, 16, 5e4)
     start = Llama(ModelConfig(**model))
     load_training_state(
-        run / "checkpoints/step-000000", start, train.make_optimizers(start, train.TrainConfig(optimizer="adamw"))
+        run / "checkpoints/step-000000", start, train.make_optimizers(start, TrainConfig(optimizer="adamw"))
     )
     theirs = load_pretrained(directory)[0].state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in start.state_dict().items())
@@ -154,7 +155,7 @@ def test_flags_that_contradict_the_directory_are_refused(fine_tune, capsys, flag
 
 def test_flags_and_presets_that_agree_with_the_directory_are_accepted(fine_tune):
     flags = "--preset small --steps 20 --dim 32 --heads 4 --head-dim 16 --norm-arg eps=1e-5 --tokenizer pretrained"
-    model, config = train.resolve(train.parse(fine_tune(flags)))
+    model, config = resolve(train.parse(fine_tune(flags)))
     assert (model.dim, model.layers, model.context, config.steps, config.momentum) == (32, 2, 32, 20, 0.95)
 
 
@@ -162,7 +163,7 @@ def test_flags_and_presets_that_agree_with_the_directory_are_accepted(fine_tune)
 def test_master_weights_are_fp32(fine_tune, directory, dtype):
     theirs = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
     theirs.save_pretrained(directory)
-    trainer = train.Trainer(train.resolve_run(train.parse(fine_tune("--dtype bfloat16"))))
+    trainer = train.Trainer(resolve_run(train.parse(fine_tune("--dtype bfloat16"))))
     for name, weight in trainer.model.state_dict().items():
         assert weight.dtype == torch.float32
         assert name != "finish.weight" or torch.equal(weight, theirs.model.norm.weight.float())

@@ -33,6 +33,8 @@ from norms.placement import PLACEMENTS, supports
 from optim import learning_rate, make_optimizers
 from runtime.checkpoint import find_checkpoint
 from runtime.device import has_bfloat16
+from runtime.run_report import shown
+from runtime.settings import FIXED_ON_RESUME, changed_options, check_same_settings, resolve, resolve_run
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
@@ -100,7 +102,7 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     """val_bpb against a float64 sum over the windows, computed from the logits."""
     run = command("--steps 3")
     flags = train.parse(["--eval-only", "--out", str(run)])
-    run_settings = train.resolve_run(flags)
+    run_settings = resolve_run(flags)
     model, _ = train.load_pretrained(find_checkpoint(str(run)), run_settings.device)
     ids = torch.from_numpy(run_settings.data.val.tokens.astype("int64"))
     nats = 0.0
@@ -129,7 +131,7 @@ def test_muon_averages_over_micro_batches(command):
 
 
 def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
-    run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
+    run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
     model, losses = train.load_pretrained(find_checkpoint(str(run.folder)), run.device)[0], []
     for batch_tokens in (1, 96, 1 << 12):
         monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
@@ -361,7 +363,7 @@ def test_the_index_of_a_gpu_is_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for name in ("cuda", "cuda:1"):
-        assert train.resolve(train.parse(["--device", name, "--steps", "2"]))[1].device == name
+        assert resolve(train.parse(["--device", name, "--steps", "2"]))[1].device == name
 
 
 # --- stopping and resuming -------------------------------------------------------------------------------------------
@@ -452,7 +454,7 @@ def test_keep_limits_the_number_of_checkpoints(command):
 @pytest.mark.parametrize("clip, clipped", [("0.01", True), ("0", False)])
 def test_gradients_are_clipped(clip, clipped, text, tmp_path, monkeypatch):
     flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --optimizer adamw"
-    trainer = train.Trainer(train.resolve_run(train.parse([*flags.split(), "--clip", clip])))
+    trainer = train.Trainer(resolve_run(train.parse([*flags.split(), "--clip", clip])))
     (optimizer,), norms = trainer.optimizers, list[float]()
     step = optimizer.step
 
@@ -469,7 +471,7 @@ def test_gradients_are_clipped(clip, clipped, text, tmp_path, monkeypatch):
 def test_dropout_differs_between_steps_and_repeats_with_them(text, tmp_path):
     """On a training text of a single window, so that every step has the same batch."""
     flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --dropout 0.5"
-    run = train.resolve_run(train.parse(flags.split()))
+    run = resolve_run(train.parse(flags.split()))
     one_window = dataclasses.replace(run.data.train, tokens=run.data.train.tokens[:33])
     run.data = dataclasses.replace(run.data, train=one_window)
     trainer, losses = train.Trainer(run), []
@@ -480,7 +482,7 @@ def test_dropout_differs_between_steps_and_repeats_with_them(text, tmp_path):
 
 
 def test_evaluation_is_deterministic_and_without_dropout(command):
-    run = train.resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
+    run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
     model, _ = train.load_pretrained(find_checkpoint(str(run.folder)), run.device)
     state = torch.get_rng_state()
     losses = {train.evaluate(model.train(mode), run) for mode in (True, False)}
@@ -715,13 +717,13 @@ def test_every_option_is_fixed_or_its_change_is_printed(name, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(description))
     earlier, later = getattr(config, name), other_value(name, getattr(config, name))
     changed = dataclasses.replace(config, **{name: later})
-    lines = train.changed_options(tmp_path / "run.json", changed)
-    expected = f"--{name.replace('_', '-')} {train.shown(earlier)} -> {train.shown(later)}"
+    lines = changed_options(tmp_path / "run.json", changed)
+    expected = f"--{name.replace('_', '-')} {shown(earlier)} -> {shown(later)}"
     assert lines == ([] if name == "out" else [expected])
-    assert train.changed_options(tmp_path / "run.json", config) == []
-    if name in train.FIXED_ON_RESUME:
+    assert changed_options(tmp_path / "run.json", config) == []
+    if name in FIXED_ON_RESUME:
         with pytest.raises(ValueError, match=re.escape(f"has {name} {earlier}, not {later}")):
-            train.check_same_settings(tmp_path / "run.json", ModelConfig(), changed, train.FIXED_ON_RESUME)
+            check_same_settings(tmp_path / "run.json", ModelConfig(), changed, FIXED_ON_RESUME)
 
 
 def test_resuming_prints_the_options_that_change(command, capsys):

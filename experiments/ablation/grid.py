@@ -30,6 +30,7 @@ from runtime.device import describe
 from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
 from runtime.plugins import check_imports, import_flags
 from runtime.run_dir import read_rows
+from runtime.settings import check_same_settings, check_same_text, resolve
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
@@ -78,7 +79,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
     settings, reason = {}, ""
     for arm in dict.fromkeys(arms):
         try:
-            settings[arm] = train.resolve(train.parse([*train_flags, *arm.flags]))
+            settings[arm] = resolve(train.parse([*train_flags, *arm.flags]))
             require(not settings[arm][1].init_from, "runs are compared from drawn weights; leave out --init-from")
         except Unsupported as error:
             reason = str(error)
@@ -148,8 +149,8 @@ class Grid:
             if run_file.exists():
                 model_config, config = self.settings[cell.arm]
                 config = replace(config, lr=cell.lr, seed=cell.seed)
-                train.check_same_settings(run_file, model_config, config, compared)
-                train.check_same_text(run_file, self.data)
+                check_same_settings(run_file, model_config, config, compared)
+                check_same_text(run_file, self.data)
                 run = json.loads(run_file.read_text())
                 for line in check_imports(run, run_file):
                     raise ValueError(f"the run in {run_file.parent}: {line}")

@@ -21,7 +21,8 @@ from model import Llama
 from optim import learning_rate
 from runtime.device import pick_dtype
 from runtime.exit_codes import NotFinite
-from train import Run, Trainer, evaluate
+from runtime.settings import Run
+from train import Trainer, evaluate
 
 BASELINE = {"norm": "none", "placement": "pre"}
 NORMS = ("rmsnorm", "layernorm")

@@ -31,6 +31,7 @@ from norms import KINDS
 from norms.placement import PLACEMENTS, supports
 from norms.rmsnorm import RMSNorm
 from runtime.device import autocast
+from runtime.settings import Run, resolve_run
 
 FOLDER = Path(sys.argv[2])
 SIZES = (
@@ -54,10 +55,10 @@ train.training_batch = on_real_data(train.training_batch)
 train.evaluation_batches = on_real_data(lambda *args, batches=train.evaluation_batches: list(batches(*args)))
 
 
-def make_run(flags: str) -> train.Run:
+def make_run(flags: str) -> Run:
     """What `train.py --device cuda` with these flags resolves to."""
     paths = f"--data {FOLDER}/text.txt --cache-dir {FOLDER}/cache --out {FOLDER}/runs/{next(run_numbers)}"
-    return train.resolve_run(train.parse(f"{SIZES} {paths} --device cuda {flags}".split()))
+    return resolve_run(train.parse(f"{SIZES} {paths} --device cuda {flags}".split()))
 
 
 # --- the cases -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from config import PRESETS
+from config import PRESETS, configs_from
 from model import Llama
 from norms import KINDS, TRAITS
 from runtime.device import CARDS, Card
@@ -47,7 +47,7 @@ for recompute in (False, True):
     config = TrainConfig(
         batch_size=8, micro_batch_size=4, optimizer="adamw", device="cpu", fast=False, recompute=recompute
     )
-    run = train.Run(Path(), model, config, torch.device("cpu"), torch.float32, data)
+    run = Run(Path(), model, config, torch.device("cpu"), torch.float32, data)
     with simulated() as trace:
         two_steps(run)
     two_steps(replace(run, model_config=replace(model, dim=32, hidden_dim=64, context=16)))  # loads the libraries
@@ -124,7 +124,7 @@ SMALL = "--preset tiny --layers 2 --optimizer adamw"
 def test_a_plan_counts_parameters_and_arithmetic():
     flags = "--preset tiny --layers 3 --qk-norm full --optimizer adamw"
     plan = make_plan(flags)
-    model_config, config = train.configs_from(train.parse(flags.split()), "cpu")
+    model_config, config = configs_from(train.parse(flags.split()), "cpu")
     model = Llama(model_config)
     tokens = config.batch_size * model_config.context
     assert plan.parameters == sum(weight.numel() for weight in model.parameters())
