@@ -603,7 +603,7 @@ def test_evaluation_needs_no_kernels(command, capsys, monkeypatch):
     description = json.loads((run / "run.json").read_text())
     description["training"]["fast"] = True
     (run / "run.json").write_text(json.dumps(description))
-    for module in ("runtime.acceleration", "train"):
+    for module in ("runtime.acceleration", "runtime.settings"):
         monkeypatch.setattr(f"{module}.unavailable", lambda: "no C compiler was found")
     train.main(["--eval-only", "--out", str(run)])
     assert "val_bpb" in capsys.readouterr().out
