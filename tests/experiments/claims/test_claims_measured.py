@@ -103,6 +103,7 @@ def test_statistics_are_those_of_what_the_sublayers_get(norm):
     assert len(inputs) == 2  # the hooks of input_statistics are gone
 
 
+@pytest.mark.slow
 def test_covariate_shift_is_measured(tmp_path):
     """Two tiny runs: the reported seeds are fresh, drift is finite, and training writes no files."""
     text = tmp_path / "text.txt"
