@@ -8,10 +8,12 @@ The first is read if there are both, as transformers does. Ids equal those of tr
   SentencePiece does, and so do we. We also apply the model's normalization, which LlamaTokenizer of transformers skips.
 """
 
+import base64
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +240,9 @@ class _Json:
             model = fields["model"]
             # Otherwise a special token that is also in the vocabulary could be merged from its characters.
             model["merges"] = [merge for merge in model["merges"] if "".join(_pair(merge)) not in special]
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
+            _check_normalizer(fields.get("normalizer") or {})
+            with _no_panic():
+                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
             names = _decoder_types(fields)
         except (AttributeError, KeyError, TypeError):
             raise ValueError("damaged: not a tokenizer of the `tokenizers` library") from None
@@ -247,7 +251,8 @@ class _Json:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        around = self._tokenizer.encode("", add_special_tokens=True).ids  # [begin], [begin, end], or nothing
+        with _no_panic():
+            around = self._tokenizer.encode("", add_special_tokens=True).ids  # [begin], [begin, end], or nothing
         self.begin = [token for token in around[:1] if token != self.end or self.end in around[1:]]
         if any(self._tokenizer.token_to_id(name) != token for name, token in vocabulary.items()):
             raise ValueError("damaged: ids of added_tokens contradict the vocabulary")
@@ -263,7 +268,19 @@ class _Json:
                 raise _ambiguous(name)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _no_panic():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """Turn a panic in the Rust code of `tokenizers`, whose class cannot be imported, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError("damaged: the `tokenizers` library fails with it") from None
 
 
 def _vocabulary(fields: dict[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -276,6 +293,16 @@ def _vocabulary(fields: dict[str, Any]) -> tuple[dict[str, int], list[dict[str, 
         if type(token) is not int or not 0 <= token < MAX_IDS:
             raise ValueError(f"the id of {name!r} is {token!r}, not a number from 0 to {MAX_IDS - 1}")
     return vocabulary, added
+
+
+def _check_normalizer(normalizer: dict[str, Any]) -> None:
+    """Raise ValueError if a table of characters says it is larger than it is: the library would allocate that much."""
+    for part in normalizer.get("normalizers") or []:
+        _check_normalizer(part)
+    if normalizer.get("type") == "Precompiled":
+        table = base64.b64decode(normalizer["precompiled_charsmap"] or "")
+        if int.from_bytes(table[:4], "little") > len(table) - 4:
+            raise ValueError("damaged: precompiled_charsmap of the normalizer")
 
 
 def _pair(merge: str | list[str]) -> list[str]:

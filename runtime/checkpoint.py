@@ -245,9 +245,12 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     if not path.is_file() and not (checkpoint / TRAINER).is_file():
         return
     try:
-        manifest = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        raise ValueError(f"{path} is missing or damaged; use another checkpoint") from None
+        manifest = json.loads(path.read_text())
+        valid = isinstance(manifest, dict)
+    except (OSError, ValueError, RecursionError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path} is missing or damaged; use another checkpoint")
     for name in manifest.keys() - leave_out:
         path = checkpoint / name
         if not path.is_file():

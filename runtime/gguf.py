@@ -19,6 +19,7 @@ from model import Llama
 from norms import KINDS
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.plugins import NotImported
 
 NEEDED = "a GGUF file needs two packages: pip install gguf protobuf"
 DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "bfloat16": ("BF16", "MOSTLY_BF16")}
@@ -91,7 +92,10 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_codes("model"), bad_input():
         require_new(flags.out)  # before the weights are read
         checkpoint = find_checkpoint(flags.checkpoint)
-        model, tokenizer = load_pretrained(checkpoint)
+        try:
+            model, tokenizer = load_pretrained(checkpoint)
+        except NotImported:
+            raise ValueError(f"llama.cpp cannot express the norm or placement of {checkpoint}") from None
         export(model, tokenizer, flags.out, flags.dtype)
         size = flags.out.stat().st_size / 1e6
         print(f"{flags.out}: {checkpoint} as {find_architecture(model.config)} in {flags.dtype}, {size:.1f} MB")

@@ -6,11 +6,12 @@ computes and that we do not express is refused by its name.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from config import ROPE_SCALING, ModelConfig, require
+from config import MAX_SIZE, ROPE_SCALING, ModelConfig, require
 from norms import is_a
 
 OWN_TYPE = "normal-llama"  # the model_type of what no architecture expresses
@@ -27,6 +28,7 @@ SIZES = {  # theirs, ours
     "max_position_embeddings": "context",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
+MAX_LAYERS = 10**6  # of a list with an entry per layer, which a few digits in a file ask for
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 HARMLESS = {  # these do not change the logits
     "_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
@@ -48,7 +50,7 @@ class Architecture:
     norm_args: the arguments of the norm that it fixes.
     eps: its field for the norm's eps, or "" if that is 1e-5.
     fixed: its fields that we express at one value only: that value, and its default for a missing field.
-    defaults: its other defaults for missing fields.
+    defaults: its other defaults for missing fields; that of `eps` is 1e-5 otherwise.
     unused: its fields that do nothing at the fixed values.
     any_head_dim: whether --head-dim may differ from --dim / --heads.
     divides: whether --heads must divide --dim whatever --head-dim is.
@@ -74,6 +76,7 @@ def no_biases(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def full_attention(config: ModelConfig) -> list[str]:
+    require(config.layers <= MAX_LAYERS, f"num_hidden_layers must be at most {MAX_LAYERS}, not {config.layers}")
     return ["full_attention"] * config.layers
 
 
@@ -83,6 +86,7 @@ ARCHITECTURES = {
         {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"},
         RMSNORM,
         fixed=lambda config: no_biases(config) | {"mlp_bias": (False, False)},
+        defaults={"rms_norm_eps": 1e-6},
         divides=True,
     ),
     "qwen3": Architecture(
@@ -96,7 +100,7 @@ ARCHITECTURES = {
                 "layer_types": (full_attention(config), full_attention(config)),
             }
         ),
-        defaults={"head_dim": 128},
+        defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
         unused=("sliding_window", "max_window_layers"),
     ),
     "olmo": Architecture(
@@ -142,7 +146,7 @@ ARCHITECTURES = {
             "layer_types": (full_attention(config), None),
             "use_bidirectional_attention": (None, None),
         },
-        defaults={"head_dim": 256, "tie_word_embeddings": True},
+        defaults={"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True},
         unused=("sliding_window", "hidden_act"),
         divides=True,
         embedding_scale=math.sqrt,
@@ -199,6 +203,9 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
     scaling: dict[str, Any] | None = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
+    if scaling:  # transformers warns of 8192.0
+        length = scaling["original_max_position_embeddings"]
+        scaling["original_max_position_embeddings"] = int(length) if length == int(length) else length
     partial = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in architecture.defaults else {}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
@@ -212,8 +219,8 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
 def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not express."""
     model_type = theirs.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise ValueError(f"model_type {model_type!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise ValueError(f"model_type {_short(model_type)} is not supported; {', '.join(ARCHITECTURES)} are")
     architecture = ARCHITECTURES[model_type]
     names = theirs.get("architectures")
     require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
@@ -222,7 +229,8 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     for name, ours in SIZES.items():
         value = theirs.get(name)
         if value is not None or name not in OPTIONAL:
-            require(type(value) is int and value >= 1, f"{name} must be a positive integer, not {value!r}")
+            valid = type(value) is int and 1 <= value <= MAX_SIZE
+            require(valid, f"{name} must be a positive integer up to {MAX_SIZE}, not {_short(value)}")
             given[ours] = value
     given["norm_args"] = {name: value for name, value in architecture.norm_args.items() if name != "eps"}
     given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5) if architecture.eps else 1e-5
@@ -238,7 +246,7 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     known = {*SIZES, *ROPE, *HARMLESS, *fixed, architecture.eps, *architecture.unused, "tie_word_embeddings"}
     for name in theirs.keys() - known:
         if theirs[name] not in (None, False):
-            raise ValueError(f"{name} is a field that this version does not know, so it cannot be left out")
+            raise ValueError(f"{_plain(name)} is a field that this version does not know, so it cannot be left out")
     obstacle = _obstacle(config, architecture)
     require(not obstacle, obstacle)
     return config
@@ -265,10 +273,16 @@ def _rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
     value: Any = fields.get(name)
     value = default if value is None else value
-    require(is_a(value, float), f"{name} must be a number, not {value!r}")
+    valid = is_a(value, float) and abs(value) <= sys.float_info.max
+    require(valid, f"{name} must be a number, not {_short(value)}")
     return float(value)
 
 
+def _plain(name: str) -> str:
+    """A name from a file, quoted unless it is safe to print."""
+    return name if name.isidentifier() else _short(name)
+
+
 def _short(value: Any) -> str:
-    text = str(value)
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,12 +19,13 @@ from data.tokenizer import PretrainedTokenizer, SentencePieceTokenizer, Tokenize
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
 from runtime.huggingface.names import hugging_face_name
-from runtime.huggingface.weights import WEIGHTS, StoredTensor, save_tensors, stored_tensors
+from runtime.huggingface.weights import WEIGHTS, StoredTensor, save_tensors, stored_tensors, weight_files
 from runtime.plugins import NotImported, import_records, warn_of_imports
 
 CONFIG = "config.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TENSORS_PER_LAYER = 7  # at least: its matrices
+MAX_ROPE_BYTES = 1 << 30  # of the table of rotary positions, unless the weights are larger
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         return config, kind
     except NotImported:
         raise
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{directory / CONFIG} does not describe a model of this version: {error}") from None
 
 
@@ -119,6 +120,13 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     stored_config, _ = read_config(directory)
     tensors = len(stored_tensors(directory))
+    weight_bytes = sum(path.stat().st_size for path in weight_files(directory))
+    table = 4 * stored_config.context * stored_config.head_dim
+    require(
+        table <= max(MAX_ROPE_BYTES, weight_bytes),
+        f"{directory / CONFIG} has a context of {stored_config.context}, for which RoPE alone needs "
+        f"{table / 1e9:.0f} GB; make it smaller",
+    )
     require(
         stored_config.layers * TENSORS_PER_LAYER <= tensors,
         f"{directory / CONFIG} describes {stored_config.layers} layers, and the weights are {tensors} tensors",

@@ -380,6 +380,10 @@ BAD_JSON: dict[str, dict[str, Any]] = {
     "the vocabulary lacks the token that ends a document, '</s>'": {"end": "</s>"},
     "'a' is both a special token and an ordinary piece": {"end": "a"},
     "ids of added_tokens contradict the vocabulary": {"added": [SPECIAL | {"id": 7}], "end": 7},
+    "damaged: precompiled_charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+    "damaged: the `tokenizers` library fails with it": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}
+    },
     "Token `q` out of vocabulary": {"model": {"merges": ["a q"]}},
 }
 

@@ -281,7 +281,7 @@ def test_damaged_file_is_named_in_the_error(tmp_path, name, damage):
         load_pretrained(checkpoint, "cpu")  # load_pretrained does not read this file
 
 
-@pytest.mark.parametrize("content", [None, "", "[1]", "{"])
+@pytest.mark.parametrize("content", [None, "", "[1]", "[[1, 2]]", "{"])
 def test_damaged_manifest_is_named_in_the_error(tmp_path, content):
     checkpoint = save(tmp_path)
     (checkpoint / "manifest.json").unlink()

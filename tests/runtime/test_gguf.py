@@ -2,6 +2,7 @@
 
 import email
 import io
+import json
 import math
 import random
 import sys
@@ -280,6 +281,14 @@ def test_command(tokenizer, tmp_path, capsys):
             command.main([str(argument) for argument in arguments])
         error = capsys.readouterr().err
         assert exit.value.code == 2 and message in error and error.count("\n") == 1
+    config = json.loads((tmp_path / "checkpoint/config.json").read_text())
+    config["normal_llama"]["model"]["norm"] = "outside"
+    imported = {"file": "outside.py", "sha256": "", "norms": ["outside"], "placements": []}
+    config["normal_llama"]["imports"] = [imported]
+    (tmp_path / "checkpoint/config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path / "checkpoint"), str(tmp_path / "b.gguf")])
+    assert "llama.cpp cannot express the norm or placement of" in capsys.readouterr().err
     assert out.stat().st_mtime_ns == before and sorted(path.name for path in out.parent.iterdir()) == ["model.gguf"]
 
 

@@ -106,9 +106,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a width that is text": (lambda d: change_config(d, hidden_size="16"), "hidden_size must be a positive integer"),
     "no depth": (lambda d: change_config(d, num_hidden_layers=()), "num_hidden_layers must be a positive integer"),
     "a huge depth": (lambda d: change_config(d, num_hidden_layers=10**6), "describes 1000000 layers"),
+    "a width beyond float64": (lambda d: change_config(d, hidden_size=10**400), "hidden_size must be a positive"),
+    "an eps beyond float64": (lambda d: change_config(d, rms_norm_eps=10**400), "rms_norm_eps must be a number"),
+    "a huge context": (lambda d: change_config(d, max_position_embeddings=2**31 - 1), "has a context of 2147483647"),
+    "a model_type that is a list": (lambda d: change_config(d, model_type=["llama"]), "model_type .* is not supported"),
+    "a field of two lines": (lambda d: change_config(d, **{"a\nb": 1}), r"'a\\nb' is a field that"),
+    "qwen3 with a huge depth": (
+        lambda d: change_config(write(d, OTHERS["qwen3"]), num_hidden_layers=10**7),
+        "num_hidden_layers must be at most 1000000",
+    ),
     "an odd head": (lambda d: change_config(d, head_dim=7), "--head-dim is odd"),
     "biases": (lambda d: change_config(d, attention_bias=True), "attention_bias True is not supported, only False"),
-    "GELU": (lambda d: change_config(d, hidden_act="gelu"), "hidden_act gelu is not supported, only silu"),
+    "GELU": (lambda d: change_config(d, hidden_act="gelu"), "hidden_act 'gelu' is not supported, only 'silu'"),
     "dropout": (lambda d: change_config(d, attention_dropout=0.1), "attention_dropout 0.1 is not supported"),
     "quantized": (lambda d: change_config(d, quantization_config={"bits": 4}), "quantization_config is a field that"),
     "a sliding window": (lambda d: change_config(d, sliding_window=8), "sliding_window is a field that"),
@@ -164,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "gemma2 with GELU": (
         lambda d: change_config(write(d, OTHERS["gemma2"]), hidden_activation=()),
-        "hidden_activation gelu_pytorch_tanh is not supported",
+        "hidden_activation 'gelu_pytorch_tanh' is not supported",
     ),
 }  # fmt: skip
 
@@ -274,3 +283,22 @@ def test_checkpoints_with_our_names_are_read_and_resumed(tmp_path):
     load_training_state(checkpoint, resumed, [AdamW(resumed.parameters())])
     for loaded in (load_pretrained(checkpoint, "cpu")[0], resumed):
         assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("model_type", [*OTHERS, "llama"])
+def test_missing_fields_have_the_defaults_of_transformers(model_type):
+    transformers = pytest.importorskip("transformers")
+    theirs = to_theirs(OTHERS.get(model_type, LLAMA))
+    default = transformers.AutoConfig.for_model(model_type)
+    for name in ("rms_norm_eps", "layer_norm_eps", "rope_theta", "tie_word_embeddings"):
+        if name in theirs:
+            expected = default.rope_parameters[name] if name == "rope_theta" else getattr(default, name)
+            without = {field: value for field, value in theirs.items() if field not in (name, "rope_parameters")}
+            assert from_theirs(without) == from_theirs(without | {name: expected}), name
+
+
+def test_the_original_context_of_rope_scaling_is_an_integer_as_transformers_wants():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32.0}
+    theirs = to_theirs(dataclasses.replace(LLAMA, rope_scaling=scaling))
+    assert type(theirs["rope_parameters"]["original_max_position_embeddings"]) is int
+    assert from_theirs(theirs).rope_scaling == scaling
