@@ -367,13 +367,18 @@ def read_run(path: Path) -> dict[str, Any]:
         given = {**run["model"], **run["training"]}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"--config {path}: not a readable run.json") from None
+    check_fields(given, f"--config {path}")
+    return given
+
+
+def check_fields(given: dict[str, Any], source: str) -> None:
+    """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
     hints = get_type_hints(ModelConfig) | get_type_hints(TrainConfig)
     for name, value in given.items():
-        require(name in FIELDS, f"--config {path}: {name!r} is not a field of this version")
+        require(name in FIELDS, f"{source}: {name!r} is not a field of this version")
         optional = value is None and FIELDS[name].default is None
         kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
-        require(optional or is_a(value, hints[name]), f"--config {path}: {name} must be of type {kind}, not {value!r}")
-    return given
+        require(optional or is_a(value, hints[name]), f"{source}: {name} must be of type {kind}, not {value!r}")
 
 
 def configs_from(

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -143,13 +144,24 @@ def _step(checkpoint: Path) -> int:
 
 
 def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
-    """Write a model and its tokenizer into a directory that `load_pretrained` opens.
+    """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
 
-    So does `transformers`, if it has the architecture; otherwise config.json says why not.
+    So does `transformers`, if it has the architecture; otherwise config.json says why not. Raises ValueError if there
+    is something in `directory`, and OSError if the disk is full; there is no directory then.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_model(directory, model.config, stored_state(model), tokenizer)
+    directory = Path(directory).resolve()
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise ValueError(f"{directory} is not empty; name a new directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent)) / "unfinished"
+    unfinished.mkdir()  # inside the temporary one, because that is closed to others
+    try:
+        write_model(unfinished, model.config, stored_state(model), tokenizer)
+        if directory.exists():
+            directory.rmdir()
+        unfinished.rename(directory)
+    finally:
+        shutil.rmtree(unfinished.parent)
 
 
 def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
@@ -181,7 +193,7 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
     """The directory that `load_pretrained` reads, and the SHA-256 of each of its files of weights."""
     checkpoint = find_checkpoint(directory)
     hashes = {path.name: sha256(path) for path in weight_files(checkpoint)}
-    return {"directory": str(checkpoint), "sha256": hashes}
+    return {"directory": str(checkpoint.resolve()), "sha256": hashes}
 
 
 def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
@@ -246,7 +258,7 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
         return
     try:
         manifest = json.loads(path.read_text())
-        valid = isinstance(manifest, dict)
+        valid = isinstance(manifest, dict) and all(Path(name).name == name for name in manifest)
     except (OSError, ValueError, RecursionError):
         valid = False
     if not valid:

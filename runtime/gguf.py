@@ -27,7 +27,7 @@ FLOAT16_MAX = 65504.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Architecture:
+class GGUFArchitecture:
     """An architecture of llama.cpp, by the settings that express it here."""
 
     norm: str = "rmsnorm"
@@ -38,16 +38,16 @@ class Architecture:
     tied: bool = True  # supports a head that is not in the file, because it is the embedding
 
 
-ARCHITECTURES = {
-    "llama": Architecture(neighbors=True),
-    "qwen3": Architecture(qk_norm="head"),
-    "olmo2": Architecture(placement="reordered", qk_norm="full", tied=False),
-    "olmo": Architecture("layernorm", affine=False, neighbors=True),
-    "stablelm": Architecture("layernorm", tied=False),
+GGUF_ARCHITECTURES = {
+    "llama": GGUFArchitecture(neighbors=True),
+    "qwen3": GGUFArchitecture(qk_norm="head"),
+    "olmo2": GGUFArchitecture(placement="reordered", qk_norm="full", tied=False),
+    "olmo": GGUFArchitecture("layernorm", affine=False, neighbors=True),
+    "stablelm": GGUFArchitecture("layernorm", tied=False),
 }
 
 # Our names and llama.cpp's, without the ending .weight or .bias.
-NAMES = {
+GGUF_NAMES = {
     "embed_tokens": "token_embd",
     "layers.{}.self_attn.q_proj": "blk.{}.attn_q",
     "layers.{}.self_attn.k_proj": "blk.{}.attn_k",
@@ -63,7 +63,7 @@ NAMES = {
     "finish": "output_norm",
     "lm_head": "output",
 }
-NORMS = {
+GGUF_NORMS = {
     "pre": ("attn_norm", "ffn_norm"),
     "reordered": ("post_attention_norm", "post_ffw_norm"),
 }
@@ -150,7 +150,7 @@ def export(model: Llama, tokenizer: Tokenizer, out: str | Path, dtype: str = "fl
 
 def find_architecture(config: ModelConfig) -> str:
     """llama.cpp's name for models like this. Raises ValueError, naming the first setting that it cannot express."""
-    left = ARCHITECTURES
+    left = GGUF_ARCHITECTURES
     for field, flag, value in (
         ("norm", "--norm", config.norm),
         ("placement", "--placement", config.placement),
@@ -158,7 +158,7 @@ def find_architecture(config: ModelConfig) -> str:
         ("affine", "--norm-arg elementwise_affine", config.norm_args.get("elementwise_affine", True)),
     ):
         choices = dict.fromkeys(str(getattr(architecture, field)).lower() for architecture in left.values())
-        before = f" with {', '.join(left)}" if left is not ARCHITECTURES else ""
+        before = f" with {', '.join(left)}" if left is not GGUF_ARCHITECTURES else ""
         left = {name: architecture for name, architecture in left.items() if getattr(architecture, field) == value}
         spelled = f"{flag}{'=' if '-arg' in flag else ' '}{str(value).lower()}"
         require(bool(left), f"llama.cpp cannot express {spelled}; it has {' or '.join(choices)}{before}")
@@ -179,9 +179,9 @@ def find_architecture(config: ModelConfig) -> str:
 def convert(model: Llama) -> Iterator[tuple[str, Tensor]]:
     """llama.cpp's name and tensor for every weight of `model`."""
     config = model.config
-    architecture = ARCHITECTURES[find_architecture(config)]
-    sites = zip(("attention_residual", "mlp_residual"), NORMS[config.placement], strict=True)
-    names = NAMES | {f"layers.{{}}.{site}.norm": f"blk.{{}}.{theirs}" for site, theirs in sites}
+    architecture = GGUF_ARCHITECTURES[find_architecture(config)]
+    sites = zip(("attention_residual", "mlp_residual"), GGUF_NORMS[config.placement], strict=True)
+    names = GGUF_NAMES | {f"layers.{{}}.{site}.norm": f"blk.{{}}.{theirs}" for site, theirs in sites}
     for ours, tensor in model.state_dict().items():
         path, _, kind = ours.rpartition(".")
         if path == "lm_head" and config.tie_embeddings and architecture.tied:

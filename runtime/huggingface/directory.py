@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import ModelConfig, require
+from config import ModelConfig, check_fields, require
 from data.tokenizer import PretrainedTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from model import Llama
+from norms import is_a
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
 from runtime.huggingface.names import hugging_face_name
 from runtime.huggingface.weights import WEIGHTS, StoredTensor, save_tensors, stored_tensors, weight_files
@@ -67,7 +68,10 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         if _is_old(described):
             return ModelConfig(**described["model"]), described["tokenizer"]
         own: Any = described.get(OWN)
-        if own:
+        if own or described.get("model_type") == OWN_TYPE:
+            valid = is_a(own, dict) and is_a(own.get("model"), dict) and is_a(own.get("tokenizer"), str)
+            require(valid, f"{OWN} is damaged")
+            check_fields(own["model"], OWN)
             warn_of_imports(own, directory / CONFIG)
         if described.get("model_type") == OWN_TYPE:
             return ModelConfig(**own["model"]), own["tokenizer"]

@@ -366,6 +366,30 @@ def test_saved_model_is_loaded(tmp_path, tokenizer):
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
+def test_a_model_is_not_saved_over_something(tmp_path):
+    """Neither over a checkpoint, which its manifest would call damaged, nor into a run, whose checkpoints it hides."""
+    model = Llama(dataclasses.replace(CONFIG, vocab_size=257), seed=3)
+    checkpoint = save_checkpoint(tmp_path / "run", 1, model, ByteTokenizer(), [], {}, keep=1)
+    (tmp_path / "file").touch()
+    for path in (checkpoint, tmp_path / "run", tmp_path / "file"):
+        with pytest.raises(ValueError, match="is not empty; name a new directory"):
+            save_pretrained(path, model, ByteTokenizer())
+    load_pretrained(checkpoint)
+    (tmp_path / "empty").mkdir()
+    save_pretrained(tmp_path / "empty", model, ByteTokenizer())
+    load_pretrained(tmp_path / "empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "run"]
+
+
+def test_a_manifest_names_files_of_its_directory_only(tmp_path):
+    model = Llama(dataclasses.replace(CONFIG, vocab_size=257), seed=3)
+    checkpoint = save_checkpoint(tmp_path, 1, model, ByteTokenizer(), [], {}, keep=1)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"../../secret": "0"}))
+    with pytest.raises(ValueError, match=r"manifest\.json is missing or damaged"):
+        load_pretrained(checkpoint)
+
+
 # --- find_checkpoint -------------------------------------------------------------------------------------------------
 
 

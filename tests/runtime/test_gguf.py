@@ -30,7 +30,7 @@ TEXT = "".join(f"def f{n}(x):\n\treturn x + {n}  # größer, 你好\n\n" for n i
 SIZES: dict[str, Any] = dict(
     dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=256, vocab_size=320, rope_theta=500.0
 )
-ARCHITECTURES: dict[str, dict[str, Any]] = {
+GGUF_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": dict(norm_args={"eps": 1e-3}),
     "qwen3": dict(qk_norm="head", tie_embeddings=False),
     "olmo2": dict(placement="reordered", qk_norm="full"),
@@ -102,9 +102,9 @@ def expected_names(architecture: str, model: Llama) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 def test_everything_is_read_back(architecture, dtype, tokenizer, tmp_path):
-    model, out = random_model(**ARCHITECTURES[architecture]), tmp_path / "model.gguf"
+    model, out = random_model(**GGUF_ARCHITECTURES[architecture]), tmp_path / "model.gguf"
     export(model, tokenizer, out, dtype)
     assert list(tmp_path.iterdir()) == [out]
     reader = gguf.GGUFReader(out)
@@ -367,9 +367,9 @@ class LlamaCpp:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 def test_llama_cpp_computes_the_same_logits(architecture, tokenizer, tmp_path):
-    model = random_model(**ARCHITECTURES[architecture])
+    model = random_model(**GGUF_ARCHITECTURES[architecture])
     export(model, tokenizer, tmp_path / "model.gguf")
     ids = torch.randint(3, 320, (200,), generator=torch.Generator().manual_seed(0))
     theirs = LlamaCpp(tmp_path / "model.gguf", 256).logits(ids.tolist())

@@ -36,7 +36,8 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def write(directory: Path, config: ModelConfig = LLAMA) -> Path:
-    """A directory as `transformers` leaves it, without our key."""
+    """A directory as `transformers` leaves it, without our key. Replaces what is there."""
+    shutil.rmtree(directory, ignore_errors=True)
     save_pretrained(directory, Llama(config), ByteTokenizer())
     change_config(directory, normal_llama=None)
     return directory
@@ -129,6 +130,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half of Llama 3's scaling": (lambda d: change_rope(d, rope_type="llama3", factor=8), "low_freq_factor must be"),
     "unknown scaling": (lambda d: change_rope(d, rope_type="default", factor=8), "rope_parameters has 'factor'"),
     "partial RoPE": (lambda d: change_rope(d, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported"),
+    "our key damaged": (lambda d: change_config(d, normal_llama=[1]), "normal_llama is damaged"),
+    "our key with a width that is text": (
+        lambda d: change_config(d, normal_llama={"model": {"dim": "16"}, "tokenizer": "bytes"}),
+        "normal_llama: dim must be of type int, not '16'",
+    ),
     "config.json damaged": (lambda d: (d / "config.json").write_text("{"), r"config\.json is missing or damaged"),
     "a missing shard": (without_shard, r"model-00002-of-00002\.safetensors is missing"),
     "a shard elsewhere": (
