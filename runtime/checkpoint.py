@@ -39,6 +39,7 @@ from runtime.huggingface.weights import save_tensors, tensors_in, weight_files
 from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
+TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
 
 
 def save_checkpoint(
@@ -171,7 +172,7 @@ def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -
     inconsistent with the others.
     """
     checkpoint = find_checkpoint(directory)
-    verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
+    verify(checkpoint, leave_out=TRAINING_STATE)
     tokenizer = read_tokenizer(checkpoint)
     return read_model(checkpoint).to(device).eval(), tokenizer
 
@@ -185,7 +186,7 @@ def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama
     `config` may differ in context and dropout. Raises ValueError like `load_pretrained`.
     """
     checkpoint = find_checkpoint(directory)
-    verify(checkpoint, leave_out={OPTIMIZER, TRAINER})
+    verify(checkpoint, leave_out=TRAINING_STATE)
     return read_model(checkpoint, config, torch.float32)
 
 

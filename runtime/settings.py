@@ -16,7 +16,7 @@ from data.batches import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
-from runtime.checkpoint import find_checkpoint, latest_checkpoint
+from runtime.checkpoint import TRAINING_STATE, find_checkpoint, latest_checkpoint, verify
 from runtime.device import compile_by_default, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import warn_of_imports
@@ -133,6 +133,7 @@ def pretrained_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
     if not init_from:
         return None
     directory = find_checkpoint(init_from)
+    verify(directory, leave_out=TRAINING_STATE)  # before the text is prepared
     model, _ = open_model(directory)
     return dataclasses.asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
 

@@ -153,6 +153,17 @@ def test_flags_that_contradict_the_directory_are_refused(fine_tune, capsys, flag
         raise ValueError(printed)
 
 
+def test_a_damaged_checkpoint_is_refused_before_the_text_is_prepared(fine_tune, tmp_path, text, capsys):
+    train.main(fine_tune())
+    weights = find_checkpoint(tmp_path / "run") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    cache = tmp_path / "fresh"
+    with pytest.raises(SystemExit) as stopped:
+        train.main(fine_tune(f"--init-from {tmp_path / 'run'} --cache-dir {cache}", out="other"))
+    assert stopped.value.code == 2 and "model.safetensors is damaged" in capsys.readouterr().err
+    assert not cache.exists() and not (tmp_path / "other").exists()
+
+
 def test_flags_and_presets_that_agree_with_the_directory_are_accepted(fine_tune):
     flags = "--preset small --steps 20 --dim 32 --heads 4 --head-dim 16 --norm-arg eps=1e-5 --tokenizer pretrained"
     model, config = resolve(train.parse(fine_tune(flags)))
