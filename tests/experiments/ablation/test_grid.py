@@ -99,7 +99,7 @@ def test_bad_input_names_the_flag(flags, named, resolve):
 
 def test_arms_never_mix_compiled_and_plain_runs_unawares(resolve, monkeypatch):
     """On a card, runs of 500 steps are compiled by default. `--factor compile` compares the two on purpose."""
-    monkeypatch.setattr(train, "compile_by_default", lambda device, steps: steps >= 500)
+    monkeypatch.setattr("runtime.settings.compile_by_default", lambda device, steps: steps >= 500)
     with pytest.raises(ValueError, match="some arms would run with --compile and others without"):
         resolve("--factor steps=20,500")
     assert len(resolve("--factor steps=20,500 --no-compile").arms) == 2
