@@ -14,6 +14,7 @@ from experiments.statistics import (
     fisher_p,
     holm,
     noninferiority_p,
+    sign_flip_p,
     slope,
     t_quantile,
     t_tails,
@@ -165,6 +166,30 @@ def test_fisher_matches_scipy(n1, n2):
         for k2 in range(n2 + 1):
             expected = stats.fisher_exact([[k1, n1 - k1], [k2, n2 - k2]]).pvalue
             assert fisher_p(k1, n1, k2, n2) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, -0.5, 3.0, 0.25], [0.0, 0.0, 1.1, 1.1, -1.1, 1.1], [0.7] * 8])
+def test_sign_flips_match_scipy(values):
+    """The last two lie on a coarse grid, as largest stable learning rates do: many sums are equal."""
+    expected = stats.permutation_test(
+        (values,), lambda x: abs(np.sum(x)), permutation_type="samples", alternative="greater", n_resamples=np.inf
+    )
+    assert sign_flip_p(values) == pytest.approx(expected.pvalue, rel=1e-12)
+
+
+def test_sign_flips_by_hand():
+    assert sign_flip_p([1.0] * 8) == 2 / 2**8  # all signs the same, one way or the other
+    assert sign_flip_p([0.0] * 8) == 1
+    assert sign_flip_p([3.0, -1.0]) == 1  # |3 - 1| is the smallest of 2 and 4
+    assert sign_flip_p([1.0] * 5) > 0.05 > sign_flip_p([1.0] * 6)
+
+
+def test_sign_flips_reject_a_true_hypothesis_in_at_most_5_percent():
+    """Normal values, and values on a grid of three, where the test is conservative."""
+    rows = normal(4000, 8)
+    on_grid = np.sign(rows) * (abs(rows) > 0.7)
+    rates = [np.mean([rejects(sign_flip_p(list(row))) for row in table]) for table in (rows, on_grid)]
+    assert 0.035 < rates[0] < 0.06 and 0 < rates[1] < 0.06
 
 
 def test_fisher_by_hand():

@@ -20,6 +20,7 @@ from runtime.checkpoint import (
     find_checkpoint,
     latest_checkpoint,
     list_checkpoints,
+    load_model,
     load_pretrained,
     load_training_state,
     save_checkpoint,
@@ -350,7 +351,7 @@ def test_load_model_takes_a_run_or_a_checkpoint_as_text_or_path(tmp_path):
     expected = load_pretrained(checkpoint)[0].state_dict()
     for where in (run, checkpoint):
         for argument in (where, str(where), f"{where}/"):
-            state = load_pretrained(argument, "cpu")[0].state_dict()
+            state = load_model(argument, "cpu")[0].state_dict()
             assert all(torch.equal(expected[name], tensor) for name, tensor in state.items())
     with pytest.raises(ValueError, match=r"nowhere is not a directory; name a run of train\.py"):
         load_pretrained(tmp_path / "nowhere")

@@ -327,6 +327,8 @@ def test_a_protocol_runs_from_its_flags_to_a_verdict(name, scale, tmp_path_facto
     assert judgment.verdict in (CONFIRMED, REFUTED, OPEN)
     (entry,) = read_entries({name: claim}, folder / "results")
     assert entry.judgment == judgment
+    first = protocol.settings.get("first_seed", 0)
+    assert {row["seed"] for row in entry.content["measured"]["runs"]} == {first, first + 1}
     assert results_file(folder / "results", claim, scale).with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("checkpoints")}
     assert run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results") == judgment

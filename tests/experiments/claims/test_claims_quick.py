@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from experiments.claims.eps_placement import EpsOutside
 from experiments.claims.initial import initial_model, random_batch, with_norms, with_placements
 from experiments.claims.outliers import effect
 from experiments.claims.residual_growth import exponents, variance_row
-from experiments.claims.results import read_results, run_claim
+from experiments.claims.results import commit, read_results, run_claim
 from experiments.claims.verdict import Comparison, all_of
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
@@ -247,6 +249,13 @@ def test_a_smaller_run_is_judged_and_drawn_from_its_results_file(name, tmp_path)
     judgment = run_claim(claim, Lab(tmp_path, "quick"), tmp_path)
     assert judgment == claim.judge(read_results(tmp_path, claim, "quick")["measured"])
     assert (tmp_path / "quick" / "claims" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_name_the_commit_of_the_code():
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    named = commit()
+    assert head.startswith(named.removesuffix("-dirty")) and len(named) >= 12 if head and named else named is None
 
 
 @pytest.mark.slow
