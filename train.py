@@ -36,6 +36,7 @@ from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.acceleration import accelerate
 from runtime.checkpoint import (
+    clear_unfinished,
     find_checkpoint,
     latest_checkpoint,
     load_pretrained,
@@ -94,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         with distributed.held_by_main(locked(run.folder), RunInUse):
             with bad_input():
                 distributed.from_main(check_run_dir, run.folder, flags.resume)
+                distributed.from_main(clear_unfinished, run.folder)
                 trainer = Trainer(run, flags.resume)
             trainer.train()
 
@@ -194,7 +196,7 @@ class Trainer:
                 print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
-            if config.init_from and self.step == 0:
+            if config.init_from and not distributed.from_main(latest_checkpoint, self.run.folder):
                 self.save()  # so that --resume does not need --init-from
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
