@@ -161,7 +161,7 @@ def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
         if pid == 0:
             code = 1
             try:
-                sys.stdout = sys.stderr = open(log, "w", buffering=1)
+                sys.stdout = sys.stderr = log.open("w", buffering=1)
                 os.dup2(sys.stderr.fileno(), 1)
                 os.dup2(sys.stderr.fileno(), 2)
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
@@ -206,6 +206,6 @@ def before_file_event() -> Callable[[Callable[[int], None]], None]:
             fsync(descriptor)
 
         sys.addaudithook(hook)
-        os.fsync = counted
+        os.fsync = counted  # type: ignore[assignment]
 
     return install

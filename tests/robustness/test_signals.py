@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def default_signals() -> None:
 
 def test_signals_at_random_moments(cases, record, command, undisturbed, fork, fingerprint, tmp_path):
     """Of preparation, training, saving and the end."""
-    draw, run, cache, number = random.Random(0), tmp_path / "run", tmp_path / "cache", cases(3, 50)
+    draw, run, cache, number = random.Random(0), tmp_path / "run", tmp_path / "cache", cases(2, 50)
     expected, rows = fingerprint(undisturbed), results(undisturbed)
     child = fork(train.main, [*command, "--out", str(tmp_path / "timed")])
     assert child.wait() == 0, child.text
@@ -191,7 +192,7 @@ def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path)
                 os.kill(os.getpid(), signal.SIGTERM)
             update(trainer, rate)
 
-        train.Trainer.update = update_and_stop  # type: ignore[method-assign]
+        train.Trainer.update = update_and_stop  # type: ignore[assignment,method-assign]
         train.main(command)
 
     child = fork(train_with_two)
@@ -246,7 +247,7 @@ def test_ignored_signals_stay_ignored(command, undisturbed, fork, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             update(trainer, rate)
 
-        train.Trainer.update = update_and_send  # type: ignore[method-assign]
+        train.Trainer.update = update_and_send  # type: ignore[assignment,method-assign]
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGINT)
         train.main(command)
@@ -284,3 +285,55 @@ def command_lines() -> Iterator[bytes]:
             yield path.read_bytes()
         except OSError:  # it has just ended
             continue
+
+
+def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_path):
+    """To torchrun or to one rank, from the rank's first line on. All ranks end, rank 0 alone says why, and a resumed
+    run logs the same rows. Of the rest of the output, torchrun writes its own report.
+
+    Only with --full: a launch takes many seconds.
+    """
+    if not cases(0, 1):
+        pytest.skip("takes minutes; tests/runtime/test_distributed.py stops a run of two ranks once")
+    draw, run = random.Random(0), tmp_path / "run"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += [train.__file__, *command, "--steps", "60"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def started(flags: list[str]) -> subprocess.Popen:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [*launch, *flags], env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=default_signals
+        )
+
+    began = time.monotonic()
+    process = started(["--out", str(tmp_path / "whole")])
+    errors = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, errors
+    seconds, in_loop, moments = time.monotonic() - began, 0, 8
+    for moment in range(moments):
+        process, number = started([]), draw.choice(signals.STOP_SIGNALS)
+        wait_until(partial(both_ranks_catch, process), 60)
+        time.sleep(draw.uniform(0, 0.8 * seconds))
+        os.kill(process.pid if moment % 2 else draw.choice(ranks_of(process)), number)
+        errors = process.communicate(timeout=120)[1]
+        # A rank that did not get the signal gets SIGTERM from torchrun, if it is not in the training loop.
+        lines = re.findall(r"^error: stopped by .*$", errors, re.M)
+        assert process.returncode != 0 and len(lines) == 1, (moment, number, errors)
+        assert not any(str(run).encode() in path for path in command_lines())
+        in_loop += "continue with --resume" in lines[0]
+        process = started(["--resume"] if (run / "run.json").exists() else [])
+        errors = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, errors
+        assert results(run) == results(tmp_path / "whole")
+        shutil.rmtree(run)
+    record(signals=moments, saved=in_loop, one_line=moments, orphans=0)
+
+
+def both_ranks_catch(launcher: subprocess.Popen) -> bool:
+    ranks = ranks_of(launcher)
+    return len(ranks) == 2 and all(caught(rank, signal.SIGTERM) for rank in ranks)
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
