@@ -164,7 +164,7 @@ def test_signals_at_file_system_calls(
 
     assert fork(train_and_count).wait() == 0
     events = int(counted.read_text())
-    chosen = sorted(random.Random(1).sample(range(events), cases(3, events)))
+    chosen = sorted(random.Random(1).sample(range(events), cases(3, events // 2)))
     stopped = 0
     for index, event in enumerate(chosen):
         for folder in (run, cache):
@@ -266,17 +266,18 @@ def test_the_library_installs_no_handlers():
 def test_a_stopped_ablation_leaves_no_process(cases, record, flags, fork, tmp_path):
     """Its runs save and end before it does."""
     draw, out = random.Random(0), tmp_path / "run"
-    command = [*flags, "--steps", "300", "--eval-tokens", "64", "--seeds", "2", "--jobs", "2"]
-    for _ in range(cases(1, 12)):
+    command = [*flags, "--steps", "100000", "--eval-tokens", "64", "--seeds", "2", "--jobs", "2"]
+    for _ in range(cases(1, 10)):
         shutil.rmtree(out, ignore_errors=True)
         child, number = fork(ablate.main, command), draw.choice(signals.STOP_SIGNALS)
-        time.sleep(draw.uniform(0.2, 10 if cases(0, 1) else 0.5))
+        wait_until(lambda: any(f"{out}/cells/".encode() in line for line in command_lines()), 60)
+        time.sleep(draw.uniform(0, cases(0, 12)))
         child.send(number)
         assert child.wait() == STOPS[number], child.text
         assert child.text.count("error:") == 1 and "Traceback" not in child.text, child.text
         assert child.text.splitlines()[-1].startswith(f"error: stopped by {signal.Signals(number).name}"), child.text
-        assert not any(str(out).encode() in path for path in command_lines())
-    record(signals=12, orphans=0)
+        assert not any(str(out).encode() in line for line in command_lines())
+    record(signals=10, orphans=0)
 
 
 def command_lines() -> Iterator[bytes]:
@@ -320,7 +321,7 @@ def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_pat
         # A rank that did not get the signal gets SIGTERM from torchrun, if it is not in the training loop.
         lines = re.findall(r"^error: stopped by .*$", errors, re.M)
         assert process.returncode != 0 and len(lines) == 1, (moment, number, errors)
-        assert not any(str(run).encode() in path for path in command_lines())
+        assert not any(str(run).encode() in line for line in command_lines())
         in_loop += "continue with --resume" in lines[0]
         process = started(["--resume"] if (run / "run.json").exists() else [])
         errors = process.communicate(timeout=300)[1]

@@ -1,12 +1,13 @@
 """Two commands that want one folder: one gets it, the other ends with exit code 4; a corpus is prepared once."""
 
+import os
 import random
 import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,32 +78,36 @@ def wait_until(condition, seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_one_corpus_prepared_twice_at_once(cases, record, command, undisturbed, fork, fingerprint, text, tmp_path):
-    """One process prepares it, and the other waits, also if the first is killed. Both train on the right tokens."""
-    draw, cache, pairs = random.Random(0), tmp_path / "cache", cases(1, 20)
-    large = tmp_path / "large.txt"
-    large.write_text(text.read_text() * 50)  # 2 MB, so that one waits for the other
-    command = [*command, "--data", str(large)]
-    expected: dict[str, Any] = {}
-    waited = killed = 0
-    for pair in range(pairs + 1):  # the first is alone
-        shutil.rmtree(cache, ignore_errors=True)
-        children = [fork(train.main, [*command, "--out", str(tmp_path / name)]) for name in "ab"[: min(pair, 1) + 1]]
-        if pair % 2:
-            time.sleep(draw.uniform(0, 0.3))
-            children[0].send(signal.SIGKILL)
-            killed += children.pop(0).wait() == -signal.SIGKILL
-        assert [child.wait() for child in children] == [0] * len(children), [child.text for child in children]
-        waited += any("waiting for another process" in child.text for child in children)
-        (prepared,) = cache.glob("*/train.bin")
-        tokens = prepared.read_bytes()
-        expected = expected or {"tokens": tokens, "weights": fingerprint(tmp_path / "a")}
-        assert tokens == expected["tokens"]
-        for name in "ab":
-            if (tmp_path / name / "report.html").exists():
-                assert fingerprint(tmp_path / name) == expected["weights"]
-            shutil.rmtree(tmp_path / name, ignore_errors=True)
-    record(pairs=pairs, right=pairs, waited=waited, killed=killed)
+def test_one_corpus_prepared_twice_at_once(
+    cases, record, command, undisturbed, fork, fingerprint, before_file_event, tmp_path
+):
+    """The second process waits for the first, which is suspended while it prepares, and then goes on or is killed."""
+    draw, cache, pairs, killed = random.Random(0), tmp_path / "cache", cases(2, 20), 0
+
+    def train_suspended_at(event: int) -> None:
+        before_file_event(lambda now: os.kill(os.getpid(), signal.SIGSTOP) if now == event else None)
+        train.main([*command, "--out", str(tmp_path / "a")])
+
+    for pair in range(pairs):
+        first = fork(train_suspended_at, draw.randrange(3, 8))  # 0 to 2: its folder, its lock, the folder to fill
+        wait_until(partial(suspended, first.pid))
+        second = fork(train.main, [*command, "--out", str(tmp_path / "b")])
+        wait_until(lambda second=second: "waiting for another process" in second.text)
+        assert len(list(cache.glob("*.part"))) == 1 and not second.ended()
+        finished = [second] if pair % 2 else [second, first]
+        first.send(signal.SIGKILL if pair % 2 else signal.SIGCONT)
+        assert [child.wait() for child in finished] == [0] * len(finished), [child.text for child in finished]
+        killed += first.wait() == -signal.SIGKILL
+        for name in ("b",) if pair % 2 else ("a", "b"):
+            assert fingerprint(tmp_path / name) == fingerprint(undisturbed)
+        assert not list(cache.glob("*.part"))
+        for folder in (cache, tmp_path / "a", tmp_path / "b"):
+            shutil.rmtree(folder, ignore_errors=True)
+    record(pairs=pairs, waited=pairs, killed=killed, right=pairs)
+
+
+def suspended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_two_ablations_in_one_folder(cases, record, flags, fork, tmp_path):
