@@ -5,6 +5,11 @@
 The code is in `experiments/ablation/`.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from runtime.signals import stop_at_signals
+
+    stop_at_signals()
+
 import argparse
 import shlex
 import sys

@@ -1,5 +1,10 @@
 """Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from runtime.signals import stop_at_signals
+
+    stop_at_signals()
+
 import argparse
 import json
 import sys

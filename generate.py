@@ -5,6 +5,11 @@ From Python: `ids = generate(model, tokenizer.encode("def "), tokens=100)`.
 Shapes in comments: B samples, T tokens, V token ids.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from runtime.signals import stop_at_signals
+
+    stop_at_signals()
+
 import argparse
 import codecs
 import dataclasses

@@ -1,11 +1,15 @@
 """Train a LLaMA: `python train.py`. From top to bottom: the command, the training loop, what the loop calls."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from runtime.signals import stop_at_signals
+
+    stop_at_signals()
+
 import argparse
 import dataclasses
 import json
 import math
 import platform
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +36,7 @@ from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.acceleration import accelerate
 from runtime.checkpoint import (
+    clear_unfinished,
     find_checkpoint,
     latest_checkpoint,
     load_pretrained,
@@ -63,9 +68,9 @@ from runtime.run_dir import (
 )
 from runtime.run_report import DPI, plot_loss, write_report
 from runtime.settings import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
+from runtime.signals import stop_requests
 
 LOG_EVERY = 10  # steps between log entries of the training loss
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 EVAL_BATCH_TOKENS = 1 << 12  # tokens per forward pass of an evaluation, or a micro-batch if that is more
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
@@ -90,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         with distributed.held_by_main(locked(run.folder), RunInUse):
             with bad_input():
                 distributed.from_main(check_run_dir, run.folder, flags.resume)
+                distributed.from_main(clear_unfinished, run.folder)
                 trainer = Trainer(run, flags.resume)
             trainer.train()
 
@@ -190,7 +196,7 @@ class Trainer:
                 print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
-            if config.init_from and self.step == 0:
+            if config.init_from and not distributed.from_main(latest_checkpoint, self.run.folder):
                 self.save()  # so that --resume does not need --init-from
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
@@ -406,30 +412,6 @@ class Clock:
         began = time.perf_counter()
         yield
         self.lap_started += time.perf_counter() - began
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list. The loop finishes its step, saves and stops.
-
-    A second signal stops immediately, but not with several ranks, where each may get those of the terminal and of
-    torchrun, which kills them after 30 s. Under nohup, SIGHUP stays ignored.
-    """
-    requests: list[int] = []
-
-    def request(number: int, frame: object) -> None:
-        if requests and distributed.world_size() == 1:
-            raise KeyboardInterrupt
-        requests.append(number)
-
-    hangup = getattr(signal, "SIGHUP", None)
-    handled = [number for number in STOP_SIGNALS if number != hangup or signal.getsignal(number) != signal.SIG_IGN]
-    earlier = {number: signal.signal(number, request) for number in handled}
-    try:
-        yield requests
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 @torch.inference_mode()

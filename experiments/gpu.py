@@ -23,7 +23,7 @@ from config import option
 from experiments.benchmarks import Report
 from runtime.exit_codes import Stopped
 from runtime.run_dir import read_rows, write_atomically
-from train import stop_requests
+from runtime.signals import stop_requests
 
 PART_SECONDS = 480
 POLL_SECONDS = 0.3  # between looks at whether a signal has arrived

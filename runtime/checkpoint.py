@@ -11,7 +11,6 @@ runs/NAME/checkpoints/step-000600/
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -36,7 +35,7 @@ from runtime.huggingface.directory import (
     write_model,
 )
 from runtime.huggingface.weights import save_tensors, tensors_in, weight_files
-from runtime.run_dir import newest_run
+from runtime.run_dir import newest_run, sync
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
@@ -55,7 +54,7 @@ def save_checkpoint(
     weights, state = _gathered(stored_state(model)), _gathered(_optimizer_state(model, optimizers))
     if not distributed.is_main():
         return finished
-    _clear(checkpoints)  # left by a process that was killed while saving
+    clear_unfinished(run)
     unfinished = checkpoints / f".{finished.name}-unfinished"
     unfinished.mkdir(parents=True)
     earlier = [path for path in list_checkpoints(run) if _step(path) < step]
@@ -67,15 +66,16 @@ def save_checkpoint(
         manifest = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in (*unfinished.iterdir(), unfinished):
-            _sync(path)
+            sync(path)
         if finished.exists():  # a directory cannot replace another one that has files
             _retire(finished)
         unfinished.rename(finished)
+        for path in (checkpoints, run):  # the new one is on the disk before others are deleted
+            sync(path)
         for path in earlier[: max(0, len(earlier) - keep + 1)]:
             _retire(path)
-        _sync(checkpoints)
     finally:
-        _clear(checkpoints)
+        clear_unfinished(run)
     return finished
 
 
@@ -94,9 +94,9 @@ def _retire(checkpoint: Path) -> None:
     checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}-retired"))
 
 
-def _clear(checkpoints: Path) -> None:
-    """Delete unfinished and retired checkpoints."""
-    for leftover in checkpoints.glob(".step-*"):
+def clear_unfinished(run: Path) -> None:
+    """Delete unfinished and retired checkpoints: what a process that was killed while saving has left."""
+    for leftover in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover)
 
 
@@ -275,14 +275,3 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot open a directory
-        return
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from runtime import distributed
 from runtime.plugins import error_line
+from runtime.signals import say_nothing_more
 
 FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
@@ -91,4 +92,5 @@ def _exit_together(code: int, line: str) -> None:
 
 def _exit(code: int, line: str) -> None:
     print(f"error: {line}", file=sys.stderr)
+    say_nothing_more()
     sys.exit(code)

@@ -60,7 +60,10 @@ def make_run_dir(out: Path | None, name: str) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing to `folder`. Raises RunInUse if one already does."""
+    """Keep other processes from writing to `folder`. Raises RunInUse if one already does.
+
+    The operating system frees the lock when the process ends, however it ends.
+    """
     with open(folder / ".lock", "w") as lock:
         if fcntl:
             try:
@@ -68,6 +71,16 @@ def locked(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 raise RunInUse(f"{folder} is in use by another process") from None
         yield
+
+
+def check_not_in_use(folder: Path) -> None:
+    """Raise RunInUse if another process writes to `folder`, so that a second command need not prepare the text first.
+
+    Of two that start together, `locked` decides.
+    """
+    if (folder / ".lock").exists() and os.access(folder / ".lock", os.W_OK):
+        with locked(folder):
+            pass
 
 
 class Log:
@@ -118,10 +131,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees half of it."""
+    """Write a file so that no reader ever sees half of it, nor anyone after a power failure."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, "utf-8")
+    sync(part)
     part.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open a directory
+        return
+    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_tracker(kind: str) -> None:

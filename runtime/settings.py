@@ -18,9 +18,10 @@ from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, latest_checkpoint, verify
 from runtime.device import compile_by_default, pick_device, pick_dtype
+from runtime.exit_codes import RunInUse
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import warn_of_imports
-from runtime.run_dir import check_run_dir, check_tracker, make_run_dir, newest_run
+from runtime.run_dir import check_not_in_use, check_run_dir, check_tracker, make_run_dir, newest_run
 from runtime.run_report import shown
 
 FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
@@ -41,7 +42,7 @@ class Run:
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
     restarted = distributed.restarted()
-    with distributed.together():
+    with distributed.together(RunInUse):
         out, model_config, config, device, data = resolve_settings(flags, restarted)
     name = f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
     folder = distributed.from_main(make_run_dir, out, name)
@@ -69,6 +70,8 @@ def resolve_settings(
     if flags.eval_only and unavailable():
         flags.fast = False  # evaluate a run that used the kernels where there are none
     if out:
+        if distributed.is_main() and not flags.eval_only:
+            check_not_in_use(out)
         check_run_dir(out, existing, writes=not flags.eval_only)
     model_config, config = resolve(flags)
     if existing:

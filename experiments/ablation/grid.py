@@ -31,6 +31,7 @@ from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_inpu
 from runtime.plugins import check_imports, import_flags
 from runtime.run_dir import read_rows
 from runtime.settings import check_same_settings, check_same_text, resolve
+from runtime.signals import stop_requests
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
@@ -173,7 +174,7 @@ class Grid:
         steps = {cell: self.settings[cell.arm][1].steps for cell in cells}
         free = list(self.devices) * self.jobs
         running: dict[Cell, tuple[subprocess.Popen, str]] = {}
-        with train.stop_requests() as stop, tqdm(
+        with stop_requests() as stop, tqdm(
             total=sum(steps.values()), initial=sum(steps[cell] for cell in outcomes), unit="step",
             smoothing=0, disable=None, dynamic_ncols=True,  # the remaining time is estimated from the mean speed
         ) as bar:  # fmt: skip

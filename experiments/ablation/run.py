@@ -23,7 +23,7 @@ from experiments.probe import BlockStatistics, probe
 from model import Llama
 from runtime.checkpoint import load_pretrained
 from runtime.exit_codes import bad_input
-from runtime.run_dir import RUNS, write_atomically
+from runtime.run_dir import RUNS, check_not_in_use, write_atomically
 from runtime.run_report import DPI
 
 
@@ -91,8 +91,10 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     context = max(model_config.context for model_config, _ in settings.values())
     cores = torch.get_num_threads()
     torch.set_num_threads(flags.threads)  # a run's description of its device includes them
+    folder = Path(getattr(flags, "out", "") or RUNS / f"ablation-{settings_digest(settings)}")
+    check_not_in_use(folder)
     grid = Grid(
-        folder=Path(getattr(flags, "out", "") or RUNS / f"ablation-{settings_digest(settings)}"),
+        folder=folder,
         settings=settings,
         train_flags=train_flags,
         data=prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), context),

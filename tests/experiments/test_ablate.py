@@ -3,17 +3,10 @@
 import csv
 import json
 import math
-import os
 import random
 import re
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +19,10 @@ from config import ModelConfig
 from data.batches import evaluation_batches, prepare
 from experiments.ablation.grid import resolve_arms
 from experiments.ablation.outcome import Arm
-from experiments.ablation.processes import end_with_parent
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.probe import probe
 from model import Llama
-from runtime.exit_codes import CellFailed, RunInUse
+from runtime.exit_codes import CellFailed
 from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +31,6 @@ SIZES = (
     "--no-fast --lr 0.01 --steps 12 --eval-every 12"
 )
 GRID = "--norms rmsnorm layernorm:bias=false --seeds 2 --jobs 2 --equivalence 0.5"  # four cells
-LONG = "--seeds 2 --jobs 2 --steps 400 --eval-every 200"  # two cells that take several seconds
 
 
 @pytest.fixture(scope="module")
@@ -399,59 +390,3 @@ def test_each_arm_gets_the_learning_rate_that_is_best_on_other_seeds(command):
         assert f"| **{statistics.mean(there):.4f} (2)** | 2 of 2 diverged |" in shared
     assert {row["rates"] for row in csv_rows(folder, "table.csv")} == {"shared", "best"}
     assert (folder / "curves-best.png").exists() and (folder / "differences-best.png").exists()
-
-
-# --- interruption ----------------------------------------------------------------------------------------------------
-
-
-def start(text: Path, out: Path) -> subprocess.Popen:
-    """Run two long cells in a process of their own, and return when both are training."""
-    command = [sys.executable, str(ROOT / "ablate.py"), *arguments(text, out, LONG)]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    cells = [out / "cells" / f"rmsnorm-pre-lr0.01-seed{seed}" / "metrics.jsonl" for seed in range(2)]
-    deadline = time.monotonic() + 120
-    while process.poll() is None and not all(cell.exists() and cell.stat().st_size for cell in cells):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return process
-
-
-@contextmanager
-def when_unlocked(folder: Path) -> Iterator[None]:
-    """Wait at most a minute until no process uses the folder, and lock it."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with locked(folder):
-                yield
-                return
-        except RunInUse:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(text, tmp_path_factory) -> list[tuple[str, ...]]:
-    folder = tmp_path_factory.mktemp("whole") / "out"
-    ablate.main(arguments(text, folder, LONG))
-    return results(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_ablation_continues_to_the_same_results(how, uninterrupted, command, text, tmp_path):
-    """After SIGKILL the cells stop too, on Linux, perhaps without saving. Elsewhere the next command waits for them."""
-    process = start(text, tmp_path / "killed")
-    process.send_signal(how)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
-    if how != signal.SIGKILL:
-        assert errors.endswith(f"error: stopped by {how.name}; continue with the same command\n")
-    if how != signal.SIGKILL or end_with_parent():
-        for seed in range(2):
-            cell = tmp_path / "killed" / "cells" / f"rmsnorm-pre-lr0.01-seed{seed}"
-            with when_unlocked(cell):  # no process is left in it
-                steps = json.loads((cell / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-            assert steps < 400 and (how == signal.SIGKILL or any((cell / "checkpoints").iterdir()))
-    assert not (tmp_path / "killed" / "table.md").exists()
-    assert results(command(LONG, "killed")) == uninterrupted

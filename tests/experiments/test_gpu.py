@@ -61,11 +61,11 @@ def test_a_signal_stops_the_command_and_the_suite(tmp_path, monkeypatch):
     program = "import os, signal, time; print(os.getpid(), flush=True); "
     program += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     monkeypatch.setattr(gpu, "PART_SECONDS", 10)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(Stopped, match="SIGTERM"):
             gpu.run_parts({"good": ["-c pass"], "long": [f"-c {shlex.quote(program)}"], "next": ["-c pass"]}, tmp_path)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not running(int((tmp_path / "long.txt").read_text().splitlines()[1]))

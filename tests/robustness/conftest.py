@@ -1,13 +1,19 @@
 """What must survive kills, signals, full disks and damaged files: a few cases by default, all of them with --full."""
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ import torch
 from experiments.claims.results import commit
 from runtime.checkpoint import find_checkpoint
 from runtime.device import describe
+from runtime.signals import stop_at_signals
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
@@ -67,10 +74,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def flags_in(text: Path) -> Callable[[Path], list[str]]:
+    """`flags_in(folder)`: flags of a tiny run in folder/run, without --steps."""
+    return lambda folder: f"{SIZES} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'run'}".split()
+
+
 @pytest.fixture
-def flags(text: Path, tmp_path: Path) -> list[str]:
+def flags(flags_in: Callable[[Path], list[str]], tmp_path: Path) -> list[str]:
     """Flags of a tiny run in tmp_path/run, without --steps."""
-    return f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'}".split()
+    return flags_in(tmp_path)
 
 
 @pytest.fixture
@@ -95,3 +108,104 @@ def fingerprint() -> Callable[[Path], dict[str, str]]:
         return {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
 
     return hashes
+
+
+# --- commands in forks of this process, which has imported everything ------------------------------------------------
+
+
+@dataclass
+class Child:
+    """A forked process. Its output goes to a file."""
+
+    pid: int
+    log: Path
+    started: float
+    code: int | None = None  # -9 after SIGKILL
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text("utf-8")
+
+    def ended(self) -> bool:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
+
+    def wait(self, seconds: float = 120) -> int:
+        """Its exit code."""
+        deadline = time.monotonic() + seconds
+        while not self.ended():
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.002)
+        assert self.code is not None
+        return self.code
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """`fork(train.main, flags)` calls a function as a command does: in a process of its own, which ends at signals.
+
+    What is left of them at the end is killed.
+    """
+    children: list[Child] = []
+
+    def run(function: Callable, *arguments: Any) -> Child:
+        log = tmp_path / f"output-{len(children)}.txt"
+        log.touch()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                sys.stdout = sys.stderr = log.open("w", buffering=1)
+                os.dup2(sys.stderr.fileno(), 1)
+                os.dup2(sys.stderr.fileno(), 2)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
+                stop_at_signals()
+                function(*arguments)
+                code = 0
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(Child(pid, log, time.monotonic()))
+        return children[-1]
+
+    yield run
+    for child in children:
+        if not child.ended():
+            child.send(signal.SIGKILL)
+            child.wait()
+
+
+@pytest.fixture(scope="session")
+def before_file_event() -> Callable[[Callable[[int], None]], None]:
+    """`before_file_event(action)` calls `action(k)` before the k-th call of this process that writes to the disk.
+
+    These are: open a file for writing, flush a file or a directory to the disk, rename, delete, make a directory. What
+    safetensors writes has no event of its own. It cannot be undone, so it is for forked processes.
+    """
+    changing = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+    def install(action: Callable[[int], None]) -> None:
+        events, fsync = itertools.count(), os.fsync
+
+        def hook(event: str, arguments: tuple) -> None:
+            if event in changing or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+                action(next(events))
+
+        def counted(descriptor: int) -> None:
+            action(next(events))
+            fsync(descriptor)
+
+        sys.addaudithook(hook)
+        os.fsync = counted  # type: ignore[assignment]
+
+    return install

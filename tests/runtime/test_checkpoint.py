@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import os
-import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -212,31 +209,6 @@ def test_full_disk_raises_os_error(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(earlier.parent.iterdir()) == [earlier]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_killed_process_leaves_only_complete_checkpoints(tmp_path):
-    delays = random.Random(0)
-    step = 1
-    save(tmp_path, step, trained=False)
-    for _ in range(6):
-        child = os.fork()
-        if child == 0:
-            while True:
-                step += 1
-                save(tmp_path, step, keep=2, trained=False)
-        time.sleep(delays.uniform(0.02, 0.1))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found = list_checkpoints(tmp_path)
-        assert found
-        for checkpoint in found:
-            model = Llama(CONFIG)
-            load_training_state(checkpoint, model, adamw(model))
-        step = int(found[-1].name.removeprefix("step-"))
-    save(tmp_path, step + 1, trained=False)
-    assert all(path.name.startswith("step-") for path in (tmp_path / "checkpoints").iterdir())
 
 
 def test_unfinished_checkpoint_is_ignored_and_deleted(tmp_path):
