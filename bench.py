@@ -30,6 +30,7 @@ from experiments.plan import PlanConfig, bench_plan
 from experiments.preparation import PrepareConfig, bench_prepare
 from runtime.device import describe, pick_device
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.output import outlive_readers
 from runtime.plugins import add_import_flag, import_files
 from runtime.run_dir import RUNS, write_atomically
 
@@ -46,6 +47,7 @@ COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
+    outlive_readers()
     flags = parse(arguments)
     with exit_codes("--rows, --batch-size or --dim"):
         with bad_input():

@@ -363,7 +363,7 @@ def read_run(path: Path) -> dict[str, Any]:
     Raises ValueError, naming file and field, if the file is missing or not a run.json, or has an unknown field.
     """
     try:
-        run = json.loads(path.read_text())
+        run = json.loads(path.read_text("utf-8"))
         given = {**run["model"], **run["training"]}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"--config {path}: not a readable run.json") from None

@@ -29,10 +29,11 @@ from config import DEVICES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.acceleration import accelerate, resolve_fast
-from runtime.checkpoint import find_checkpoint, load_pretrained
+from runtime.checkpoint import find_checkpoint, read_checkpoint
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.exit_codes import bad_input, exit_codes
+from runtime.output import replace_closed
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
@@ -65,6 +66,7 @@ class Sampling:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    replace_closed()
     flags = parse(arguments)
     with exit_codes("--samples or --tokens"):
         with bad_input():
@@ -77,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             fast = resolve_fast(flags.fast, device, flags.dtype, flags.compile)
             prompt = read_prompt(flags.prompt)
             checkpoint = find_checkpoint(flags.checkpoint)
-            model, tokenizer = load_pretrained(checkpoint, device)
+            model, tokenizer = read_checkpoint(checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, sampling, model.config.context)
         format = str(dtype).removeprefix("torch.") + (" with fast kernels" if fast else "")

@@ -7,7 +7,6 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 import argparse
 import dataclasses
-import json
 import math
 import platform
 import sys
@@ -38,10 +37,11 @@ from runtime.acceleration import accelerate
 from runtime.checkpoint import (
     clear_unfinished,
     find_checkpoint,
+    intact_checkpoint,
     latest_checkpoint,
-    load_pretrained,
     load_pretrained_weights,
     load_training_state,
+    read_checkpoint,
     save_checkpoint,
     weight_hashes,
 )
@@ -57,16 +57,12 @@ from runtime.device import (
     to_device,
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
+from runtime.output import outlive_readers
 from runtime.plan import Plan, make_plan
 from runtime.plugins import import_first, import_records, keep_copies
-from runtime.run_dir import (
-    Log,
-    check_run_dir,
-    locked,
-    make_tracker,
-    write_atomically,
-)
-from runtime.run_report import DPI, plot_loss, write_report
+from runtime.run_dir import Log, check_run_dir, has_evaluation, locked, make_tracker
+from runtime.run_file import read_run_file, write_run_file
+from runtime.run_report import plot_loss, save_plot, write_report
 from runtime.settings import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
 from runtime.signals import stop_requests
 
@@ -80,6 +76,7 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 
 def main(arguments: list[str] | None = None) -> None:
+    outlive_readers()
     with distributed.joined(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with distributed.printed_by_main():
             flags = parse(arguments)
@@ -166,7 +163,7 @@ class Trainer:
     def __init__(self, run: Run, resume: bool = False):
         self.run = run
         allow_tf32(run.config.tf32)
-        checkpoint = distributed.from_main(latest_checkpoint, run.folder) if resume else None
+        checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
         with distributed.together():
             if run.config.init_from and not checkpoint:
                 self.model = load_pretrained_weights(run.config.init_from, run.model_config).to(run.device)
@@ -188,32 +185,37 @@ class Trainer:
             self.step, self.seconds = state["step"], state["seconds"]
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
+        self.evaluated = resume and distributed.from_main(has_evaluation, run.folder, self.step)  # at this step
 
     def train(self) -> None:
-        config = self.run.config
-        if self.step >= config.steps:
+        config, folder = self.run.config, self.run.folder
+        if self.step > config.steps or (self.step == config.steps and self.evaluated):
             if distributed.is_main():
-                print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
+                write_report(folder, self.run.data.val_gzip_bpb)
+                print(f"the run in {folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
-            if config.init_from and not distributed.from_main(latest_checkpoint, self.run.folder):
+            if config.init_from and not distributed.from_main(latest_checkpoint, folder):
                 self.save()  # so that --resume does not need --init-from
+            if self.step and self.due(config.eval_every) and not self.evaluated:
+                self.log_evaluation()  # the run ended between saving and evaluating
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
                 self.step += 1
-                last = self.step == config.steps
-                evaluation_due = last or self.step % config.eval_every == 0
-                save_due = last or self.step % config.save_every == 0
-                if evaluation_due or save_due or self.step % LOG_EVERY == 0:
+                if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                     self.log_training()
-                if evaluation_due:
-                    self.log_evaluation()
                 signum = distributed.largest(stop[0] if stop else 0)
-                if save_due or signum:
+                if self.due(config.save_every) or signum:
                     self.save()
-                if signum and not last:
+                if signum:
                     raise Stopped(signum)
+                if self.due(config.eval_every):
+                    self.log_evaluation()
         self.print_summary()
+
+    def due(self, every: int) -> bool:
+        """Whether something is due at this step that is done at every `every`-th and at the last one."""
+        return self.step % every == 0 or self.step == self.run.config.steps
 
     def update(self, rate: float) -> None:
         """One optimizer step at learning rate `rate`, on the batch of this step."""
@@ -268,7 +270,7 @@ class Trainer:
         description = describe_run(run, self.model)
         run_file = run.folder / "run.json"
         if run_file.exists():  # keep the first command, and list those that resumed it
-            earlier = json.loads(run_file.read_text())
+            earlier = read_run_file(run_file)
             resumed = {"step": self.step, "command": description["command"]}
             imports = description["imports"]
             imports = [record for record in earlier.get("imports", []) if record not in imports] + imports
@@ -280,7 +282,7 @@ class Trainer:
             description |= {"weights_from": earlier["weights_from"]} if "weights_from" in earlier else {}
         elif run.config.init_from:
             description["weights_from"] = weight_hashes(run.config.init_from)
-        write_atomically(run_file, json.dumps(description, indent=2) + "\n")
+        write_run_file(run_file, description)
         keep_copies(run.folder)
         self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
         named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
@@ -330,9 +332,10 @@ class Trainer:
                 sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
             if not distributed.is_main():
                 return
-            self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
-            plot_loss(self.log.rows, run.data.val_gzip_bpb).savefig(run.folder / "loss.png", dpi=DPI)
             self.log.add_sample(self.step, sample)
+            row = {"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}
+            save_plot(plot_loss([*self.log.rows, row], run.data.val_gzip_bpb), run.folder / "loss.png")
+            self.log.add(**row)  # the last, since a resumed run repeats an evaluation that has no row
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
     def save(self) -> None:
@@ -447,7 +450,7 @@ def evaluate_only(run: Run) -> None:
     allow_tf32(run.config.tf32)
     with bad_input(), distributed.together():
         checkpoint = find_checkpoint(str(run.folder))
-        model, _ = load_pretrained(checkpoint, run.device)
+        model, _ = read_checkpoint(checkpoint, run.device)
         if run.config.fast:
             accelerate(model)
     val_loss, val_bpb = evaluate(model, run)

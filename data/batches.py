@@ -4,6 +4,7 @@ data = prepare(["python"], "sentencepiece", 2048, Path(".cache"), context=256)
 inputs, targets = training_batch(data.train.tokens, seed=0, step=0, rows=range(32), context=256)
 """
 
+import errno
 import hashlib
 import shutil
 import sys
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from data.corpus import SPLITS, Corpus, Split, open_corpus
 from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from data.tokens import NotPrepared, TokenFile, open_tokens, write_tokens
+from data.tokens import HEADER_BYTES, NotPrepared, TokenFile, open_tokens, write_tokens
 
 try:
     import fcntl
 except ImportError:  # fcntl is missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full, over a quota, or over a limit of the file size
 FORMAT_VERSION = 3  # of a prepared folder; increase it whenever the same text would give different tokens
 
 
@@ -161,25 +163,33 @@ def _locked(folder: Path) -> Iterator[None]:
 def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
 
-    What a process that was killed has left in the temporary folder is used.
+    What a process that was killed has left in the temporary folder is used. If the disk is full, it is deleted.
     """
     part = folder.with_name(folder.name + ".part")
-    continued = ", continuing an earlier attempt" if part.exists() else ""
-    part.mkdir(exist_ok=True)
-    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text{continued}", file=sys.stderr)
     try:
-        tokenizer = tokenizer or load_tokenizer(tokenizer_kind, part)
-    except ValueError:
-        print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
-        tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
-        tokenizer.save(part)
-    for split in SPLITS:
+        continued = ", continuing an earlier attempt" if part.exists() else ""
+        part.mkdir(exist_ok=True)
+        print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text{continued}", file=sys.stderr)
         try:
-            open_tokens(part / f"{split}.bin", corpus, tokenizer)
-        except NotPrepared:
-            write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
-    shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
-    part.rename(folder)
+            tokenizer = tokenizer or load_tokenizer(tokenizer_kind, part)
+        except ValueError:
+            print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
+            tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
+            tokenizer.save(part)
+        for split in SPLITS:
+            try:
+                open_tokens(part / f"{split}.bin", corpus, tokenizer)
+            except NotPrepared:
+                write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+        shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
+        part.rename(folder)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+        needed = 2 * HEADER_BYTES + sum(corpus.sizes.values()) * (2 if vocab_size <= 1 << 16 else 4)
+        reason = f"{error.strerror or error}; it needs at most {needed:,} bytes"
+        raise OSError(error.errno, f"{folder} cannot be written: {reason}") from None
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer_kind: str, tokenizer: Tokenizer | None) -> Prepared:

@@ -2,7 +2,7 @@
 
 The header is 1024 bytes: a line that names the format, then JSON, then zeros. It is written last, so a truncated file
 is never mistaken for a complete one. Until then the header of a long file says, under another name, how much of it is
-done, so that a preparation that was killed can go on from there.
+done, so that a preparation that was killed can go on from there. Its CRC-32 is of the ids and of the other fields.
 """
 
 import json
@@ -23,6 +23,7 @@ from data.workers import JOB_BYTES, MAX_WORKERS, available_cpus, encode_jobs, ma
 
 MAGIC, UNFINISHED = b"normal-llama tokens\n", b"normal-llama unfinished tokens\n"
 HEADER_BYTES = 1024
+CHUNK_BYTES = 1 << 20  # of ids that are checked at a time
 SAVE_BYTES = 32 << 20  # of ids between two saves of a file's progress
 PARALLEL_BYTES = 16_000_000  # of text from which more processes are worth their start
 
@@ -53,7 +54,7 @@ def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer)
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     made_from = {"dtype": dtype.str, "tokenizer": tokenizer.hash, "corpus": corpus.hash}
-    done, count = _progress(path, made_from)
+    done, count, crc = _progress(path, made_from)
     bar = tqdm(total=corpus.sizes[split], unit="B", unit_scale=True, desc=f"encoding {split}", disable=None)
     compressor = zlib.compressobj(9, wbits=31)  # same as gzip -9
     text_bytes, gzip_bytes, unsaved = 0, 0, 0
@@ -65,6 +66,7 @@ def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer)
         # What an earlier call encoded is read again, and validation text compressed again, but not encoded again.
         for number, (job, ids) in enumerate(chain(((job, b"") for job in islice(jobs, done)), encoded), 1):
             file.write(ids)
+            crc = zlib.crc32(ids, crc)
             count += len(ids) // dtype.itemsize
             text = text_of(job)
             if split == "val":
@@ -74,12 +76,12 @@ def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer)
             bar.update(len(text))
             if unsaved >= SAVE_BYTES:
                 progress = {"count": count, "jobs": number, "job_bytes": JOB_BYTES}
-                _write_header(file, UNFINISHED, made_from | progress)
+                _write_header(file, UNFINISHED, made_from | progress, crc)
                 unsaved = 0
         if split == "val":
             gzip_bytes += len(compressor.flush())
         sizes = {"text_bytes": text_bytes, "gzip_bytes": gzip_bytes}
-        _write_header(file, MAGIC, {"dtype": dtype.str, "count": count} | made_from | sizes)
+        _write_header(file, MAGIC, {"dtype": dtype.str, "count": count} | made_from | sizes, crc)
 
 
 def _worker_count(text_bytes: int, tokenizer: Tokenizer) -> int:
@@ -89,46 +91,58 @@ def _worker_count(text_bytes: int, tokenizer: Tokenizer) -> int:
     return min(available_cpus(), MAX_WORKERS)
 
 
-def _progress(path: Path, made_from: dict[str, str]) -> tuple[int, int]:
-    """The jobs that an earlier call has encoded into the file at `path`, and the number of their ids."""
+def _progress(path: Path, made_from: dict[str, str]) -> tuple[int, int, int]:
+    """The jobs that an earlier call has encoded into the file at `path`, the number of their ids and their CRC-32."""
     try:
-        magic, header, size = _read_header(path)
-    except (OSError, ValueError):
-        return 0, 0
-    same = magic == UNFINISHED and header.items() >= (made_from | {"job_bytes": JOB_BYTES}).items()
-    if not same or size < HEADER_BYTES + header["count"] * np.dtype(header["dtype"]).itemsize:
-        return 0, 0
-    return header["jobs"], header["count"]
+        header, crc = _read_header(path, UNFINISHED)
+    except NotPrepared:
+        return 0, 0, 0
+    if not header.items() >= (made_from | {"job_bytes": JOB_BYTES}).items():
+        return 0, 0, 0
+    return header["jobs"], header["count"], crc
 
 
-def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
-    """Write the header once the ids before it are on the disk, and return to the end of the file."""
+def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any], crc: int) -> None:
+    """Write the header once the ids before it are on the disk, and return to the end of the file.
+
+    `crc` is the CRC-32 of the ids.
+    """
     file.flush()
     os.fsync(file.fileno())
     file.seek(0)
-    file.write((magic + json.dumps(header).encode()).ljust(HEADER_BYTES, b"\0"))
+    fields = json.dumps(header | {"crc32": zlib.crc32(json.dumps(header).encode(), crc)})
+    file.write((magic + fields.encode()).ljust(HEADER_BYTES, b"\0"))
     file.flush()
     file.seek(0, os.SEEK_END)
 
 
-def _read_header(path: Path) -> tuple[bytes, dict[str, Any], int]:
-    """The magic line and the fields of the header, and the size of the file. Raises OSError or ValueError."""
-    with open(path, "rb") as file:
-        magic, _, fields = file.read(HEADER_BYTES).partition(b"\n")
-        return magic + b"\n", json.loads(fields.rstrip(b"\0")), os.fstat(file.fileno()).st_size
+def _read_header(path: Path, magic: bytes) -> tuple[dict[str, Any], int]:
+    """The fields of the header, and the CRC-32 of the ids. Raises NotPrepared unless they are what was written."""
+    try:
+        with open(path, "rb") as file:
+            line, _, fields = file.read(HEADER_BYTES).partition(b"\n")
+            header = json.loads(fields.rstrip(b"\0"))
+            expected, unread, crc = header.pop("crc32"), header["count"] * np.dtype(header["dtype"]).itemsize, 0
+            while chunk := file.read(min(unread, CHUNK_BYTES)):
+                crc = zlib.crc32(chunk, crc)
+                unread -= len(chunk)
+            longer = magic == MAGIC and file.read(1)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise NotPrepared from error
+    if line + b"\n" != magic or unread or longer or zlib.crc32(json.dumps(header).encode(), crc) != expected:
+        raise NotPrepared
+    return header, crc
 
 
 def open_tokens(path: Path, corpus: Corpus, tokenizer: Tokenizer) -> TokenFile:
     """Memory-map a token file. Raises NotPrepared unless it is complete and made from this corpus and tokenizer."""
-    try:
-        magic, header, size = _read_header(path)
-    except (OSError, ValueError) as error:
-        raise NotPrepared from error
-    if magic != MAGIC:
+    header, _ = _read_header(path, MAGIC)
+    if (header["tokenizer"], header["corpus"]) != (tokenizer.hash, corpus.hash):
         raise NotPrepared
-    dtype = np.dtype(header["dtype"])
-    expected_size = HEADER_BYTES + header["count"] * dtype.itemsize
-    if (size, header["tokenizer"], header["corpus"]) != (expected_size, tokenizer.hash, corpus.hash):
-        raise NotPrepared
-    tokens = np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(header["count"],))
+    tokens = map_tokens(path, header["dtype"], header["count"])
     return TokenFile(tokens, header["text_bytes"], header["gzip_bytes"])
+
+
+def map_tokens(path: Path, dtype: str, count: int) -> np.ndarray:
+    """The ids in a token file, memory-mapped."""
+    return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,))

@@ -22,6 +22,7 @@ from experiments.benchmarks import (
 )
 from model import Llama
 from runtime.device import peak_memory
+from runtime.run_report import save_plot
 from train import flops_per_token
 
 AXES = {
@@ -151,4 +152,4 @@ def plot_costs(costs: list[Cost], base: StepConfig, path: Path) -> None:
     panels[0, 0].set_ylabel("tokens/s")
     panels[1, 0].set_ylabel("memory of a step, MB")
     panels[0, 0].legend()
-    figure.savefig(path, dpi=120)
+    save_plot(figure, path)

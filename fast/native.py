@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,20 +77,20 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     if capability == "AVX512" and "avx512_bf16" in cpu_flags():
         flags.append("-mavx512bf16")
     reason = ""
-    with tempfile.TemporaryDirectory() as temporary:  # if the cache directory is not writable or executable
-        for directory in (cache_directory(), Path(temporary)):
-            for threads in THREADS.values():
-                try:
-                    library = ctypes.CDLL(str(build(compiler, flags + threads, directory)))
-                except subprocess.CalledProcessError as error:
-                    reason = error.stderr.strip().partition("\n")[0]
-                except OSError as error:
-                    reason = str(error)
-                else:
-                    for name, letters in FUNCTIONS.items():
-                        getattr(library, name).argtypes = [ARGUMENTS[letter] for letter in letters]
-                        getattr(library, name).restype = None
-                    return library, None
+    for cached in (True, False):  # in a temporary directory if the cache directory is not writable or executable
+        for threads in THREADS.values():
+            try:
+                with nullcontext(cache_directory()) if cached else tempfile.TemporaryDirectory() as directory:
+                    library = ctypes.CDLL(str(build(compiler, flags + threads, Path(directory))))
+            except subprocess.CalledProcessError as error:
+                reason = error.stderr.strip().partition("\n")[0]
+            except OSError as error:
+                reason = str(error)
+            else:
+                for name, letters in FUNCTIONS.items():
+                    getattr(library, name).argtypes = [ARGUMENTS[letter] for letter in letters]
+                    getattr(library, name).restype = None
+                return library, None
     return None, f"{compiler} could not build the kernels: {reason}"
 
 
@@ -100,7 +101,7 @@ def build(compiler: str, flags: list[str], directory: Path) -> Path:
     Raises CalledProcessError if the compiler fails, OSError if `directory` cannot be written to.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    recipe = [version, *flags, *(source.read_text() for source in (HEADER, *SOURCES))]
+    recipe = [version, *flags, *(source.read_text("utf-8") for source in (HEADER, *SOURCES))]
     library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ def cache_directory() -> Path:
 
 def cpu_flags() -> set[str]:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text("utf-8", "replace").splitlines() if cpuinfo.exists() else []
     return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 

@@ -6,15 +6,19 @@ runs/NAME/checkpoints/step-000600/
     tokenizer*              what the tokenizer saves
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
     trainer.json            the rest of the training state
-    manifest.json           SHA-256 of each of these
+    manifest.json           SHA-256 of each of these, and under its own name that of the list itself
 """
 
+import errno
 import hashlib
 import json
+import math
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import ModelConfig
+from config import ModelConfig, TrainConfig
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime import distributed
@@ -34,11 +38,13 @@ from runtime.huggingface.directory import (
     stored_state,
     write_model,
 )
-from runtime.huggingface.weights import save_tensors, tensors_in, weight_files
-from runtime.run_dir import newest_run, sync
+from runtime.huggingface.weights import WEIGHTS, save_tensors, tensors_in, weight_files
+from runtime.run_dir import explained, newest_run, sync
 
+NAME = r"step-\d{6,}"  # of a finished checkpoint
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
+OPTIMIZER_STATES = {"adamw": 2, "muon": 1}  # numbers per weight of a block's matrices; other weights have AdamW's
 
 
 def save_checkpoint(
@@ -46,8 +52,9 @@ def save_checkpoint(
 ) -> Path:
     """Save the complete state after `step` steps, and delete the oldest checkpoints until `keep` are left.
 
-    `trainer` is anything JSON can hold. A checkpoint of the same step is replaced. Raises OSError if the disk is full;
-    earlier checkpoints are intact then. Every rank must call it; rank 0 writes whole tensors.
+    `trainer` is anything JSON can hold. A checkpoint of the same step is replaced. Raises OSError, naming the bytes
+    needed, if the disk is full; earlier checkpoints are intact then. Every rank must call it; rank 0 writes whole
+    tensors.
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
@@ -56,27 +63,46 @@ def save_checkpoint(
         return finished
     clear_unfinished(run)
     unfinished = checkpoints / f".{finished.name}-unfinished"
-    unfinished.mkdir(parents=True)
     earlier = [path for path in list_checkpoints(run) if _step(path) < step]
+    size = sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))
     try:
-        write_model(unfinished, model.config, weights, tokenizer)
-        save_tensors(state, unfinished / OPTIMIZER)
-        trainer = {"step": step, "optimizers": _kinds(optimizers)} | trainer
-        (unfinished / TRAINER).write_text(json.dumps(trainer, indent=1))
-        manifest = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
-        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in (*unfinished.iterdir(), unfinished):
-            sync(path)
-        if finished.exists():  # a directory cannot replace another one that has files
-            _retire(finished)
-        unfinished.rename(finished)
-        for path in (checkpoints, run):  # the new one is on the disk before others are deleted
-            sync(path)
-        for path in earlier[: max(0, len(earlier) - keep + 1)]:
-            _retire(path)
+        with explained(finished, size):
+            unfinished.mkdir(parents=True)
+            write_model(unfinished, model.config, weights, tokenizer)
+            save_tensors(state, unfinished / OPTIMIZER)
+            trainer = {"step": step, "optimizers": _kinds(optimizers)} | trainer
+            (unfinished / TRAINER).write_text(json.dumps(trainer, indent=1))
+            manifest = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
+            (unfinished / MANIFEST).write_text(json.dumps(manifest | {MANIFEST: _hash_of(manifest)}, indent=1))
+            for path in (*unfinished.iterdir(), unfinished):
+                sync(path)
+            if finished.exists():  # a directory cannot replace another one that has files
+                _retire(finished)
+            unfinished.rename(finished)
+            for path in (checkpoints, run):  # the new one is on the disk before others are deleted
+                sync(path)
+            for path in earlier[: max(0, len(earlier) - keep + 1)]:
+                _retire(path)
     finally:
         clear_unfinished(run)
     return finished
+
+
+def check_space(run: Path, model: ModelConfig, training: TrainConfig) -> None:
+    """Raise OSError unless the disk has space for the checkpoints that a run keeps and one that it is writing."""
+    in_blocks = model.weights - (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
+    states = OPTIMIZER_STATES[training.optimizer] * in_blocks + OPTIMIZER_STATES["adamw"] * (model.weights - in_blocks)
+    size = 4 * (model.weights + states)
+    saves = math.ceil(training.steps / training.save_every)
+    count = max(1, min(training.keep + 1, saves) - len(list_checkpoints(run)))
+    disk = next(path for path in (run, *run.absolute().parents) if path.exists())
+    free = shutil.disk_usage(disk).free
+    if free < count * size:
+        raise OSError(
+            errno.ENOSPC,
+            f"{disk} has {free:,} bytes free, and this run's checkpoints need {count * size:,}: {count} of {size:,}; "
+            "free some space, or lower --keep",
+        )
 
 
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +131,7 @@ def clear_unfinished(run: Path) -> None:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The finished checkpoints of a run, the earliest first."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(NAME, path.name)]
     return sorted(found, key=_step)
 
 
@@ -115,15 +141,16 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def find_checkpoint(where: str | Path | None) -> Path:
-    """`where` if it is a checkpoint or a Hugging Face directory, the last checkpoint if it is a run, or that of the
-    newest run for None.
+    """`where` if it is a checkpoint or a Hugging Face directory, the last intact checkpoint if it is a run, or that of
+    the newest run for None.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, or if what a model needs of it is damaged.
     """
     folder = Path(where or newest_run())
-    if (folder / MANIFEST).is_file() or (folder / CONFIG).is_file():
+    if (folder / MANIFEST).is_file() or (folder / CONFIG).is_file() or (folder / TRAINER).is_file():
+        verify(folder, leave_out=TRAINING_STATE)
         return folder
-    last = latest_checkpoint(folder)
+    last = intact_checkpoint(folder, leave_out=TRAINING_STATE)
     if last is None and (folder / "params.json").is_file():
         raise ValueError(
             f"{folder / 'params.json'} is of Meta's layout, whose weights are pickles; download the model in Hugging "
@@ -135,6 +162,31 @@ def find_checkpoint(where: str | Path | None) -> Path:
             f"{folder} {problem}; name a run of train.py, one of its checkpoints, or a Hugging Face directory"
         )
     return last
+
+
+def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None:
+    """The last checkpoint of a run whose files match its manifest, or None if the run has no checkpoints.
+
+    If a later one is damaged, a line on standard error says so. Raises ValueError if all are.
+    """
+    problem = ""
+    for checkpoint in reversed(list_checkpoints(run)):
+        try:
+            verify(checkpoint, leave_out)
+        except (OSError, ValueError) as error:
+            problem = problem or str(error)
+        else:
+            if problem and distributed.is_main():
+                _warn(f"{problem}; going back to {checkpoint.name}")
+            return checkpoint
+    if problem:
+        raise ValueError(f"{problem}; no other checkpoint of {run} is intact")
+    return None
+
+
+@cache
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def _step(checkpoint: Path) -> int:
@@ -171,8 +223,11 @@ def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -
     The model is on `device` and in evaluation mode. Raises ValueError, naming the file, if one is missing, damaged, or
     inconsistent with the others.
     """
-    checkpoint = find_checkpoint(directory)
-    verify(checkpoint, leave_out=TRAINING_STATE)
+    return read_checkpoint(find_checkpoint(directory), device)
+
+
+def read_checkpoint(checkpoint: Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
+    """`load_pretrained` for a directory that `find_checkpoint` has found and verified."""
     tokenizer = read_tokenizer(checkpoint)
     return read_model(checkpoint).to(device).eval(), tokenizer
 
@@ -185,9 +240,7 @@ def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama
 
     `config` may differ in context and dropout. Raises ValueError like `load_pretrained`.
     """
-    checkpoint = find_checkpoint(directory)
-    verify(checkpoint, leave_out=TRAINING_STATE)
-    return read_model(checkpoint, config, torch.float32)
+    return read_model(find_checkpoint(directory), config, torch.float32)
 
 
 def weight_hashes(directory: str | Path) -> dict[str, Any]:
@@ -200,9 +253,9 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
 def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Restore weights and optimizer state bit for bit, and return the contents of trainer.json with its "step".
 
-    Raises ValueError, naming the file, if one is missing, damaged, or of another model or optimizer.
+    `intact_checkpoint` verifies the files before. Raises ValueError, naming the file, if one is of another model or
+    optimizer.
     """
-    verify(checkpoint)
     trainer = json.loads((checkpoint / TRAINER).read_text())
     if trainer["optimizers"] != _kinds(optimizers):
         there, here = ", ".join(trainer["optimizers"]), ", ".join(_kinds(optimizers))
@@ -253,23 +306,33 @@ def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Ten
 
 
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
-    """Raise ValueError, naming the file, unless every file matches the manifest. Others' directories have none."""
+    """Raise ValueError, naming the file, unless every file matches the manifest. Others' directories have none.
+
+    Manifests of earlier versions have no hash of themselves.
+    """
     path = checkpoint / MANIFEST
-    if not path.is_file() and not (checkpoint / TRAINER).is_file():
+    ours = path.is_file() or (checkpoint / TRAINER).is_file() or re.fullmatch(NAME, checkpoint.name)
+    if not ours:
         return
     try:
-        manifest = json.loads(path.read_text())
-        valid = isinstance(manifest, dict) and all(Path(name).name == name for name in manifest)
+        manifest = json.loads(path.read_text("utf-8"))
+        valid = isinstance(manifest, dict) and manifest.keys() >= {CONFIG, WEIGHTS, *TRAINING_STATE}
+        valid = valid and all(Path(name).name == name for name in manifest)
+        valid = valid and manifest.pop(MANIFEST, None) in (None, _hash_of(manifest))
     except (OSError, ValueError, RecursionError):
         valid = False
     if not valid:
-        raise ValueError(f"{path} is missing or damaged; use another checkpoint")
+        raise ValueError(f"{path} is missing or damaged")
     for name in manifest.keys() - leave_out:
         path = checkpoint / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing; use another checkpoint")
+            raise ValueError(f"{path} is missing")
         if sha256(path) != manifest[name]:
-            raise ValueError(f"{path} is damaged: its SHA-256 differs from the manifest's; use another checkpoint")
+            raise ValueError(f"{path} is damaged: its SHA-256 differs from the manifest's")
+
+
+def _hash_of(manifest: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:

@@ -151,7 +151,8 @@ def describe(device: torch.device) -> str:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    described = cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*: (.+)$", described, re.M)
     return found[1] if found else platform.processor() or platform.machine()
 
 

@@ -17,7 +17,7 @@ from config import ModelConfig, Parser, require
 from data.tokenizer import SPACE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from model import Llama
 from norms import KINDS
-from runtime.checkpoint import find_checkpoint, load_pretrained
+from runtime.checkpoint import find_checkpoint, read_checkpoint
 from runtime.exit_codes import bad_input, exit_codes
 from runtime.plugins import NotImported
 
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
         require_new(flags.out)  # before the weights are read
         checkpoint = find_checkpoint(flags.checkpoint)
         try:
-            model, tokenizer = load_pretrained(checkpoint)
+            model, tokenizer = read_checkpoint(checkpoint)
         except NotImported:
             raise ValueError(f"llama.cpp cannot express the norm or placement of {checkpoint}") from None
         export(model, tokenizer, flags.out, flags.dtype)

@@ -1,8 +1,11 @@
 """The directory of a run: who may write to it, and its logs."""
 
 import json
+import math
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,9 +18,22 @@ try:
 except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
+from norms import is_a
 from runtime.exit_codes import RunInUse
 
 RUNS = Path("runs")
+COLUMNS = {  # of metrics.jsonl, of which a row has those of a training entry, an evaluation or a divergence
+    "step": int,
+    "tokens": int,
+    "seconds": float,
+    "train_loss": float,
+    "lr": float,
+    "grad_norm": float,
+    "tokens_per_second": float,
+    "val_loss": float,
+    "val_bpb": float,
+    "not_finite": bool,
+}
 Tracker = Callable[[dict[str, Any]], None]
 
 
@@ -86,26 +102,29 @@ def check_not_in_use(folder: Path) -> None:
 class Log:
     """`metrics.jsonl` of a run, one JSON object a line, also passed to the `tracker`; and `samples.txt`.
 
-    Resuming from `step` drops what was logged after it, since those steps run again.
+    Resuming from `step` drops what was logged after it, since those steps run again. A sample is written before the
+    row of its evaluation, so one without a row is dropped as well.
     """
 
     def __init__(self, folder: Path, step: int, tracker: Tracker):
         self.path, self.tracker = folder / "metrics.jsonl", tracker
         self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
+        if step and not any(row["step"] == step for row in self.rows):
+            last = self.rows[-1]["step"] if self.rows else 0
+            print(f"warning: {self.path} is cut off: steps {last + 1} to {step} are not in it", file=sys.stderr)
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.samples = folder / "samples.txt"
         if self.samples.exists():
-            write_atomically(self.samples, samples_until(step, self.samples.read_text("utf-8")))
+            evaluated = max((row["step"] for row in self.rows if "val_loss" in row), default=0)
+            write_atomically(self.samples, samples_until(evaluated, read_samples(folder)))
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        _append(self.path, json.dumps(row, allow_nan=False) + "\n")
         self.tracker(row)
 
     def add_sample(self, step: int, text: str) -> None:
-        with self.samples.open("a", encoding="utf-8") as file:
-            file.write(f"----- step {step} -----\n{text}\n")
+        _append(self.samples, f"----- step {step} -----\n{text}\n")
 
 
 def samples_until(step: int, text: str) -> str:
@@ -116,27 +135,84 @@ def samples_until(step: int, text: str) -> str:
 
 def last_sample(folder: Path) -> str:
     """The newest sample in the `samples.txt` of the run in `folder`, or nothing if there is none."""
+    return re.split(r"^----- step \d+ -----\n", read_samples(folder), flags=re.M)[-1]
+
+
+def read_samples(folder: Path) -> str:
+    """The `samples.txt` of the run in `folder`, or nothing. It is only to look at: damage in it is shown as U+FFFD."""
     samples = folder / "samples.txt"
-    text = samples.read_text("utf-8") if samples.exists() else ""
-    return re.split(r"^----- step \d+ -----\n", text, flags=re.M)[-1]
+    return samples.read_text("utf-8", errors="replace") if samples.exists() else ""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, or none if there is no such file. A truncated last line is ignored."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    """The rows of a `metrics.jsonl`, or none if there is no such file. A truncated last line is ignored.
+
+    Raises ValueError, naming file and line, for anything but rows in the order of their steps. A digit that has
+    become another digit is not noticed.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not _is_row(row) or (rows and row["step"] < rows[-1]["step"]):
+            raise ValueError(f"{path} is damaged: line {number} is not a row of the log; repair or remove the file")
+        rows.append(row)
+    return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether the log can have written `row`. A gradient norm is null in a float16 step that overflowed."""
+    return (
+        is_a(row, dict)
+        and "step" in row
+        and row.keys() & {"train_loss", "val_bpb", "not_finite"}
+        and ("val_loss" in row) == ("val_bpb" in row)
+        and all(
+            (name == "grad_norm" and value is None) or (is_a(value, COLUMNS.get(name)) and abs(value) < math.inf)
+            for name, value in row.items()
+        )
+    )
+
+
+def has_evaluation(folder: Path, step: int) -> bool:
+    """Whether the run in `folder` has logged the evaluation of `step`. Raises ValueError if its log is damaged."""
+    return any(row["step"] == step and "val_loss" in row for row in read_rows(folder / "metrics.jsonl"))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(path: Path, size: int) -> Iterator[None]:
+    """Make an OSError inside, usually of a full disk, name what was to be written and its size in bytes."""
     try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        reason = f"{error.strerror or error}; it needs {size:,} bytes, and {free:,} are free"
+        explanation = OSError(f"{path} cannot be written: {reason}")
+        explanation.errno = error.errno
+        raise explanation from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees half of it, nor anyone after a power failure."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that no reader ever sees half of it, nor anyone after a power failure.
+
+    Raises OSError as `explained`.
+    """
+    data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     part = path.with_name(path.name + ".part")
-    part.write_text(text, "utf-8")
-    sync(part)
-    part.replace(path)
-    sync(path.parent)
+    try:
+        with explained(path, len(data)):
+            part.write_bytes(data)
+            sync(part)
+            part.replace(path)
+            sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -148,6 +224,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _append(path: Path, text: str) -> None:
+    data = text.encode()
+    with explained(path, len(data)), path.open("ab") as file:
+        file.write(data)
+
+
+# --- trackers --------------------------------------------------------------------------------------------------------
 
 
 def check_tracker(kind: str) -> None:

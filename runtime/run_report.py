@@ -1,12 +1,13 @@
 """What a run leaves to look at: its loss curve, and one page with curve, samples and settings."""
 
-import json
+import io
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.page import figure, markdown, page, preformatted, table
-from runtime.run_dir import read_rows, write_atomically
+from runtime.run_dir import read_rows, read_samples, write_atomically
+from runtime.run_file import read_run_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,15 +43,21 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     return plot
 
 
+def save_plot(plot: "Figure", path: Path) -> None:
+    """Write a plot as PNG. Raises OSError, naming the file, if the disk is full."""
+    image = io.BytesIO()
+    plot.savefig(image, format="png", dpi=DPI)
+    write_atomically(path, image.getvalue())
+
+
 def write_report(folder: Path, gzip_bpb: float) -> None:
     """Write `report.html` of the run in `folder`, which has ended."""
-    run, rows = json.loads((folder / "run.json").read_text()), read_rows(folder / "metrics.jsonl")
-    samples = folder / "samples.txt"
+    run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     sections = [
         markdown(f"{result(rows, gzip_bpb)}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result(rows, gzip_bpb)}"),
         "<h2>Samples</h2>",
-        preformatted(samples.read_text("utf-8") if samples.exists() else "none yet", wrapped=True),
+        preformatted(read_samples(folder) or "none yet", wrapped=True),
         "<h2>Settings</h2>",
         preformatted(shlex.join(["python", *run["command"]]), wrapped=True),
         settings_table(run["model"] | run["training"] | run["versions"]),

@@ -16,12 +16,13 @@ from data.batches import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
-from runtime.checkpoint import TRAINING_STATE, find_checkpoint, latest_checkpoint, verify
+from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint
 from runtime.device import compile_by_default, pick_device, pick_dtype
 from runtime.exit_codes import RunInUse
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import warn_of_imports
-from runtime.run_dir import check_not_in_use, check_run_dir, check_tracker, make_run_dir, newest_run
+from runtime.run_dir import RUNS, check_not_in_use, check_run_dir, check_tracker, make_run_dir, newest_run
+from runtime.run_file import read_run_file
 from runtime.run_report import shown
 
 FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
@@ -67,6 +68,7 @@ def resolve_settings(
             raise ValueError("--preset is for new runs; --resume and --eval-only take the configuration of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
         flags.config = out / "run.json"
+        read_run_file(flags.config)
     if flags.eval_only and unavailable():
         flags.fast = False  # evaluate a run that used the kernels where there are none
     if out:
@@ -80,10 +82,13 @@ def resolve_settings(
             raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
         if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
             print(f"changed: {', '.join(changes)}", file=sys.stderr)
+    if not flags.eval_only:
+        check_space(out or RUNS, model_config, config)
     device = pick_device(config.device)
     tokenizer = None
     if config.init_from:
-        saved = latest_checkpoint(out) if out and existing else None  # a run that has started no longer needs DIR
+        # A run that has started no longer needs DIR.
+        saved = intact_checkpoint(out, TRAINING_STATE) if out and existing else None
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
     data = prepare(
         config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context, tokenizer
@@ -95,7 +100,7 @@ def resolve_settings(
 
 def started_by_this_launch(run_file: Path) -> bool:
     """Whether torchrun, before it restarted the ranks, has started the run or resumed it."""
-    return run_file.exists() and json.loads(run_file.read_text()).get("launch") == distributed.launch()
+    return run_file.exists() and read_run_file(run_file).get("launch") == distributed.launch()
 
 
 def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
@@ -122,7 +127,7 @@ def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
     """`configs_from`. Raises ValueError that asks for `--import` if the run of --config needs a file."""
     if flags.config:
         read_run(Path(flags.config))
-        warn_of_imports(json.loads(Path(flags.config).read_text()), Path(flags.config))
+        warn_of_imports(json.loads(Path(flags.config).read_text("utf-8")), Path(flags.config))
     return configs_from(flags, device, pretrained_settings(flags))
 
 
@@ -135,8 +140,7 @@ def pretrained_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
         init_from = read_run(Path(flags.config)).get("init_from", "")
     if not init_from:
         return None
-    directory = find_checkpoint(init_from)
-    verify(directory, leave_out=TRAINING_STATE)  # before the text is prepared
+    directory = find_checkpoint(init_from)  # verified before the text is prepared
     model, _ = open_model(directory)
     return dataclasses.asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
 
@@ -181,7 +185,7 @@ def changed_options(run_file: Path, config: TrainConfig) -> list[str]:
 
 def check_same_text(run_file: Path, data: Prepared) -> None:
     """Raise ValueError if text or tokenizer differ from those of the run in `run_file`."""
-    theirs = json.loads(run_file.read_text())
+    theirs = read_run_file(run_file)
     for name, ours in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        if theirs[name]["hash"] != ours:
+        if theirs[name].get("hash") != ours:
             raise ValueError(f"the {name} of the run in {run_file.parent} has changed since the run started")

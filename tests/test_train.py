@@ -30,7 +30,7 @@ from model import Llama, weights_by_role
 from norms import KINDS, TRAITS, register
 from norms.placement import PLACEMENTS, supports
 from optim import learning_rate, make_optimizers
-from runtime.checkpoint import find_checkpoint
+from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.device import has_bfloat16
 from runtime.run_report import shown
 from runtime.settings import FIXED_ON_RESUME, changed_options, check_same_settings, resolve, resolve_run
@@ -102,7 +102,7 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     run = command("--steps 3")
     flags = train.parse(["--eval-only", "--out", str(run)])
     run_settings = resolve_run(flags)
-    model, _ = train.load_pretrained(find_checkpoint(str(run)), run_settings.device)
+    model, _ = load_pretrained(find_checkpoint(str(run)), run_settings.device)
     ids = torch.from_numpy(run_settings.data.val.tokens.astype("int64"))
     nats = 0.0
     for start in range(0, len(ids) - 1, 32):
@@ -131,7 +131,7 @@ def test_muon_averages_over_micro_batches(command):
 
 def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
     run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
-    model, losses = train.load_pretrained(find_checkpoint(str(run.folder)), run.device)[0], []
+    model, losses = load_pretrained(find_checkpoint(str(run.folder)), run.device)[0], []
     for batch_tokens in (1, 96, 1 << 12):
         monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
         losses.append(train.evaluate(model, run))
@@ -205,7 +205,7 @@ def on_sphere(name: str, weight: Tensor) -> Tensor:
 def test_ngpt_stays_on_the_sphere(flags, command):
     run = command(f"--placement ngpt --steps 4 --lr 0.1 {flags}")
     start = Llama(ModelConfig(**json.loads((run / "run.json").read_text())["model"])).state_dict()
-    state = train.load_pretrained(find_checkpoint(run), "cpu")[0].state_dict()
+    state = load_pretrained(find_checkpoint(run), "cpu")[0].state_dict()
     for name, weight in state.items():
         assert not torch.equal(weight, start[name]), name
         if weight.ndim == 2:
@@ -278,7 +278,7 @@ def test_each_step_uses_the_learning_rate_of_the_schedule(command, monkeypatch):
 def test_first_adamw_update_is_the_learning_rate(command):
     """The first AdamW step changes every gain from 1 to 1 ± lr, up to eps."""
     run = command("--steps 1 --warmup 0 --lr 0.005 --optimizer adamw")
-    model, _ = train.load_pretrained(find_checkpoint(str(run)), "cpu")
+    model, _ = load_pretrained(find_checkpoint(str(run)), "cpu")
     gains = torch.cat([weight.detach() for weight in model.parameters() if weight.ndim == 1])
     change = (gains - 1).abs()
     assert change.max() < 0.00501 and change.median() > 0.0049
@@ -287,7 +287,7 @@ def test_first_adamw_update_is_the_learning_rate(command):
 def test_muon_update_has_the_rms_of_adamw(command):
     """As with match_rms_adamw, the RMS is 0.2 · lr for every shape, up to the error of Newton-Schulz."""
     run = command("--steps 1 --warmup 0 --lr 0.005 --weight-decay 0 --optimizer muon")
-    after, _ = train.load_pretrained(find_checkpoint(str(run)), "cpu")
+    after, _ = load_pretrained(find_checkpoint(str(run)), "cpu")
     before = Llama(after.config, seed=0)
     for (role, _, new), (_, _, old) in zip(weights_by_role(after), weights_by_role(before), strict=True):
         if role not in ("embedding", "head"):
@@ -482,7 +482,7 @@ def test_dropout_differs_between_steps_and_repeats_with_them(text, tmp_path):
 
 def test_evaluation_is_deterministic_and_without_dropout(command):
     run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
-    model, _ = train.load_pretrained(find_checkpoint(str(run.folder)), run.device)
+    model, _ = load_pretrained(find_checkpoint(str(run.folder)), run.device)
     state = torch.get_rng_state()
     losses = {train.evaluate(model.train(mode), run) for mode in (True, False)}
     assert len(losses) == 1
@@ -548,7 +548,7 @@ def test_non_finite_loss_stops_the_run_and_is_not_saved(command, capsys, tmp_pat
     assert excinfo.value.code == 5
     bad = [row["step"] for row in read_metrics(tmp_path / "run") if row.get("not_finite")]
     assert len(bad) == 1 and f"at step {bad[0]}" in capsys.readouterr().err
-    kept = [train.load_pretrained(path, "cpu")[0] for path in (tmp_path / "run/checkpoints").iterdir()]
+    kept = [load_pretrained(path, "cpu")[0] for path in (tmp_path / "run/checkpoints").iterdir()]
     assert len(kept) == bad[0] - 1  # a checkpoint of every step before it and none after
     assert all(weight.isfinite().all() for model in kept for weight in model.parameters())
 
@@ -560,7 +560,7 @@ def test_divergence_found_by_evaluation_or_saving(flags, command, tmp_path):
     assert excinfo.value.code == 5
     assert [set(row) for row in read_metrics(tmp_path / "run") if "not_finite" in row] == [{"step", "not_finite"}]
     for path in (tmp_path / "run").glob("checkpoints/*"):
-        assert all(weight.isfinite().all() for weight in train.load_pretrained(path, "cpu")[0].parameters())
+        assert all(weight.isfinite().all() for weight in load_pretrained(path, "cpu")[0].parameters())
 
 
 def test_non_finite_gradient_stops_the_run(command, monkeypatch, tmp_path):

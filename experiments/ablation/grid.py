@@ -30,6 +30,7 @@ from runtime.device import describe
 from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
 from runtime.plugins import check_imports, import_flags
 from runtime.run_dir import read_rows
+from runtime.run_file import read_run_file
 from runtime.settings import check_same_settings, check_same_text, resolve
 from runtime.signals import stop_requests
 
@@ -152,7 +153,7 @@ class Grid:
                 config = replace(config, lr=cell.lr, seed=cell.seed)
                 check_same_settings(run_file, model_config, config, compared)
                 check_same_text(run_file, self.data)
-                run = json.loads(run_file.read_text())
+                run = read_run_file(run_file)
                 for line in check_imports(run, run_file):
                     raise ValueError(f"the run in {run_file.parent}: {line}")
                 here = f"{describe(torch.device(config.device))} with torch {torch.__version__}"

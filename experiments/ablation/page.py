@@ -12,7 +12,7 @@ from experiments.ablation.plots import plot_curves, plot_differences, plot_paire
 from model import Llama
 from runtime.page import figure, markdown, page, preformatted
 from runtime.run_dir import last_sample, write_atomically
-from runtime.run_report import DPI, settings_table
+from runtime.run_report import save_plot, settings_table
 
 
 def write_pictures(grid: Grid, shared: Sequence[Outcome], best: Sequence[Outcome], sweep: Sequence[Outcome]) -> None:
@@ -24,7 +24,7 @@ def write_pictures(grid: Grid, shared: Sequence[Outcome], best: Sequence[Outcome
     figures: dict[str, Figure] = {}
 
     def add(name: str, alt: str, plot: Figure) -> None:
-        plot.savefig(grid.folder / f"{name}.png", dpi=DPI)
+        save_plot(plot, grid.folder / f"{name}.png")
         figures[alt] = plot
 
     baseline = next(iter(grid.settings))

@@ -24,7 +24,7 @@ from model import Llama
 from runtime.checkpoint import load_pretrained
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, check_not_in_use, write_atomically
-from runtime.run_report import DPI
+from runtime.run_report import save_plot
 
 
 @dataclass(frozen=True)
@@ -178,4 +178,4 @@ def write_probes(ablation: Ablation, outcomes: dict[Cell, Outcome]) -> None:
                 blocks.append((cell.arm, when, block))
     write_atomically(ablation.folder / "probe.csv", to_csv(rows))
     title = plot_title(ablation.grid.settings, reported.values(), "before and after training")
-    plot_depth(blocks, title).savefig(ablation.folder / "probe.png", dpi=DPI)
+    save_plot(plot_depth(blocks, title), ablation.folder / "probe.png")

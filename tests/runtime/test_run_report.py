@@ -21,6 +21,7 @@ RUN = {
     "training": {"data": ["a.txt", "b c.txt"], "fast": True, "clip": 1.0},
     "parameters": 12345,
     "corpus": {"name": "words"},
+    "tokenizer": {"kind": "bytes"},
     "versions": {"python": "3.11.2", "torch": "2.13.0"},
     "device": "a <fast> card",
     "command": ["train.py", "--data", "a.txt", "b c.txt"],

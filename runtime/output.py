@@ -1,0 +1,41 @@
+"""Standard output and error that a command can do without: they may be closed, or their reader may leave."""
+
+import io
+import os
+import sys
+from typing import Any
+
+
+class _Lossy(io.FileIO):
+    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def replace_closed() -> None:
+    """Give standard streams that are closed to the null device, so that no file gets their descriptors."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (stays open)
+
+
+def outlive_readers() -> None:
+    """Go on when nobody reads the output any more. What the locale cannot encode is printed as an escape.
+
+    A stream that is not the process's own, as in a notebook or a test, stays as it is.
+    """
+    replace_closed()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+            buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", **buffering))
