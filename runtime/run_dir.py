@@ -141,7 +141,8 @@ def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
 
         def to_tensorboard(row: dict[str, Any]) -> None:
             for name in row.keys() - {"step"}:
-                writer.add_scalar(name, row[name], row["step"])
+                if isinstance(row[name], int | float):
+                    writer.add_scalar(name, row[name], row["step"])
             writer.flush()
 
         return to_tensorboard
