@@ -21,8 +21,12 @@ def upcast(x: Tensor, *shape: int) -> Tensor:
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    """1 / √x. Its gradient is right up to x = 1e34 in fp32; that of torch.rsqrt has 1/√x³, which underflows from 1e25."""
-    return x.sqrt().reciprocal()
+    """The value of torch.rsqrt, 1 / √x, with a gradient that is right up to x = 1e34 in fp32.
+
+    The gradient of torch.rsqrt itself has 1/√x³, which underflows from x = 1e25 on.
+    """
+    y = x.sqrt().reciprocal()
+    return y + (torch.rsqrt(x) - y).detach()
 
 
 def center(x: Tensor, axes: int = 1) -> Tensor:

@@ -43,11 +43,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, self.dim)
-        square = h.square().mean(-1, keepdim=True) + self.eps
+        y = h * rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         if self.cast_order == "llama":
-            y = (h * torch.rsqrt(square)).to(x.dtype)  # the same bits as transformers
-        else:
-            y = h * rsqrt(square)
+            y = y.to(x.dtype)
         if self.weight is not None:
             y = y * (1 + upcast(self.weight) if self.zero_centered else self.weight)
         return y.to(x.dtype)
