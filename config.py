@@ -199,6 +199,9 @@ class TrainConfig:
     )
     momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
+    skip_nonfinite: int = option(
+        0, "skip up to this many steps of the run whose loss or gradient is NaN or infinite, instead of ending it"
+    )
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option(
@@ -240,7 +243,7 @@ class TrainConfig:
         require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        for name in ("warmup", "weight_decay", "clip", "seed"):
+        for name in ("warmup", "weight_decay", "clip", "skip_nonfinite", "seed"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"--{_dashed(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")

@@ -32,12 +32,13 @@ from runtime.acceleration import accelerate, resolve_fast
 from runtime.checkpoint import find_checkpoint, read_checkpoint
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
-from runtime.exit_codes import bad_input, exit_codes
+from runtime.exit_codes import NotFinite, bad_input, exit_codes
 from runtime.output import replace_closed
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
 NEVER = -1  # as the end-of-document token: no sample ends
+INVALID = -2  # drawn where the logits are not finite
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ def generate(
 
     `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row that ends, with
     `end_of_document`, repeats it; by default no row ends. The model may be in training mode.
-    Raises ValueError for ids that are not of this vocabulary, and for more tokens than the context holds.
+    Raises ValueError for ids that are not of this vocabulary, for more tokens than the context holds, and if a logit is
+    NaN or infinite.
     """
     sampling, prompts = Sampling(**options), check_ids(ids, model.config.vocab_size)
     training = model.training
@@ -250,7 +252,7 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
 
     A sample that has ended repeats `end_of_document`. Each sample has its own random numbers, a function of the seed
     and its index, so it does not depend on the other samples. No global random state is touched. Raises ValueError,
-    before the first token, if the context is too short.
+    before the first token, if the context is too short, and NotFinite if a logit is NaN or infinite.
     """
     device = model.embed_tokens.weight.device
     samples, count = len(prompts), max_new_tokens(prompts[0], sampling, model.config.context)
@@ -261,7 +263,10 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
     for index in range(count):
         drawn = draw(model.next_logits(tokens, cache), sampling, points[index])  # B
         # Reading the ids is the only time that Python waits for the device.
-        ids = [end_of_document if done else token for done, token in zip(ended, drawn.tolist(), strict=True)]
+        read = drawn.tolist()
+        if INVALID in read:
+            raise NotFinite("a logit of the model is")
+        ids = [end_of_document if done else token for done, token in zip(ended, read, strict=True)]
         yield ids
         ended = [token == end_of_document for token in ids]
         if all(ended):
@@ -287,9 +292,13 @@ def random_points(seed: int, samples: int, count: int) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
-    """One id for each row of `logits` (B, V), selected by that row's number in `points` (B), on its device."""
+    """One id for each row of `logits` (B, V), selected by that row's number in `points` (B), on its device.
+
+    `INVALID` for a row whose largest logit is infinite or NaN.
+    """
+    invalid = ~logits.amax(-1).isfinite()
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).masked_fill(invalid, INVALID)
     logits = apply_temperature(logits.to(points.device).double(), sampling.temperature)
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
@@ -300,7 +309,8 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     # Inverse transform sampling: one uniform number per row; torch.multinomial draws V of them.
     sums = logits.exp().cumsum(-1)  # unnormalized
     # 1 - points is in (0, 1], so a token of probability 0 is never drawn.
-    return torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
+    ids = torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
+    return ids.masked_fill(invalid.to(ids.device), INVALID)
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:

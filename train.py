@@ -25,13 +25,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 from config import Parser, add_flags, require
-from data.batches import Prepared, evaluation_batches, training_batch
+from data.batches import Prepared, evaluation_batches, row_starts, training_batch
 from data.tokenizer import ByteTokenizer
 from data.tokens import TokenFile
 from generate import Sampling, sample_text
 from model import Llama
-from norms.placement import PLACEMENTS
-from optim import hidden_matrices, learning_rate, make_optimizers
+from norms.placement import PLACEMENTS, leave
+from optim import assign, hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.acceleration import accelerate
 from runtime.checkpoint import (
@@ -174,18 +174,21 @@ class Trainer:
             accelerate(self.model)
         self.parallel = distributed.Parallel(self.model, run.config.shard)
         self.weights = list(self.model.parameters())
+        stored = self.model.state_dict()
+        self.statistics = [name for name, _ in self.model.named_buffers() if name in stored]
         self.optimizers = make_optimizers(self.model, run.config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
-        self.meter = Meter(run.device)
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self.skipped = 0, 0.0, 0
         if checkpoint:
             with distributed.together():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
-            self.step, self.seconds = state["step"], state["seconds"]
+            self.step, self.seconds, self.skipped = state["step"], state["seconds"], state.get("skipped", 0)
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
+        self.saved = self.step
         self.evaluated = resume and distributed.from_main(has_evaluation, run.folder, self.step)  # at this step
+        self.meter = Meter(run.device, run.config.skip_nonfinite - self.skipped)
 
     def train(self) -> None:
         config, folder = self.run.config, self.run.folder
@@ -218,27 +221,45 @@ class Trainer:
         return self.step % every == 0 or self.step == self.run.config.steps
 
     def update(self, rate: float) -> None:
-        """One optimizer step at learning rate `rate`, on the batch of this step."""
-        clip, scaled = self.run.config.clip, self.scaler.is_enabled()
+        """One optimizer step at learning rate `rate`, on the batch of this step.
+
+        If the loss or a gradient is not finite, weights, optimizer state and running statistics stay as they are.
+        Whether they do is decided on the device, since reading a value synchronizes.
+        """
+        clip, after_step = self.run.config.clip, PLACEMENTS[self.run.model_config.placement].after_step
+        before = [tensor.detach().clone() for tensor in self.changed_outside_optimizers()]
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         grad_norm = distributed.whole(get_total_norm(weight.grad for weight in self.weights if weight.grad is not None))
         if clip:
             clip_grads_with_norm_(self.weights, clip, grad_norm)
-        overflow = scaled and not grad_norm.isfinite()  # expected in float16: skip the step and reduce the scale
+        # Gradients may overflow in float16: the scaler then reduces the loss scale. In other dtypes the scale is 1.
+        overflow = ~grad_norm.isfinite() & (self.scaler.scale(torch.ones_like(loss)) > 1)
+        finite = loss.isfinite() & grad_norm.isfinite()
+        bad = ~finite & ~(loss.isfinite() & overflow)
+        too_many = self.meter.add(self.step + 1, loss, grad_norm, bad)
+        applied = finite & ~too_many
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["lr_ratio"]
-            if not overflow:
-                self.scaler.step(optimizer)
-        PLACEMENTS[self.run.model_config.placement].after_step(self.model)
+            optimizer.found_inf = 1 - applied.float()  # type: ignore[attr-defined]
+            optimizer.step()
         for weight in self.weights:
             weight.grad = None
+        after_step(self.model)
+        for tensor, earlier in zip(self.changed_outside_optimizers(), before, strict=True):
+            assign(tensor, earlier, unless=applied)
         self.scaler.update()
-        if scaled and self.scaler.get_scale() < 1:
-            raise NotFinite(self.step + 1)
-        self.meter.add(self.step + 1, loss, grad_norm, loss if scaled else loss + grad_norm)
+
+    def running_statistics(self) -> list[Tensor]:
+        """The buffers that the forward pass changes or replaces."""
+        return [self.model.get_buffer(name) for name in self.statistics]
+
+    def changed_outside_optimizers(self) -> list[Tensor]:
+        """What a step changes but not in an optimizer: running statistics, and the weights that nGPT normalizes."""
+        normalized = PLACEMENTS[self.run.model_config.placement].after_step is not leave
+        return self.running_statistics() + (self.weights if normalized else [])
 
     def accumulate_gradients(self) -> Tensor:
         """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
@@ -295,14 +316,36 @@ class Trainer:
             try:
                 yield
             except NotFinite as diverged:
-                self.log.add(step=diverged.step, not_finite=True)
+                rows = {"row_starts": diverged.row_starts} if diverged.row_starts else {}
+                self.log.add(step=diverged.step or self.step, not_finite=True, **rows)
                 write_report(run.folder, run.data.val_gzip_bpb)
                 raise
 
+    def check_steps(self) -> None:
+        """Log the steps since the last call that were skipped because they were not finite.
+
+        If they are too many, save the state before the first of those, because all later updates were withheld, and
+        raise NotFinite.
+        """
+        config, tokens = self.run.config, self.run.data.train.tokens
+        for step in self.meter.bad_steps():
+            rows = range(config.batch_size)
+            starts = row_starts(tokens, config.seed, step - 1, rows, self.run.model_config.context).tolist()
+            if self.skipped == config.skip_nonfinite:
+                self.step = step - 1
+                if self.step > self.saved and self.finite():
+                    self.save(keep=config.keep + 1)  # and delete none that may be better
+                raise NotFinite("loss or gradient is", step, starts)
+            self.skipped += 1
+            if distributed.is_main():
+                self.log.add(step=step, skipped=self.skipped, row_starts=starts)
+                self.bar.write(f"step {step} is skipped: loss or gradient is not finite")
+
     def log_training(self) -> None:
         config = self.run.config
+        self.check_steps()
         steps, loss, grad_norm = self.meter.read()
-        if not distributed.is_main():
+        if not distributed.is_main() or not steps:
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
         speed = steps * tokens_per_step / self.clock.lap()
@@ -326,7 +369,7 @@ class Trainer:
         with self.clock.paused():
             val_loss, val_bpb = evaluate(self.model, run, self.loss)
             if not math.isfinite(val_loss):
-                raise NotFinite(self.step)
+                raise NotFinite("validation loss is", self.step)
             prompt = run.data.val.tokens[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
             with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
                 sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
@@ -338,18 +381,30 @@ class Trainer:
             self.log.add(**row)  # the last, since a resumed run repeats an evaluation that has no row
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
-    def save(self) -> None:
-        """Write a checkpoint. Raises NotFinite if a weight is not finite."""
-        finite = torch.stack([distributed.local(weight.detach()).isfinite().all() for weight in self.weights]).all()
-        if distributed.largest(int(not finite)):
-            raise NotFinite(self.step)
+    def finite(self) -> bool:
+        """Whether all weights and running statistics are finite."""
+        tensors = [*self.weights, *self.running_statistics()]
+        finite = torch.stack([distributed.local(tensor.detach()).isfinite().all() for tensor in tensors]).all()
+        return not distributed.largest(int(not finite))
+
+    def save(self, keep: int | None = None) -> None:
+        """Write a checkpoint and keep `keep`, by default --keep. Raises NotFinite if a weight is not finite."""
+        self.check_steps()
+        if not self.finite():
+            raise NotFinite("weight or running statistic is", self.step)
         with self.clock.paused():
             run = self.run
-            state = {"step": self.step, "seconds": self.clock.seconds(), "scaler": self.scaler.state_dict()}
+            state = {
+                "step": self.step,
+                "seconds": self.clock.seconds(),
+                "scaler": self.scaler.state_dict(),
+                "skipped": self.skipped,
+            }
             save_checkpoint(
-                run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep
+                run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, keep or run.config.keep
             )
             distributed.wait_for_all()  # until rank 0 has written it
+        self.saved = self.step
 
     def print_summary(self) -> None:
         if not distributed.is_main():
@@ -367,27 +422,38 @@ class Trainer:
 
 
 class Meter:
-    """Loss and gradient norm since the last reading. They stay on the device, since reading them synchronizes."""
+    """Loss and gradient norm since the last reading, and which steps were bad: not finite, for no good reason.
 
-    def __init__(self, device: torch.device):
-        self.steps = 0
+    They stay on the device, since reading them synchronizes. `allowed` bad steps are skipped.
+    """
+
+    def __init__(self, device: torch.device, allowed: int = 0):
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)
         self.loss = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
-        self.first_bad_step = torch.zeros((), dtype=torch.int64, device=device)
+        self.allowed, self.bad = max(0, allowed), torch.zeros((), dtype=torch.int64, device=device)
+        self.unread: dict[int, Tensor] = {}  # step -> whether it was bad
 
-    def add(self, step: int, loss: Tensor, grad_norm: Tensor, must_be_finite: Tensor) -> None:
-        self.steps += 1
-        self.loss += loss
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor, bad: Tensor) -> Tensor:
+        """Count a step. Returns whether there have been more bad steps than are allowed."""
+        self.steps += ~bad
+        self.loss += loss.masked_fill(bad, 0)
         self.grad_norm = grad_norm
-        newly_bad = (self.first_bad_step == 0) & ~must_be_finite.isfinite()
-        self.first_bad_step.masked_fill_(newly_bad, step)
+        self.unread[step] = bad
+        self.bad += bad
+        return self.bad > self.allowed
+
+    def bad_steps(self) -> list[int]:
+        """The bad steps since the last call."""
+        unread, self.unread = self.unread, {}
+        bad = torch.stack(list(unread.values())).tolist() if unread else []
+        return [step for step, is_bad in zip(unread, bad, strict=True) if is_bad]
 
     def read(self) -> tuple[int, float, float]:
-        """Steps since the last reading, their mean loss, and the last gradient norm. Raises NotFinite."""
-        if bad_step := int(self.first_bad_step):
-            raise NotFinite(bad_step)
-        steps, loss = self.steps, float(self.loss) / self.steps
-        self.steps = 0
+        """Steps since the last reading without the bad ones, their mean loss, and the last gradient norm."""
+        steps = int(self.steps)
+        loss = float(self.loss) / max(1, steps)
+        self.steps.zero_()
         self.loss.zero_()
         return steps, loss, float(self.grad_norm)
 

@@ -67,8 +67,9 @@ class Normalize(torch.autograd.Function):
 
             def formula(x: Tensor, weight: Any, bias: Any) -> Tensor:
                 norm: Any = SimpleNamespace(
-                    weight=weight, bias=bias, eps=eps, normalized_shape=shape, cast_order="fp32", zero_centered=False
-                )
+                    weight=weight, bias=bias, eps=eps, normalized_shape=shape, dim=shape[-1], cast_order="fp32",
+                    zero_centered=False,
+                )  # fmt: skip
                 return (LayerNorm if centered else RMSNorm).forward(norm, x)
 
             return *formula_gradients(formula, inputs, grad_y), None, None, None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_arguments, rsqrt, upcast
 from norms.registry import register
 
 
@@ -40,7 +40,7 @@ class BatchNorm(nn.Module):
         nn.init.ones_(self.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x)
+        h = upcast(x, len(self.weight))
         count = x.numel() // len(self.weight)
         if not (self.training and count):
             mean, var = self.running_mean.to(h.dtype), self.running_var.to(h.dtype)
@@ -49,7 +49,7 @@ class BatchNorm(nn.Module):
         else:
             mean, var = statistics(h.reshape(-1, h.shape[-1]))
             self.track(mean.detach(), var.detach() * count / (count - 1))
-        return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
+        return ((h - mean) * rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def track(self, mean: Tensor, var: Tensor) -> None:
         """Update the running averages. They are replaced, not modified, because backward may need the old ones."""

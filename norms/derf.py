@@ -34,4 +34,4 @@ class Derf(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.erf(self.alpha * upcast(x) + self.shift) * self.weight + self.bias).to(x.dtype)
+        return (torch.erf(self.alpha * upcast(x, len(self.weight)) + self.shift) * self.weight + self.bias).to(x.dtype)

@@ -35,4 +35,4 @@ class DyT(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.tanh(self.alpha * upcast(x)) * self.weight + self.bias).to(x.dtype)
+        return (torch.tanh(self.alpha * upcast(x, len(self.weight))) * self.weight + self.bias).to(x.dtype)

@@ -44,7 +44,7 @@ class PowerNorm(nn.Module):
             nn.init.zeros_(zero)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x)
+        h = upcast(x, len(self.weight))
         if not (self.training and x.numel()):
             y = h * torch.rsqrt(self.running_square.to(h.dtype) + self.eps)
         else:

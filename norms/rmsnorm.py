@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_arguments, rsqrt, upcast
 from norms.registry import register
 
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         check_arguments(dim, eps=eps)
         if cast_order not in ("fp32", "llama"):
             raise ValueError(f"cast_order of rmsnorm is fp32 or llama, not {cast_order!r}")
-        self.eps, self.cast_order, self.zero_centered = eps, cast_order, zero_centered
+        self.dim, self.eps, self.cast_order, self.zero_centered = dim, eps, cast_order, zero_centered
         self.register_parameter("weight", nn.Parameter(torch.empty(dim)) if elementwise_affine else None)
         self.reset_parameters()
 
@@ -42,8 +42,8 @@ class RMSNorm(nn.Module):
             nn.init.constant_(self.weight, 0 if self.zero_centered else 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x)
-        y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        h = upcast(x, self.dim)
+        y = h * rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         if self.cast_order == "llama":
             y = y.to(x.dtype)
         if self.weight is not None:

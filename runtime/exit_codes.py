@@ -3,7 +3,7 @@
 import errno
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from runtime import distributed
@@ -11,6 +11,7 @@ from runtime.plugins import error_line
 from runtime.signals import say_nothing_more
 
 FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
+SHOWN_ROWS = 8  # of a batch; metrics.jsonl has all of them
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
 
@@ -18,12 +19,20 @@ class RunInUse(Exception):
     """Another process is writing to the run directory."""
 
 
-class NotFinite(Exception):
-    """The loss or a gradient has been NaN or infinite since `step`."""
+class NotFinite(ValueError):
+    """A loss, a gradient, a weight or a logit is NaN or infinite.
 
-    def __init__(self, step: int):
-        super().__init__(f"loss or gradient is not finite at step {step}; try a lower --lr")
-        self.step = step
+    In training, `step` says when. If that is due to its batch, `row_starts` says where the rows of the batch begin in
+    the tokens of the training text.
+    """
+
+    def __init__(self, what: str, step: int = 0, row_starts: Sequence[int] = ()):
+        rows = ", ".join(map(str, row_starts[:SHOWN_ROWS])) + (", ..." if len(row_starts) > SHOWN_ROWS else "")
+        message = f"{what} not finite" + (f" at step {step}; try a lower --lr" if step else "")
+        if row_starts:
+            message += f", or --skip-nonfinite; rows of its batch begin at training tokens {rows}"
+        super().__init__(message)
+        self.step, self.row_starts = step, row_starts
 
 
 class Stopped(Exception):

@@ -22,7 +22,7 @@ from norms import is_a
 from runtime.exit_codes import RunInUse
 
 RUNS = Path("runs")
-COLUMNS = {  # of metrics.jsonl, of which a row has those of a training entry, an evaluation or a divergence
+COLUMNS = {  # of metrics.jsonl: a row has those of a training entry, an evaluation, a skipped step or a divergence
     "step": int,
     "tokens": int,
     "seconds": float,
@@ -32,7 +32,9 @@ COLUMNS = {  # of metrics.jsonl, of which a row has those of a training entry, a
     "tokens_per_second": float,
     "val_loss": float,
     "val_bpb": float,
+    "skipped": int,
     "not_finite": bool,
+    "row_starts": list[int],
 }
 Tracker = Callable[[dict[str, Any]], None]
 
@@ -168,13 +170,17 @@ def _is_row(row: Any) -> bool:
     return (
         is_a(row, dict)
         and "step" in row
-        and row.keys() & {"train_loss", "val_bpb", "not_finite"}
+        and row.keys() & {"train_loss", "val_bpb", "skipped", "not_finite"}
         and ("val_loss" in row) == ("val_bpb" in row)
         and all(
-            (name == "grad_norm" and value is None) or (is_a(value, COLUMNS.get(name)) and abs(value) < math.inf)
+            (name == "grad_norm" and value is None) or (is_a(value, COLUMNS.get(name)) and _is_finite(value))
             for name, value in row.items()
         )
     )
+
+
+def _is_finite(value: float | list[int]) -> bool:
+    return all(abs(number) < math.inf for number in (value if isinstance(value, list) else [value]))
 
 
 def has_evaluation(folder: Path, step: int) -> bool:
@@ -252,7 +258,8 @@ def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
 
         def to_tensorboard(row: dict[str, Any]) -> None:
             for name in row.keys() - {"step"}:
-                writer.add_scalar(name, row[name], row["step"])
+                if isinstance(row[name], int | float):
+                    writer.add_scalar(name, row[name], row["step"])
             writer.flush()
 
         return to_tensorboard

@@ -20,7 +20,6 @@ from experiments.statistics import estimate
 from model import Llama
 from optim import learning_rate
 from runtime.device import pick_dtype
-from runtime.exit_codes import NotFinite
 from runtime.settings import Run
 from train import Trainer, evaluate
 
@@ -58,9 +57,7 @@ def train_and_watch(run: Run) -> dict[str, Any]:
         after = input_statistics(trainer.model, tokens)
         drifts.append(drift(before, after))
         before = after
-    try:
-        trainer.meter.read()
-    except NotFinite:
+    if trainer.meter.bad_steps():
         return {"diverged": True, "val_loss": None, "log_drift": None}
     loss, total = evaluate(trainer.model, run)[0], mean(drifts)
     diverged = not (loss < math.log(run.model_config.vocab_size) and 0 < total < math.inf)

@@ -159,7 +159,7 @@ def test_a_gain_of_another_size_is_never_read_beyond_its_end():
         for size in (16, 64):
             with pytest.raises(RuntimeError):
                 torch.func.functional_call(ours, {"weight": torch.ones(size)}, (draw(4, 32),))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="32 features"):
         accelerate(LayerNorm(32))(draw(4, 16))
 
 
