@@ -20,6 +20,7 @@ MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit intege
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
+MAX_LINE = 1200  # characters of an error message
 MAX_WEIGHTS = 10**12  # 4 TB in fp32, more than any single device has
 
 
@@ -82,6 +83,16 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def one_line(message: str) -> str:
+    """A message that may quote names and values from files, safe to print: on one line, of at most `MAX_LINE` letters.
+
+    What is not printable is escaped, and the middle of a longer message is left out.
+    """
+    if len(message) > MAX_LINE:
+        message = f"{message[: MAX_LINE // 2]} ... {message[-MAX_LINE // 3 :]}"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
 
 
 @dataclass(frozen=True)
@@ -316,7 +327,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:

@@ -206,12 +206,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
     return SentencePieceTokenizer(model.getvalue())
 
 
-def _vocabulary_error(message: str, vocab_size: int) -> Exception:
+def _vocabulary_error(message: str, vocab_size: int) -> ValueError:
     if largest := re.search(r"too high .* <= (\d+)", message):
         return ValueError(f"--vocab-size {vocab_size} is too large for this text; use at most {largest[1]}")
     if smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
         return ValueError(f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}")
-    return RuntimeError(message)
+    # Text of line ends or NUL characters alone, which it never makes a piece of.
+    return ValueError(f"SentencePiece learns nothing from this text ({message.strip()}); use --tokenizer bytes")
 
 
 def _sample(texts: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from config import one_line
 from runtime import distributed
 from runtime.plugins import error_line
 
@@ -90,5 +91,5 @@ def _exit_together(code: int, line: str) -> None:
 
 
 def _exit(code: int, line: str) -> None:
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {one_line(line)}", file=sys.stderr)
     sys.exit(code)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from config import require
+from config import one_line, require
 from norms import KINDS, TRAITS, is_a
 from norms.placement import PLACEMENTS
 from runtime import distributed
@@ -198,4 +198,4 @@ def warn_of_imports(description: dict[str, Any], source: Path) -> None:
 
 @cache
 def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    print(f"warning: {one_line(line)}", file=sys.stderr)

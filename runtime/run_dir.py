@@ -118,9 +118,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees half of it."""
+    """Write a file so that no reader ever sees half of it. What UTF-8 cannot encode, as in file names, is escaped."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text, "utf-8")
+    part.write_text(text, "utf-8", "backslashreplace")
     part.replace(path)
 
 

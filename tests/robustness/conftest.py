@@ -95,3 +95,19 @@ def fingerprint() -> Callable[[Path], dict[str, str]]:
         return {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
 
     return hashes
+
+
+@pytest.fixture
+def ends(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str]]:
+    """`ends(command, arguments)`: the exit code of a command that runs in this process, and its standard error."""
+
+    def run(command: Callable[[list[str]], None], arguments: list[str]) -> tuple[int, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            command(arguments)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        return code, capsys.readouterr().err
+
+    return run
