@@ -27,6 +27,7 @@ from data.tokenizer import ByteTokenizer
 from data.tokens import TokenFile
 from generate import Sampling, sample_text
 from model import Llama
+from norms import is_a
 from norms.placement import PLACEMENTS
 from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
@@ -52,6 +53,7 @@ from runtime.device import (
     to_device,
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
+from runtime.huggingface.directory import open_model
 from runtime.plan import Plan, make_plan
 from runtime.plugins import import_first, import_records, keep_copies
 from runtime.run_dir import (
@@ -162,6 +164,8 @@ class Trainer:
         allow_tf32(run.config.tf32)
         checkpoint = distributed.from_main(latest_checkpoint, run.folder) if resume else None
         with distributed.together():
+            if checkpoint:
+                open_model(checkpoint, run.model_config)  # refuses weights of another model before this one is built
             if run.config.init_from and not checkpoint:
                 self.model = load_pretrained_weights(run.config.init_from, run.model_config).to(run.device)
             else:
@@ -179,6 +183,8 @@ class Trainer:
         if checkpoint:
             with distributed.together():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
+                valid = is_a(state.get("seconds"), float) and is_a(state.get("scaler"), dict[str, float])
+                require(valid, f"{checkpoint}/trainer.json: seconds or scaler are missing or damaged")
             self.step, self.seconds = state["step"], state["seconds"]
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
@@ -267,7 +273,7 @@ class Trainer:
             imports = description["imports"]
             imports = [record for record in earlier.get("imports", []) if record not in imports] + imports
             description |= {
-                "command": earlier["command"],
+                "command": earlier.get("command", []),
                 "resumed": [*earlier.get("resumed", []), resumed],
                 "imports": imports,
             }
@@ -466,6 +472,7 @@ def evaluate_only(run: Run) -> None:
     with bad_input(), distributed.together():
         checkpoint = find_checkpoint(str(run.folder))
         model, _ = load_pretrained(checkpoint, run.device)
+        require(model.config == run.model_config, f"{checkpoint} is of another model than {run.folder / 'run.json'}")
         if run.config.fast:
             accelerate(model)
     val_loss, val_bpb = evaluate(model, run)

@@ -62,12 +62,13 @@ class Corpus:
         with tqdm(unit="B", unit_scale=True, desc="reading text", delay=BAR_DELAY, leave=False, disable=None) as bar:
             for source, files in sources:
                 first = len(lengths)
-                for file, document in ((file, document) for file in files for document in read_documents(file)):
-                    digest, length = _digest(document, bar, file, read)
-                    corpus_hash.update(digest)
-                    hashes.append(int.from_bytes(digest[:8], "big"))
-                    lengths.append(length)
-                    read += length
+                for file in files:
+                    for document in read_documents(file):
+                        digest, length = _digest(document, bar, file, read)
+                        corpus_hash.update(digest)
+                        hashes.append(int.from_bytes(digest[:8], "big"))
+                        lengths.append(length)
+                        read += length
                 if not any(lengths[first:]):
                     raise ValueError(f"--data {source}: contains no text")
         self.hash = corpus_hash.hexdigest()

@@ -91,6 +91,8 @@ class SentencePieceTokenizer:
         self._processor.LoadFromSerializedProto(model)
         self.vocab_size = self._processor.vocab_size()
         self.end_of_document = self._processor.eos_id()
+        if self.end_of_document < 0:
+            raise ValueError("the SentencePiece model has no piece that ends a document")
         self._bytes = sentencepiece_bytes(self._processor)
         self.token_bytes = np.array([len(data) for data in self._bytes])
         self._u2581_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
@@ -169,7 +171,7 @@ def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
     path = directory / "tokenizer.model"
     try:
         return SentencePieceTokenizer(path.read_bytes())
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):
         raise ValueError(f"{path}: not a readable SentencePiece model") from None
 
 

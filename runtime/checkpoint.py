@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import ModelConfig
+from config import ModelConfig, load_json, require
 from data.tokenizer import Tokenizer
 from model import Llama
+from norms import is_a
 from runtime import distributed
 from runtime.huggingface.directory import (
     CONFIG,
@@ -95,9 +96,14 @@ def _retire(checkpoint: Path) -> None:
 
 
 def _clear(checkpoints: Path) -> None:
-    """Delete unfinished and retired checkpoints."""
+    """Delete unfinished and retired checkpoints. A link of such a name is deleted, and not what it leads to."""
     for leftover in checkpoints.glob(".step-*"):
-        shutil.rmtree(leftover)
+        if not re.fullmatch(r"\.step-\d+-(unfinished|retired)", leftover.name):
+            continue
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -203,7 +209,9 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     Raises ValueError, naming the file, if one is missing, damaged, or of another model or optimizer.
     """
     verify(checkpoint)
-    trainer = json.loads((checkpoint / TRAINER).read_text())
+    trainer = load_json(checkpoint / TRAINER)
+    valid = is_a(trainer, dict) and is_a(trainer.get("step"), int) and is_a(trainer.get("optimizers"), list[str])
+    require(valid, f"{checkpoint / TRAINER}: step or optimizers are missing or damaged")
     if trainer["optimizers"] != _kinds(optimizers):
         there, here = ", ".join(trainer["optimizers"]), ", ".join(_kinds(optimizers))
         raise ValueError(f"{checkpoint / OPTIMIZER} is of another optimizer: {there}, not {here}")
@@ -215,6 +223,10 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
         name, _, state = stored.name.rpartition(".")
         states.setdefault(name, {})[state] = stored.read()
     names = _parameter_names(model)
+    shapes = {names[id(weight)]: weight.shape for weight in model.parameters()}
+    for name, tensors in states.items():
+        fits = all(tensor.shape in (torch.Size(), shapes.get(name)) for tensor in tensors.values())
+        require(name in shapes and fits, f"{checkpoint / OPTIMIZER} is of another model: it has a state of {name}")
     for optimizer in optimizers:
         packed = optimizer.state_dict()
         parameters = (weight for group in optimizer.param_groups for weight in group["params"])
@@ -227,7 +239,7 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
         }
         packed["state"] = {index: state for index, state in packed["state"].items() if state}
         optimizer.load_state_dict(packed)
-    assert not states, f"no optimizer updates {sorted(states)}"
+    require(not states, f"{checkpoint / OPTIMIZER} is of another model: no optimizer updates {sorted(states)}")
     return trainer
 
 

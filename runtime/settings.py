@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from config import ModelConfig, TrainConfig, configs_from, read_run
+from config import ModelConfig, TrainConfig, configs_from, load_json, read_run, require
 from data.batches import Prepared, prepare
-from norms import TRAITS
+from norms import TRAITS, is_a
 from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, latest_checkpoint, verify
@@ -75,6 +75,7 @@ def resolve_settings(
         check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
         if flags.resume and "fast" not in read_run(flags.config):
             raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
+        check_history(flags.config)
         if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
             print(f"changed: {', '.join(changes)}", file=sys.stderr)
     device = pick_device(config.device)
@@ -119,7 +120,7 @@ def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
     """`configs_from`. Raises ValueError that asks for `--import` if the run of --config needs a file."""
     if flags.config:
         read_run(Path(flags.config))
-        warn_of_imports(json.loads(Path(flags.config).read_text()), Path(flags.config))
+        warn_of_imports(load_json(Path(flags.config)), Path(flags.config))
     return configs_from(flags, device, pretrained_settings(flags))
 
 
@@ -165,6 +166,13 @@ def check_same_settings(run_file: Path, model_config: ModelConfig, config: Train
         raise ValueError(f"the run in {run_file.parent} has {'; '.join(differences)}")
 
 
+def check_history(run_file: Path) -> None:
+    """Raise ValueError if what a resumed run keeps of its run.json is damaged."""
+    run = load_json(run_file)
+    for name, kind in {"command": list[str], "resumed": list[dict[str, Any]], "weights_from": dict[str, Any]}.items():
+        require(name not in run or is_a(run[name], kind), f"{run_file}: {name!r} is damaged")
+
+
 def changed_options(run_file: Path, config: TrainConfig) -> list[str]:
     """The options that differ from those of the run in `run_file`, as "--lr 0.015 -> 0.01"."""
     theirs = dataclasses.asdict(TrainConfig()) | read_run(run_file)
@@ -177,8 +185,9 @@ def changed_options(run_file: Path, config: TrainConfig) -> list[str]:
 
 
 def check_same_text(run_file: Path, data: Prepared) -> None:
-    """Raise ValueError if text or tokenizer differ from those of the run in `run_file`."""
-    theirs = json.loads(run_file.read_text())
+    """Raise ValueError if text or tokenizer differ from those of the run in `run_file`, or if it does not say."""
+    theirs = load_json(run_file)
     for name, ours in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        if theirs[name]["hash"] != ours:
+        require(is_a(theirs.get(name), dict[str, str]), f"{run_file}: {name!r} is missing or damaged")
+        if theirs[name].get("hash") != ours:
             raise ValueError(f"the {name} of the run in {run_file.parent} has changed since the run started")

@@ -48,7 +48,7 @@ def in_folder(*files: tuple[str, bytes]) -> Make:
     return make
 
 
-def parquet(**columns: list) -> Make:
+def parquet(**columns: list) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / "data.parquet")
         return folder / "data.parquet"
