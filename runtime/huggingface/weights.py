@@ -14,6 +14,7 @@ from config import load_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 << 20
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
@@ -60,6 +61,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
+        _check_header(path)
         for tensor in tensors_in(path):
             if tensor.name in found:
                 raise ValueError(f"{path}: {tensor.name} is in {found[tensor.name].path.name} as well")
@@ -69,6 +71,14 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             if name not in found or found[name].path.name != file:
                 raise ValueError(f"{directory / file} lacks {name}, which {INDEX} says it has")
     return found
+
+
+def _check_header(path: Path) -> None:
+    """Raise ValueError if the header is too large to be that of a model with `MAX_LAYERS`, before memory is taken."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"{path}: not a readable safetensors file: its header has {size} bytes")
 
 
 def _read_index(directory: Path) -> dict[str, str]:
