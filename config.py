@@ -20,6 +20,9 @@ MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit intege
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
+MAX_LAYERS = 10**4  # modules take time and memory even where their weights are few
+MAX_JSON_BYTES = 4 << 20  # of a configuration, which takes about 20 times as much memory
+MAX_LINE = 1200  # characters of an error message
 MAX_WEIGHTS = 10**12  # 4 TB in fp32, more than any single device has
 
 
@@ -84,6 +87,16 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def one_line(message: str) -> str:
+    """A message that may quote names and values from files, safe to print: on one line, of at most `MAX_LINE` letters.
+
+    What is not printable is escaped, and the middle of a longer message is left out.
+    """
+    if len(message) > MAX_LINE:
+        message = f"{message[: MAX_LINE // 2]} ... {message[-MAX_LINE // 3 :]}"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model. Its architecture and its initial weights follow from these fields and a seed.
@@ -130,6 +143,7 @@ class ModelConfig:
             object.__setattr__(self, "init", PLACEMENTS[self.placement].init)
         _check_choices(self)
         check_sizes(self, "dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
+        require(self.layers <= MAX_LAYERS, f"--layers must be at most {MAX_LAYERS}, not {self.layers}")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden_dim is None:
@@ -319,7 +333,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
@@ -360,15 +374,26 @@ def _argument(option: dataclasses.Field, kind: Any) -> dict[str, Any]:
     return {"type": kind, "metavar": None if "choices" in option.metadata else kind.__name__.upper()} | argument
 
 
+def load_json(path: Path) -> Any:
+    """The content of a configuration file. Raises OSError, or ValueError for one that is damaged, deep or too large."""
+    with open(path, "rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    require(len(content) <= MAX_JSON_BYTES, f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+
+
 def read_run(path: Path) -> dict[str, Any]:
     """The fields of both configurations from a `run.json`. Fields that an earlier version lacked are absent.
 
     Raises ValueError, naming file and field, if the file is missing or not a run.json, or has an unknown field.
     """
     try:
-        run = json.loads(path.read_text("utf-8"))
+        run = load_json(path)
         given = {**run["model"], **run["training"]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         raise ValueError(f"--config {path}: not a readable run.json") from None
     check_fields(given, f"--config {path}")
     return given

@@ -57,6 +57,7 @@ from runtime.device import (
     to_device,
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
+from runtime.huggingface.directory import open_model
 from runtime.output import outlive_readers
 from runtime.plan import Plan, make_plan
 from runtime.plugins import import_first, import_records, keep_copies
@@ -165,6 +166,8 @@ class Trainer:
         allow_tf32(run.config.tf32)
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
         with distributed.together():
+            if checkpoint:
+                open_model(checkpoint, run.model_config)  # refuses weights of another model before this one is built
             if run.config.init_from and not checkpoint:
                 self.model = load_pretrained_weights(run.config.init_from, run.model_config).to(run.device)
             else:
@@ -296,7 +299,7 @@ class Trainer:
             imports = description["imports"]
             imports = [record for record in earlier.get("imports", []) if record not in imports] + imports
             description |= {
-                "command": earlier["command"],
+                "command": earlier.get("command", []),
                 "resumed": [*earlier.get("resumed", []), resumed],
                 "imports": imports,
             }
@@ -517,6 +520,7 @@ def evaluate_only(run: Run) -> None:
     with bad_input(), distributed.together():
         checkpoint = find_checkpoint(str(run.folder))
         model, _ = read_checkpoint(checkpoint, run.device)
+        require(model.config == run.model_config, f"{checkpoint} is of another model than {run.folder / 'run.json'}")
         if run.config.fast:
             accelerate(model)
     val_loss, val_bpb = evaluate(model, run)

@@ -9,6 +9,7 @@ What does grow are the paths of the files, and 16 bytes per document.
 """
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterator
 from itertools import chain
@@ -22,6 +23,7 @@ from data.sources import find_files, read_documents, short_name
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, Split] = ("train", "val")
+SILENT_BITS = 25  # of the size of a text that is read without a word: up to 32 MiB
 BAR_DELAY = 1  # seconds before a progress bar appears; small corpora are read sooner
 
 
@@ -31,7 +33,8 @@ def open_corpus(names: list[str], cache_dir: Path) -> "Corpus":
     Downloads are kept in `cache_dir`. Raises ValueError, with a one-line message, for text that is missing, empty,
     damaged, or not UTF-8.
     """
-    return Corpus(corpus_name(names), [(name, find_files(name, cache_dir)) for name in names])
+    sources = [(name, find_files(name, cache_dir)) for name in names]
+    return Corpus(corpus_name(names), sources)
 
 
 def corpus_name(names: list[str]) -> str:
@@ -55,15 +58,17 @@ class Corpus:
     def __init__(self, name: str, sources: list[tuple[str, list[Path]]]):
         self.name = name
         self._files = [file for _, files in sources for file in files]
-        corpus_hash, hashes, lengths = hashlib.sha256(), array("Q"), array("Q")
+        corpus_hash, hashes, lengths, read = hashlib.sha256(), array("Q"), array("Q"), 0
         with tqdm(unit="B", unit_scale=True, desc="reading text", delay=BAR_DELAY, leave=False, disable=None) as bar:
             for source, files in sources:
                 first = len(lengths)
-                for document in chain.from_iterable(map(read_documents, files)):
-                    digest, length = _digest(document, bar)
-                    corpus_hash.update(digest)
-                    hashes.append(int.from_bytes(digest[:8], "big"))
-                    lengths.append(length)
+                for file in files:
+                    for document in read_documents(file):
+                        digest, length = _digest(document, bar, file, read)
+                        corpus_hash.update(digest)
+                        hashes.append(int.from_bytes(digest[:8], "big"))
+                        lengths.append(length)
+                        read += length
                 if not any(lengths[first:]):
                     raise ValueError(f"--data {source}: contains no text")
         self.hash = corpus_hash.hexdigest()
@@ -82,13 +87,20 @@ class Corpus:
                 yield document if stop - start == length else _byte_slice(document, start, stop)
 
 
-def _digest(document: Iterator[str], bar: tqdm) -> tuple[bytes, int]:
+def _digest(document: Iterator[str], bar: tqdm, file: Path, read: int) -> tuple[bytes, int]:
+    """The SHA-256 and the size of a document in `file`, after `read` bytes of other documents.
+
+    Says whenever the text has doubled, from 32 MiB on: a small .gz file may hold much.
+    """
     digest, size = hashlib.sha256(), 0
     for chunk in document:
         data = chunk.encode()
         digest.update(data)
         size += len(data)
         bar.update(len(data))
+        total = read + size
+        if total.bit_length() > max((total - len(data)).bit_length(), SILENT_BITS):
+            bar.write(f"reading {file}: {total / 1e6:.0f} MB of text so far", file=sys.stderr)
     return digest.digest(), size
 
 

@@ -44,6 +44,8 @@ def find_files(name: str, cache_dir: Path) -> list[Path]:
             raise ValueError(f"--data {name}: no text files in this folder")
         return files
     if not path.is_file():
+        if path.exists():
+            raise ValueError(f"--data {name} is a pipe or a device; the text is read twice, so save it to a file")
         raise ValueError(f"--data {name}: no such file or folder; pass python, shakespeare or a path")
     return [path]
 

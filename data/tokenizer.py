@@ -91,6 +91,8 @@ class SentencePieceTokenizer:
         self._processor.LoadFromSerializedProto(model)
         self.vocab_size = self._processor.vocab_size()
         self.end_of_document = self._processor.eos_id()
+        if self.end_of_document < 0:
+            raise ValueError("the SentencePiece model has no piece that ends a document")
         self._bytes = sentencepiece_bytes(self._processor)
         self.token_bytes = np.array([len(data) for data in self._bytes])
         self._u2581_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
@@ -169,7 +171,7 @@ def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
     path = directory / "tokenizer.model"
     try:
         return SentencePieceTokenizer(path.read_bytes())
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):
         raise ValueError(f"{path}: not a readable SentencePiece model") from None
 
 
@@ -206,12 +208,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
     return SentencePieceTokenizer(model.getvalue())
 
 
-def _vocabulary_error(message: str, vocab_size: int) -> Exception:
+def _vocabulary_error(message: str, vocab_size: int) -> ValueError:
     if largest := re.search(r"too high .* <= (\d+)", message):
         return ValueError(f"--vocab-size {vocab_size} is too large for this text; use at most {largest[1]}")
     if smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
         return ValueError(f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}")
-    return RuntimeError(message)
+    # Text of line ends or NUL characters alone, which it never makes a piece of.
+    return ValueError(f"SentencePiece learns nothing from this text ({message.strip()}); use --tokenizer bytes")
 
 
 def _sample(texts: Iterable[str]) -> list[str]:

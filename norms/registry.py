@@ -1,6 +1,7 @@
 """The registry of norms: each kind is a class, a name for the `--norm` flag, and traits that its tests check."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -93,11 +94,18 @@ def parse_norm_args(kind: str, texts: list[str]) -> dict[str, Any]:
 
 def is_a(value: Any, kind: Any) -> bool:
     """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
+    if kind is Any:
+        return True
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is list:
         return type(value) is list and all(is_a(item, *get_args(kind)) for item in value)
-    return type(value) is (get_origin(kind) or kind) or (kind is float and type(value) is int)
+    if get_origin(kind) is dict:
+        of_key, of_item = get_args(kind)
+        return type(value) is dict and all(is_a(key, of_key) and is_a(value[key], of_item) for key in value)
+    if kind is float and type(value) is int:
+        return abs(value) <= sys.float_info.max
+    return type(value) is kind
 
 
 def _argument_types(kind: str) -> dict[str, Any]:

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import ModelConfig, TrainConfig
+from config import ModelConfig, TrainConfig, load_json, require
 from data.tokenizer import Tokenizer
 from model import Llama
+from norms import is_a
 from runtime import distributed
 from runtime.huggingface.directory import (
     CONFIG,
@@ -44,6 +45,7 @@ from runtime.run_dir import explained, newest_run, sync
 NAME = r"step-\d{6,}"  # of a finished checkpoint
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
+TRAINER_FIELDS = {"step": int, "optimizers": list[str], "seconds": float, "scaler": dict[str, float]}
 OPTIMIZER_STATES = {"adamw": 2, "muon": 1}  # numbers per weight of a block's matrices; other weights have AdamW's
 
 
@@ -121,9 +123,17 @@ def _retire(checkpoint: Path) -> None:
 
 
 def clear_unfinished(run: Path) -> None:
-    """Delete unfinished and retired checkpoints: what a process that was killed while saving has left."""
+    """Delete unfinished and retired checkpoints: what a process that was killed while saving has left.
+
+    A link of such a name is deleted, and not what it leads to.
+    """
     for leftover in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(leftover)
+        if not re.fullmatch(r"\.step-\d+-(unfinished|retired)", leftover.name):
+            continue
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -256,7 +266,9 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     `intact_checkpoint` verifies the files before. Raises ValueError, naming the file, if one is of another model or
     optimizer.
     """
-    trainer = json.loads((checkpoint / TRAINER).read_text())
+    trainer = load_json(checkpoint / TRAINER)
+    valid = is_a(trainer, dict) and all(is_a(trainer.get(name), kind) for name, kind in TRAINER_FIELDS.items())
+    require(valid, f"{checkpoint / TRAINER}: {', '.join(TRAINER_FIELDS)} are missing or damaged")
     if trainer["optimizers"] != _kinds(optimizers):
         there, here = ", ".join(trainer["optimizers"]), ", ".join(_kinds(optimizers))
         raise ValueError(f"{checkpoint / OPTIMIZER} is of another optimizer: {there}, not {here}")
@@ -268,6 +280,10 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
         name, _, state = stored.name.rpartition(".")
         states.setdefault(name, {})[state] = stored.read()
     names = _parameter_names(model)
+    shapes = {names[id(weight)]: weight.shape for weight in model.parameters()}
+    for name, tensors in states.items():
+        fits = all(tensor.shape in (torch.Size(), shapes.get(name)) for tensor in tensors.values())
+        require(name in shapes and fits, f"{checkpoint / OPTIMIZER} is of another model: it has a state of {name}")
     for optimizer in optimizers:
         packed = optimizer.state_dict()
         parameters = (weight for group in optimizer.param_groups for weight in group["params"])
@@ -280,7 +296,7 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
         }
         packed["state"] = {index: state for index, state in packed["state"].items() if state}
         optimizer.load_state_dict(packed)
-    assert not states, f"no optimizer updates {sorted(states)}"
+    require(not states, f"{checkpoint / OPTIMIZER} is of another model: no optimizer updates {sorted(states)}")
     return trainer
 
 

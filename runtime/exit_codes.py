@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from config import one_line
 from runtime import distributed
 from runtime.plugins import error_line
 from runtime.signals import say_nothing_more
@@ -100,6 +101,6 @@ def _exit_together(code: int, line: str) -> None:
 
 
 def _exit(code: int, line: str) -> None:
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {one_line(line)}", file=sys.stderr)
     say_nothing_more()
     sys.exit(code)

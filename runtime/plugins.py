@@ -12,13 +12,15 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from importlib.abc import InspectLoader
+from importlib.util import decode_source, module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
 
-from config import require
+from config import one_line, require
 from norms import KINDS, TRAITS, is_a
 from norms.placement import PLACEMENTS
 from runtime import distributed
@@ -44,6 +46,20 @@ class Plugin:
     def record(self) -> Record:
         digest = hashlib.sha256(self.source).hexdigest()
         return {"file": self.path.name, "sha256": digest, "norms": self.norms, "placements": self.placements}
+
+
+class SourceLoader(InspectLoader):
+    """Imports a file from its source, the bytes that are recorded, and never from a cached .pyc."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def get_source(self, fullname: str) -> str:
+        return decode_source(self.source)
+
+    def get_code(self, fullname: str) -> CodeType:
+        self.source = self.path.read_bytes()
+        return self.source_to_code(self.source, str(self.path))
 
 
 IMPORTED: dict[Path, Plugin] = {}
@@ -99,12 +115,15 @@ def _import_file(name: str, path: Path) -> Plugin:
     same_name = path.name in (other.name for other in IMPORTED)
     require(not same_name, f"--import {name}: another file of this name is imported too; rename one")
     before = [dict(table) for table in TABLES]
-    module = ModuleType(f"imported_{path.stem}")
+    loader = SourceLoader(path)
+    spec = spec_from_loader(f"imported_{path.stem}", loader)
+    assert spec
+    module = module_from_spec(spec)
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where pickle and torch.compile look for its classes
     try:
-        source = path.read_bytes()
-        exec(compile(source, path, "exec"), module.__dict__)  # the bytes that are recorded, not a cached .pyc
+        loader.exec_module(module)
+        source = loader.source
         norms, _, placements = (_added(table, earlier) for table, earlier in zip(TABLES, before, strict=True))
         require(bool(norms or placements), "registers no norm and no placement; see CONTRIBUTING.md")
     except (Exception, SystemExit) as error:
@@ -198,4 +217,4 @@ def warn_of_imports(description: dict[str, Any], source: Path) -> None:
 
 @cache
 def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    print(f"warning: {one_line(line)}", file=sys.stderr)

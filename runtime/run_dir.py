@@ -56,9 +56,21 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     elif folder.is_dir() and any(path.name not in (".lock", "run.json.part") for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
+    if writes:
+        refuse_links(folder)
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if writes and not os.access(parent, os.W_OK):
         raise ValueError(f"--out {folder}: no permission to write in {parent}")
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise ValueError if a file in `folder` is a symbolic link: what is written to it would go elsewhere.
+
+    `checkpoints` may be one, to another disk.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink() and path.name != "checkpoints":
+            raise ValueError(f"{path} is a symbolic link, and a run writes only to its own folder; delete it")
 
 
 def make_run_dir(out: Path | None, name: str) -> Path:
@@ -207,9 +219,9 @@ def explained(path: Path, size: int) -> Iterator[None]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that no reader ever sees half of it, nor anyone after a power failure.
 
-    Raises OSError as `explained`.
+    What UTF-8 cannot encode, as in file names, is escaped. Raises OSError as `explained`.
     """
-    data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     part = path.with_name(path.name + ".part")
     try:
         with explained(path, len(data)):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from config import load_json
 from norms import is_a
 from runtime.run_dir import write_atomically
 
@@ -22,9 +23,9 @@ def read_run_file(path: Path) -> dict[str, Any]:
     Those of earlier versions have no checksum. One that was edited by hand is taken once its checksum is removed.
     """
     try:
-        description = json.loads(path.read_text("utf-8"))
+        description = load_json(path)
         valid = is_a(description, dict) and all(is_a(description.get(name), kind) for name, kind in REQUIRED.items())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         valid = False
     if not valid:
         raise ValueError(f"{path} is missing or damaged")

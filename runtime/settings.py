@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 
-from config import ModelConfig, TrainConfig, configs_from, read_run
+from config import ModelConfig, TrainConfig, configs_from, load_json, read_run, require
 from data.batches import Prepared, prepare
-from norms import TRAITS
+from norms import TRAITS, is_a
 from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
 from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint
@@ -80,6 +79,7 @@ def resolve_settings(
         check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
         if flags.resume and "fast" not in read_run(flags.config):
             raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
+        check_history(flags.config)
         if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
             print(f"changed: {', '.join(changes)}", file=sys.stderr)
     if not flags.eval_only:
@@ -127,7 +127,7 @@ def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, T
     """`configs_from`. Raises ValueError that asks for `--import` if the run of --config needs a file."""
     if flags.config:
         read_run(Path(flags.config))
-        warn_of_imports(json.loads(Path(flags.config).read_text("utf-8")), Path(flags.config))
+        warn_of_imports(load_json(Path(flags.config)), Path(flags.config))
     return configs_from(flags, device, pretrained_settings(flags))
 
 
@@ -170,6 +170,13 @@ def check_same_settings(run_file: Path, model_config: ModelConfig, config: Train
     differences = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
     if differences:
         raise ValueError(f"the run in {run_file.parent} has {'; '.join(differences)}")
+
+
+def check_history(run_file: Path) -> None:
+    """Raise ValueError if what a resumed run keeps of its run.json is damaged."""
+    run = load_json(run_file)
+    for name, kind in {"command": list[str], "resumed": list[dict[str, Any]], "weights_from": dict[str, Any]}.items():
+        require(name not in run or is_a(run[name], kind), f"{run_file}: {name!r} is damaged")
 
 
 def changed_options(run_file: Path, config: TrainConfig) -> list[str]:

@@ -66,7 +66,7 @@ BAD_VALUES = {
         for value in (2**31, 10**12, 10**20)
     },
     "--dim 2147483646 --heads 1": "weights is too large to train; choose a smaller --dim, --hidden-dim, --layers",
-    "--layers 2147483647": "weights is too large",
+    "--layers 2147483647": "--layers must be at most 10000",
     "--cache-dir=": "--cache-dir must not be empty",
     "--data=": "--data must not be empty; name python, shakespeare, or a path",
     **{f"--{name} -1": f"--{name} must be 0 or more and finite, not -1" for name in ("warmup", "seed")},

@@ -29,7 +29,7 @@ from norms.placement import Unsupported
 from runtime.device import describe
 from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
 from runtime.plugins import check_imports, import_flags
-from runtime.run_dir import read_rows
+from runtime.run_dir import read_rows, refuse_links
 from runtime.run_file import read_run_file
 from runtime.settings import check_same_settings, check_same_text, resolve
 from runtime.signals import stop_requests
@@ -144,6 +144,8 @@ class Grid:
             require(
                 folder.is_dir() and not any(folder.iterdir()), f"--out {folder} is not empty; choose another folder"
             )
+        for part in (folder, folder / "cells"):
+            refuse_links(part)
         # The index of a card does not matter; its kind is compared by its name.
         compared = [field.name for field in fields(TrainConfig) if field.name not in NOT_COMPARED | {"device"}]
         for cell in cells:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import ModelConfig, check_fields, require
-from data.tokenizer import PretrainedTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from config import ModelConfig, check_fields, load_json, require
+from data.tokenizer import ByteTokenizer, PretrainedTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from model import Llama
 from norms import is_a
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
@@ -26,7 +26,8 @@ from runtime.plugins import NotImported, import_records, warn_of_imports
 CONFIG = "config.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TENSORS_PER_LAYER = 7  # at least: its matrices
-MAX_ROPE_BYTES = 1 << 30  # of the table of rotary positions, unless the weights are larger
+MAX_ROPE_BYTES = 1 << 25  # of the table of rotary positions, unless the weights are larger
+TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PretrainedTokenizer.kind)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -66,11 +67,13 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
     described = _read_json(directory / CONFIG)
     try:
         if _is_old(described):
-            return ModelConfig(**described["model"]), described["tokenizer"]
+            described = {"model_type": OWN_TYPE, OWN: described}
         own: Any = described.get(OWN)
         if own or described.get("model_type") == OWN_TYPE:
             valid = is_a(own, dict) and is_a(own.get("model"), dict) and is_a(own.get("tokenizer"), str)
             require(valid, f"{OWN} is damaged")
+            kinds = ", ".join(TOKENIZERS)
+            require(own["tokenizer"] in TOKENIZERS, f"the tokenizer {own['tokenizer']!r} is unknown; {kinds} are known")
             check_fields(own["model"], OWN)
             warn_of_imports(own, directory / CONFIG)
         if described.get("model_type") == OWN_TYPE:
@@ -89,8 +92,8 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = load_json(path)
+    except (OSError, ValueError):
         content = None
     require(isinstance(content, dict), f"{path} is missing or damaged")
     return content
@@ -122,21 +125,21 @@ def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.
 
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
-    stored_config, _ = read_config(directory)
+    config = config or read_config(directory)[0]
     tensors = len(stored_tensors(directory))
     weight_bytes = sum(path.stat().st_size for path in weight_files(directory))
-    table = 4 * stored_config.context * stored_config.head_dim
+    table = 4 * config.context * config.head_dim
     require(
         table <= max(MAX_ROPE_BYTES, weight_bytes),
-        f"{directory / CONFIG} has a context of {stored_config.context}, for which RoPE alone needs "
-        f"{table / 1e9:.0f} GB; make it smaller",
+        f"{directory / CONFIG} has a context of {config.context}, for which RoPE alone needs "
+        f"{table / 1e9:.1f} GB, more than the weights; make it smaller",
     )
     require(
-        stored_config.layers * TENSORS_PER_LAYER <= tensors,
-        f"{directory / CONFIG} describes {stored_config.layers} layers, and the weights are {tensors} tensors",
+        config.layers * TENSORS_PER_LAYER <= tensors,
+        f"{directory / CONFIG} describes {config.layers} layers, and the weights are {tensors} tensors",
     )
     with torch.device("meta"):
-        model = Llama(config or stored_config)
+        model = Llama(config)
     return model, match_weights(directory, model)
 
 

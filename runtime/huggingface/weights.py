@@ -1,17 +1,20 @@
 """Files of weights: one safetensors file, or several with an index. No pickle."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from config import load_json
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 << 20
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
@@ -27,10 +30,13 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor in memory of its own, because matrix products round differently at other alignments.
 
-        The file is closed again, so that the pages of a large file do not add up.
+        The file is closed again, so that the pages of a large file do not add up. Raises ValueError for NaN and inf.
         """
         with safe_open(self.path, "pt") as file:
-            return file.get_tensor(self.name).clone()
+            tensor = file.get_tensor(self.name).clone()
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{self.path}: {self.name} has values that are NaN or infinite")
+        return tensor
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -55,6 +61,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
+        _check_header(path)
         for tensor in tensors_in(path):
             if tensor.name in found:
                 raise ValueError(f"{path}: {tensor.name} is in {found[tensor.name].path.name} as well")
@@ -66,13 +73,21 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def _check_header(path: Path) -> None:
+    """Raise ValueError if the header is too large to be that of a model with `MAX_LAYERS`, before memory is taken."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"{path}: not a readable safetensors file: its header has {size} bytes")
+
+
 def _read_index(directory: Path) -> dict[str, str]:
     """The file of each tensor. Raises ValueError if the index is damaged or names a file outside the directory."""
     path = directory / INDEX
     try:
-        files = json.loads(path.read_text("utf-8"))["weight_map"]
+        files = load_json(path)["weight_map"]
         valid = isinstance(files, dict) and files and all(isinstance(file, str) for file in files.values())
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         valid = False
     if not valid:
         raise ValueError(f"{path}: not a readable index with a weight_map")

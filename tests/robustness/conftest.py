@@ -110,6 +110,22 @@ def fingerprint() -> Callable[[Path], dict[str, str]]:
     return hashes
 
 
+@pytest.fixture
+def ends(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str]]:
+    """`ends(command, arguments)`: the exit code of a command that runs in this process, and its standard error."""
+
+    def run(command: Callable[[list[str]], None], arguments: list[str]) -> tuple[int, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            command(arguments)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        return code, capsys.readouterr().err
+
+    return run
+
+
 # --- commands in forks of this process, which has imported everything ------------------------------------------------
 
 
