@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
+# Changes of the environment, where None removes a variable; the descriptors that are closed; and what else.
+Surroundings = tuple[dict[str, str | None], tuple[int, ...], str]
+
 ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
 GONE = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR", "TEMP", "TMP", "MPLCONFIGDIR"))
 ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": None}
-# Changes of the environment, where None removes a variable; the descriptors that are closed; and what else.
-SURROUNDINGS: dict[str, tuple[dict[str, str | None], tuple[int, ...], str]] = {
+SURROUNDINGS: dict[str, Surroundings] = {
     "closed output": ({}, (1,), ""),
     "closed error": ({}, (2,), ""),
     "all closed": ({}, (0, 1, 2), ""),
@@ -34,13 +36,8 @@ SURROUNDINGS: dict[str, tuple[dict[str, str | None], tuple[int, ...], str]] = {
     "no compiler": ({"PATH": "/missing", "XDG_CACHE_HOME": "/missing"}, (), ""),
     "read-only installation": ({}, (), "read-only"),
 }
-TOGETHER: tuple[dict[str, str | None], tuple[int, ...], str] = (
-    GONE
-    | ASCII
-    | {"HOME": "/missing", "TMPDIR": "/missing", "LC_ALL": "C", "PYTHONWARNINGS": "error", "PATH": "/missing"},
-    (2,),
-    "reader leaves",
-)
+MISSING = GONE | {"HOME": "/missing", "TMPDIR": "/missing", "PATH": "/missing"}
+TOGETHER: Surroundings = (MISSING | ASCII | {"LC_ALL": "C", "PYTHONWARNINGS": "error"}, (2,), "reader leaves")
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +68,7 @@ def installation(read_only: bool, folder: Path) -> Iterator[Path]:
             subprocess.run(["umount", str(copy)], check=True)
 
 
-def run(
-    command: str, surroundings: tuple[dict[str, str | None], tuple[int, ...], str], folder: Path
-) -> tuple[int, str]:
+def run(command: str, surroundings: Surroundings, folder: Path) -> tuple[int, str]:
     """Exit code and standard error of a command."""
     changes, closed, other = surroundings
     inherited = {name: value for name, value in os.environ.items() if name not in changes}
@@ -100,7 +95,7 @@ def run(
         return process.wait(), errors
 
 
-def train_and_check(name: str, surroundings: tuple[dict[str, str | None], tuple[int, ...], str], folder: Path) -> None:
+def train_and_check(name: str, surroundings: Surroundings, folder: Path) -> None:
     out = folder / name
     command = f"train.py {TINY} --data é.txt --steps 4 --eval-every 2 --save-every 2 --out {out}"
     assert run(command, surroundings, folder)[0] == 0
