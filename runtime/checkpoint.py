@@ -342,7 +342,7 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     for name in manifest.keys() - leave_out:
         path = checkpoint / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing")
+            raise ValueError(f"{path} is missing, which {checkpoint / MANIFEST} lists")
         if sha256(path) != manifest[name]:
             raise ValueError(f"{path} is damaged: its SHA-256 differs from the manifest's")
 

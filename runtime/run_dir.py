@@ -19,7 +19,7 @@ except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
 from norms import is_a
-from runtime.exit_codes import RunInUse
+from runtime.exit_codes import DISK_FAILED, RunInUse
 
 RUNS = Path("runs")
 COLUMNS = {  # of metrics.jsonl: a row has those of a training entry, an evaluation, a skipped step or a divergence
@@ -84,6 +84,8 @@ def make_run_dir(out: Path | None, name: str) -> Path:
             if folder == out:
                 raise ValueError(f"--out {folder} is a file") from None
         except OSError as error:
+            if error.errno in DISK_FAILED:
+                raise
             raise ValueError(f"--out {folder} cannot be created: {error.strerror}") from None
     raise AssertionError("count() is infinite")
 
