@@ -30,6 +30,7 @@ from data.tokenizer import ByteTokenizer
 from data.tokens import TokenFile
 from generate import Sampling, sample_text
 from model import Llama
+from norms import is_a
 from norms.placement import PLACEMENTS, leave
 from optim import assign, hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
@@ -186,6 +187,8 @@ class Trainer:
         if checkpoint:
             with distributed.together():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
+                valid = is_a(state.get("seconds"), float) and is_a(state.get("scaler"), dict[str, float])
+                require(valid, f"{checkpoint}/trainer.json: seconds or scaler are missing or damaged")
             self.step, self.seconds, self.skipped = state["step"], state["seconds"], state.get("skipped", 0)
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])

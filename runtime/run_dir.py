@@ -96,6 +96,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     The operating system frees the lock when the process ends, however it ends.
     """
+    refuse_links(folder)
     with open(folder / ".lock", "w") as lock:
         if fcntl:
             try:

@@ -293,7 +293,7 @@ def test_every_flag_sets_its_field():
         "dropout": 0.25, "init": "xavier", "depth_scaled_init": False,
         "data": ["shakespeare", "a/b.txt"], "tokenizer": "sentencepiece", "steps": 40, "batch_size": 12,
         "micro_batch_size": 2, "lr": 0.5, "schedule": "wsd", "warmup": 7, "weight_decay": 0.75, "optimizer": "adamw",
-        "momentum": 0.5, "clip": 2.5, "seed": 11, "device": "cpu", "dtype": "float16", "recompute": True,
+        "momentum": 0.5, "clip": 2.5, "skip_nonfinite": 3, "seed": 11, "device": "cpu", "dtype": "float16", "recompute": True,
         "tf32": True, "deterministic": True,
         "compile": True, "fast": True, "shard": True, "eval_every": 5, "eval_tokens": 999,
         "save_every": 6, "keep": 4, "log": "wandb", "out": "somewhere",

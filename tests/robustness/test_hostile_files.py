@@ -56,7 +56,10 @@ def theirs(tmp_path: Path) -> Callable[..., Path]:
 
 
 def change_json(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    """Change fields of a file. Its checksum goes, as when someone edits it."""
+    content = json.loads(path.read_text()) | fields
+    content.pop("sha256", None)
+    path.write_text(json.dumps(content))
 
 
 def change_ours(path: Path, **fields: Any) -> None:

@@ -180,7 +180,8 @@ def test_order_of_flushes_and_renames(command, undisturbed, fork, tmp_path):
             continue
         assert entry["unsynced"] == [] and following == {"synced": entry["folder"]}, entry
         checked.append(name.name)
-    assert checked == ["run.json", "metrics.jsonl", *(f"step-{step:06d}" for step in (3, 6, 9)), "report.html"]
+    saves = [f"step-{step:06d}" for step in (3, 6, 9)]
+    assert checked == ["run.json", "metrics.jsonl", *saves, "loss.png", "report.html"]
     retired = [entry["renamed"] for entry in entries if entry.get("renamed", "").endswith("-retired")]
     assert len(retired) == 2 and all({"deleted": path} in entries for path in retired)
 
