@@ -299,6 +299,8 @@ class Trainer:
         if run_file.exists():  # keep the first command, and list those that resumed it
             earlier = read_run_file(run_file)
             resumed = {"step": self.step, "command": description["command"]}
+            if moved := changed_machine(earlier, description):
+                print(f"warning: not the same bits as without the interruption: {'; '.join(moved)}", file=sys.stderr)
             imports = description["imports"]
             imports = [record for record in earlier.get("imports", []) if record not in imports] + imports
             description |= {
@@ -549,10 +551,20 @@ def describe_run(run: Run, model: Llama) -> dict[str, Any]:
         "imports": import_records(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": describe(run.device),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "ranks": distributed.world_size(),
         "launch": distributed.launch(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
+
+
+def changed_machine(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of the machine in a `run.json` may change the last digits and has changed, as "device A, now B"."""
+    then, here = (
+        {name: run[name] for name in ("device", "instruction_set") if name in run} | {"torch": run["versions"]["torch"]}
+        for run in (earlier, now)
+    )
+    return [f"{name} {value}, now {here[name]}" for name, value in then.items() if value != here[name]]
 
 
 if __name__ == "__main__":

@@ -57,13 +57,16 @@ class CellFailed(Exception):
 def bad_input() -> Iterator[None]:
     """Wrap input handling: a ValueError or OSError there ends with exit code 2. All ranks must have the same error.
 
-    That the disk failed, or that a process we started was killed, is not bad input; it ends with exit code 1.
+    That the disk failed, or that a process we started was killed, is not bad input; it ends with exit code 1. That
+    memory ran out is left to `exit_codes`.
     """
     try:
         yield
     except ChildProcessError as error:
         _exit(FAILED, str(error))
     except (ValueError, OSError) as error:
+        if out_of_memory(error):
+            raise
         failed = isinstance(error, OSError) and error.errno in DISK_FAILED
         _exit_together(FAILED if failed else BAD_INPUT, str(error))
 
@@ -83,15 +86,21 @@ def exit_codes(memory_options: str) -> Iterator[None]:
         _exit(error.code, str(error))
     except KeyboardInterrupt:
         _exit(128 + signal.SIGINT, "interrupted")
-    except OSError as error:  # usually a full disk; every finished checkpoint is intact
-        _exit(FAILED, str(error))
     except Exception as error:
-        allocation = isinstance(error, RuntimeError) and "allocate" in str(error)  # torch says so on every device
-        if allocation or isinstance(error, MemoryError):
+        if out_of_memory(error):
             _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
+        if isinstance(error, OSError):  # usually a full disk; every finished checkpoint is intact
+            _exit(FAILED, str(error))
         if line := error_line(error):  # a norm or a placement that the user wrote
             _exit(BAD_INPUT, line)
         raise
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out. On every device torch says that it cannot allocate it."""
+    allocation = isinstance(error, RuntimeError) and "allocate" in str(error)
+    mapping = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return allocation or mapping or isinstance(error, MemoryError)
 
 
 def _exit_together(code: int, line: str) -> None:

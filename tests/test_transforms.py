@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from config import ModelConfig
 from model import Linear, Llama
-from norms import build_norm
+from norms import KINDS, TRAITS, build_norm
 from runtime.acceleration import accelerate, unavailable
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
@@ -145,9 +146,9 @@ def cached_logits(model: Llama) -> Tensor:
     return model.next_logits(INPUTS[:, 5:6], cache)
 
 
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "dyt", "groupnorm"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_torch_func_on_a_norm(kind, fast):
-    norm = nn.ModuleList([build_norm(kind, 32)])
+    norm = nn.ModuleList([build_norm(kind, 32)]).eval()
     if fast:
         accelerate(norm)
     x = torch.randn(5, 3, 32, generator=torch.Generator().manual_seed(0))
@@ -161,6 +162,36 @@ def test_torch_func_on_a_norm(kind, fast):
     jacobian = torch.func.jacrev(norm[0])(x[0, 0])
     torch.testing.assert_close(weights @ jacobian, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(jacobian, torch.func.jacfwd(norm[0])(x[0, 0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in sorted(KINDS) if not TRAITS[kind].per_token])
+def test_running_statistics_are_updated_rightly_or_not_at_all(kind):
+    """In training. A graph that leaves the update out would be silently wrong."""
+    x = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(0))
+    expected = build_norm(kind, 32)
+    y = expected(x)
+    transforms: dict[str, Any] = {
+        "vmap": torch.func.vmap,
+        "grad": lambda norm: torch.func.grad(lambda x: norm(x).square().sum()),
+        "jacrev": torch.func.jacrev,
+        "jvp": lambda norm: lambda x: torch.func.jvp(norm, (x,), (x,)),  # type: ignore[misc]
+        "make_fx": lambda norm: make_fx(norm)(torch.zeros(4, 3, 32)),
+        "trace": lambda norm: torch.jit.trace(norm, torch.zeros(4, 3, 32), check_trace=False),
+    }
+    for name, transform in transforms.items():
+        norm = build_norm(kind, 32)
+        with warnings.catch_warnings(), pytest.raises(ValueError, match="call eval"):
+            warnings.simplefilter("ignore")  # torch.jit is deprecated, and warns of shapes that become constants
+            transform(norm)(x)
+        for buffer, untouched in zip(norm.buffers(), build_norm(kind, 32).buffers(), strict=True):
+            assert torch.equal(buffer, untouched), name
+    compiled = build_norm(kind, 32)
+    compiled.compile(backend="eager")
+    exported = torch.export.export(build_norm(kind, 32), (torch.zeros(4, 3, 32),)).module()
+    for module in (compiled, copy.deepcopy(build_norm(kind, 32)), exported):
+        assert torch.equal(module(x), y)
+        for name, buffer in expected.named_buffers():
+            assert torch.equal(module.get_buffer(name), buffer), name
 
 
 def test_torch_func_on_the_model(model, plain):

@@ -1,0 +1,76 @@
+"""The same bits every time on one machine, and a warning where a resumed run cannot have them."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+
+ARMS = (
+    "--dtype float32",
+    "--dtype bfloat16 --no-fast --norm layernorm --optimizer adamw",
+    "--dtype float16 --norm batchnorm --placement post",
+    "--placement ngpt --micro-batch-size 2",
+    "--norm powernorm --recompute",
+    "--norm dyt --scaled-embedding --kv-heads 1",
+    "--placement siamese --qk-norm full",
+)
+
+
+def last_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in row.keys() - {"seconds", "tokens_per_second"}} for row in rows]
+
+
+def test_three_runs_have_the_same_bits(cases, record, flags, tmp_path, start, fingerprint):
+    """Weights, optimizer state, log and sample; one of them in a process of its own."""
+    arms = random.Random(0).sample(ARMS, cases(1, len(ARMS)))
+    for number, arm in enumerate(arms):
+        runs = [tmp_path / f"{number}-{name}" for name in "abc"]
+        options = [*flags, *arm.split(), "--steps", str(cases(12, 60)), "--dropout", "0.1", "--out"]
+        own = start("train.py", *options, runs[0])
+        _, error = own.communicate(timeout=300)
+        assert own.returncode == 0, error
+        for run in runs[1:]:
+            train.main([*options, str(run)])
+        for run in runs[1:]:
+            assert fingerprint(run) == fingerprint(runs[0]), arm
+            assert last_rows(run) == last_rows(runs[0])
+            assert (run / "samples.txt").read_text() == (runs[0] / "samples.txt").read_text()
+    record(arms=len(arms), runs_each=3, equal_bit_for_bit=len(arms))
+
+
+CHANGES: dict[str, Any] = {
+    "device": lambda run: run | {"device": "another"},
+    "torch": lambda run: run | {"versions": run["versions"] | {"torch": "2.0.0"}},
+    "instruction_set": lambda run: run | {"instruction_set": "NEON"},
+    "nothing": lambda run: run,
+    "an older run.json": lambda run: {name: run[name] for name in run.keys() - {"instruction_set"}},
+}
+
+
+def test_a_resume_elsewhere_is_warned_about(flags, tmp_path, capsys):
+    """In one line, which names what has changed. The threads are part of the device."""
+    run_file, steps = tmp_path / "run/run.json", 1
+    train.main([*flags, "--steps", "1"])
+    resume = [*flags, "--resume", "--steps"]
+    for name, change in CHANGES.items():
+        steps += 1
+        run_file.write_text(json.dumps(change(json.loads(run_file.read_text()))))
+        capsys.readouterr()
+        train.main([*resume, str(steps)])
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "same bits" in line]
+        expected = [] if name in ("nothing", "an older run.json") else [name]
+        assert [name for line in warnings for name in expected if f"interruption: {name} " in line] == expected
+        assert len(warnings) == len(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        threads = torch.get_num_threads()
+        patch.setattr(torch, "get_num_threads", lambda: threads + 1)
+        train.main([*resume, str(steps + 1)])
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "same bits" in line]
+    assert f"{threads} threads" in warning and f"{threads + 1} threads" in warning
