@@ -398,7 +398,7 @@ def test_a_run_json_of_another_model(run, ends, tmp_path):
         for wanted in ("--resume", "--eval-only"):
             started = time.perf_counter()
             code, error = ends(train.main, [wanted, "--out", str(run)])
-            assert one_line(code, error) and re.search("another model|describes 9999 layers|has vocab_size", error), (
+            assert one_line(code, error) and re.search("another model|describes 9999 layers|has vocab_size|bytes free", error), (
                 error
             )
             assert time.perf_counter() - started < 10
