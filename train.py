@@ -193,6 +193,7 @@ class Trainer:
         config = self.run.config
         if self.step >= config.steps:
             if distributed.is_main():
+                write_report(self.run.folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
                 print(f"the run in {self.run.folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
