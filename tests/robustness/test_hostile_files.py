@@ -398,9 +398,9 @@ def test_a_run_json_of_another_model(run, ends, tmp_path):
         for wanted in ("--resume", "--eval-only"):
             started = time.perf_counter()
             code, error = ends(train.main, [wanted, "--out", str(run)])
-            assert one_line(code, error) and re.search("another model|describes 9999 layers|has vocab_size|bytes free", error), (
-                error
-            )
+            full = code == 1 and "bytes free" in error  # for the checkpoints of such a model
+            assert full or one_line(code, error), error
+            assert full or re.search("another model|describes 9999 layers|has vocab_size", error), error
             assert time.perf_counter() - started < 10
 
 

@@ -187,11 +187,13 @@ def test_order_of_flushes_and_renames(command, undisturbed, fork, tmp_path):
 
 
 def test_leftovers_of_a_save_go_at_the_next_start(command, undisturbed, tmp_path, capsys):
-    """Also where there is nothing left to do."""
+    """Also where there is nothing left to do but the report."""
+    (undisturbed / "report.html").rename(undisturbed / "report.html.part")
     leftover = undisturbed / "checkpoints" / ".step-000009-retired"
     shutil.copytree(undisturbed / "checkpoints" / "step-000009", leftover)
     train.main(["--resume", "--out", str(undisturbed)])
     assert "already finished" in capsys.readouterr().out and not leftovers(undisturbed)
+    assert (undisturbed / "report.html").exists()
 
 
 # --- ablations -------------------------------------------------------------------------------------------------------
