@@ -67,11 +67,12 @@ def resolve_settings(
             raise ValueError("--preset is for new runs; --resume and --eval-only take the configuration of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
         flags.config = out / "run.json"
-        read_run_file(flags.config)
     if flags.eval_only and unavailable():
         flags.fast = False  # evaluate a run that used the kernels where there are none
     if out:
         check_run_dir(out, existing, writes=not flags.eval_only)
+    if existing:
+        read_run_file(flags.config)
     model_config, config = resolve(flags)
     if existing:
         check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
