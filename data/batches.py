@@ -193,7 +193,9 @@ def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, t
         shutil.rmtree(part, ignore_errors=True)
         needed = 2 * HEADER_BYTES + sum(corpus.sizes.values()) * (2 if vocab_size <= 1 << 16 else 4)
         reason = f"{error.strerror or error}; it needs at most {needed:,} bytes"
-        raise OSError(error.errno, f"{folder} cannot be written: {reason}") from None
+        explanation = OSError(f"{folder} cannot be written: {reason}")
+        explanation.errno = error.errno
+        raise explanation from None
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer_kind: str, tokenizer: Tokenizer | None) -> Prepared:

@@ -40,7 +40,7 @@ from runtime.huggingface.directory import (
     write_model,
 )
 from runtime.huggingface.weights import WEIGHTS, save_tensors, tensors_in, weight_files
-from runtime.run_dir import explained, newest_run, sync
+from runtime.run_dir import disk_error, explained, newest_run, sync
 
 NAME = r"step-\d{6,}"  # of a finished checkpoint
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
@@ -97,12 +97,12 @@ def check_space(run: Path, model: ModelConfig, training: TrainConfig) -> None:
     saves = math.ceil(training.steps / training.save_every)
     count = max(1, min(training.keep + 1, saves) - len(list_checkpoints(run)))
     disk = next(path for path in (run, *run.absolute().parents) if path.exists())
-    total, _, free = shutil.disk_usage(disk)
-    if total and free < count * size:
-        raise OSError(
+    usage = shutil.disk_usage(disk)
+    if usage.total and usage.free < count * size:
+        raise disk_error(
             errno.ENOSPC,
-            f"{disk} has {free:,} bytes free, and this run's checkpoints need {count * size:,}: {count} of {size:,}; "
-            "free some space, or lower --keep",
+            f"{disk} has {usage.free:,} bytes free, and this run's checkpoints need {count * size:,}: "
+            f"{count} of {size:,}; free some space, or lower --keep",
         )
 
 

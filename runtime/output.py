@@ -9,7 +9,7 @@ from typing import Any
 class _Lossy(io.FileIO):
     """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
         except OSError:

@@ -433,8 +433,8 @@ def test_samples_are_utf8_in_every_locale(tmp_path):
     script = (
         "import sys; from pathlib import Path; from runtime.run_dir import Log; "
         "log = Log(Path(sys.argv[1]), 0, lambda row: None); "
-        "log.add_sample(3, chr(0x1F642)); log.add(step=3, val_loss=1.0, val_bpb=1.0); "
-        "log.add_sample(7, 'x'); Log(Path(sys.argv[1]), 3, lambda row: None)"
+        "log.add_sample(3, chr(0x1F642)); log.add(step=3, val_loss=1.0, val_bpb=1.0); log.add_sample(7, 'x'); "
+        "Log(Path(sys.argv[1]), 5, lambda row: None)"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, env=environment, check=True)

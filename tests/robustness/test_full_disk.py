@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,9 @@ def command(text: Path, cache: Path, run: Path) -> list[str]:
 
 def state(run: Path) -> dict[str, bytes]:
     """What a run leaves that does not depend on the time."""
-    kept = {path: path.read_bytes() for path in run.rglob("*.safetensors")} | {0: (run / "samples.txt").read_bytes()}
+    kept = {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*.safetensors")}
     rows = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "val_loss" in line]
-    named = {str(path.relative_to(run)) if path else "samples": content for path, content in kept.items()}
-    return named | {"evaluations": "\n".join(rows).encode()}
+    return kept | {"samples": (run / "samples.txt").read_bytes(), "evaluations": "".join(rows).encode()}
 
 
 def end(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -65,7 +65,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
+def file_size_limit(size: int, folder: Path | None = None) -> Iterator[None]:
     """No file may grow beyond `size` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -107,7 +107,7 @@ def full_disk() -> FullDisk:
     return FullDisk()
 
 
-Disturbance = Callable[[Path], Any]
+Disturbance = Callable[[Path], AbstractContextManager[None]]
 
 
 def fails_and_goes_on(
@@ -141,7 +141,7 @@ def test_full_disk_by_file_size(runs, text, tmp_path, cases, record, capsys):
     limits += [sizes["report.html"] * number // 100 for number in range(cases(0, 100))]
     lines = []
     for limit in limits:
-        lines.append(fails_and_goes_on(runs, tmp_path, text, lambda _, n=limit: file_size_limit(n), capsys))
+        lines.append(fails_and_goes_on(runs, tmp_path, text, partial(file_size_limit, limit), capsys))
     assert all(line and " bytes, and " in line and line.endswith(" are free") for line in lines), lines
     first = {line.split()[1].removeprefix(str(tmp_path / "run")) for line in filter(None, lines)}
     assert {"/run.json", "/checkpoints/step-000004", "/loss.png", "/report.html"} <= first
@@ -152,7 +152,7 @@ def test_full_disk_by_operation(runs, text, tmp_path, full_disk, cases, record, 
     """Every file and folder that is created, opened for writing or renamed, in turn, cannot be."""
     lines, full_disk.remaining = [], 0
     for attempt in range(2, 1000, cases(12, 1)):
-        lines.append(fails_and_goes_on(runs, tmp_path, text, lambda folder, n=attempt: full_disk.at(n, folder), capsys))
+        lines.append(fails_and_goes_on(runs, tmp_path, text, partial(full_disk.at, attempt), capsys))
         if full_disk.remaining > 0:  # there are fewer
             break
     assert lines.pop() is None and all(lines) and len(lines) >= 3, lines
@@ -191,28 +191,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def filled(disk: Path, free: int) -> Iterator[None]:
+def filled(free: int, disk: Path) -> Iterator[None]:
     """Leave `free` bytes of a disk from the first step on."""
     update, filler = train.Trainer.update, disk / "filler"
 
     def fill_and_update(trainer: train.Trainer, rate: float) -> None:
-        with filler.open("wb") as file:
-            file.write(bytes(shutil.disk_usage(disk).free - free))
-        train.Trainer.update = update
+        if not filler.exists():
+            filler.write_bytes(bytes(shutil.disk_usage(disk).free - free))
         update(trainer, rate)
 
-    train.Trainer.update = fill_and_update
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "update", fill_and_update)
         yield
-    finally:
-        train.Trainer.update = update
-        filler.unlink(missing_ok=True)
+    filler.unlink(missing_ok=True)
 
 
 def test_full_disk_in_memory(runs, text, small_disk, cases, record, capsys):
     """A disk that something else fills while the run trains, up to so many bytes."""
     free = [4096 * pages for pages in range(0, 60, cases(60, 1))]
-    lines = [fails_and_goes_on(runs, small_disk, text, lambda disk, n=n: filled(disk, n), capsys) for n in free]
+    lines = [fails_and_goes_on(runs, small_disk, text, partial(filled, n), capsys) for n in free]
     assert lines[0] and "are free" in lines[0]
     record(
         disks=len(free),

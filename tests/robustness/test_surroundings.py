@@ -69,6 +69,11 @@ def installation(read_only: bool, folder: Path) -> Iterator[Path]:
             subprocess.run(["umount", str(copy)], check=True)
 
 
+def close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def run(command: str, surroundings: Surroundings, folder: Path) -> tuple[int, str]:
     """Exit code and standard error of a command."""
     changes, closed, other = surroundings
@@ -83,13 +88,15 @@ def run(command: str, surroundings: Surroundings, folder: Path) -> tuple[int, st
             [sys.executable, str(root / command.split()[0]), *command.split()[1:]],
             cwd=folder,
             env=environment,
-            preexec_fn=lambda: [os.close(number) for number in closed],
+            preexec_fn=lambda: close(closed),
+            encoding="utf-8",
+            errors="replace",
             **streams,
         )
         if other == "reader leaves" and process.stdout:
             process.stdout.readline()
             process.stdout.close()
-        errors = process.stderr.read().decode() if process.stderr else ""
+        errors = process.stderr.read() if process.stderr else ""
         if process.stdout and not process.stdout.closed:
             process.stdout.read()
             process.stdout.close()
