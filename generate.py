@@ -31,6 +31,7 @@ from runtime.exit_codes import bad_input, exit_codes
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
+MAX_SAMPLES = 1 << 16  # each has a random number generator of its own
 NEVER = -1  # as the end-of-document token: no sample ends
 
 
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
     with exit_codes("--samples or --tokens"):
         with bad_input():
-            check_sizes(flags, "samples")
+            check_sizes(flags, "samples", most=MAX_SAMPLES)
             require(all(flags.stop), "--stop must not be empty")
             names = [field.name for field in dataclasses.fields(Sampling)]
             sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
