@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -240,6 +241,42 @@ def test_flags_recompute_derived_defaults(tmp_path):
     assert parse(f"--config {path} --batch-size 24")[1].micro_batch_size == 8
     assert parse(f"--config {path} --batch-size 4")[1].micro_batch_size == 4
     assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "--dim 256": {"dim": 256, "hidden_dim": 704, "head_dim": 64},
+    "--heads 8": {"heads": 8, "kv_heads": 8, "head_dim": 8},
+    "--norm rmsnorm": {"norm": "rmsnorm", "norm_args": {}},
+    "--placement deepnorm": {"placement": "deepnorm", "init": "xavier"},
+    "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
+    "--steps 200": {"steps": 200, "warmup": 10},
+    "--batch-size 9": {"batch_size": 9, "micro_batch_size": 9},
+    **{
+        f"--{name} {value}": {name.replace("-", "_"): value}
+        for name, value in {
+            **{"layers": 3, "kv-heads": 1, "head-dim": 8, "hidden-dim": 99, "context": 64, "vocab-size": 500},
+            **{"rope-theta": 5.0, "embedding-scale": 2.0, "dropout": 0.1, "init": "xavier", "qk-norm": "head"},
+            **{"micro-batch-size": 1, "lr": 0.1, "schedule": "wsd", "warmup": 9, "weight-decay": 0.2, "momentum": 0.5},
+            **{"optimizer": "adamw", "clip": 2.0, "seed": 9, "dtype": "float16", "save-every": 9, "keep": 9},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("flags, changed", CHANGES.items())
+def test_an_option_changes_what_follows_from_it_and_nothing_else(tmp_path, flags, changed):
+    """Of a run in which no option that others follow from has them at their defaults."""
+    model = ModelConfig(
+        **{"dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 12, "hidden_dim": 40, "layers": 2, "vocab_size": 300},
+        **{"norm": "layernorm", "norm_args": {"bias": False}, "init": "normal"},
+    )
+    training = TrainConfig(steps=100, warmup=5, batch_size=8, micro_batch_size=2)  # 5 is the default for 100 steps
+    before = dataclasses.asdict(model) | dataclasses.asdict(training)
+    path = write_run_json(tmp_path / "run.json", dataclasses.asdict(model), dataclasses.asdict(training))
+    after: dict[str, Any] = {}
+    for each in parse(f"--config {path} {flags}"):
+        after |= dataclasses.asdict(each)
+    assert {name: value for name, value in after.items() if value != before[name]} == changed
 
 
 def test_more_steps_keep_a_warmup_that_was_chosen(tmp_path):
