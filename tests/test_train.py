@@ -420,6 +420,20 @@ def test_resuming_restores_the_float16_loss_scale(command, monkeypatch):
     assert training[-1]["train_loss"] < training[0]["train_loss"]
 
 
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.down_proj.weight"])
+def test_an_overflow_in_one_weight_skips_every_optimizer(name, text, tmp_path):
+    """In float16: of AdamW's weights or of Muon's. The scale of the loss is halved, and the next step changes all."""
+    flags = f"{SIZES} --dtype float16 --clip 0 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}"
+    trainer = train.Trainer(resolve_run(train.parse(flags.split())))
+    handle = trainer.model.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
+    before, scale = [weight.clone() for weight in trainer.weights], trainer.scaler.get_scale()
+    trainer.update(1e-3)
+    assert all(map(torch.equal, trainer.weights, before)) and trainer.scaler.get_scale() == scale / 2
+    handle.remove()
+    trainer.update(1e-3)
+    assert not any(map(torch.equal, trainer.weights, before))
+
+
 def test_resuming_rewrites_the_log_after_the_checkpoint(command):
     """As after a power failure between two checkpoints."""
     uninterrupted = command("--steps 30 --save-every 10 --eval-every 10 --keep 3", "uninterrupted")
