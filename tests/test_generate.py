@@ -391,6 +391,20 @@ def test_streamed_text_matches_decoded_text():
     assert stopped == streamed[: streamed.index(stop)]
 
 
+def test_characters_of_several_tokens_are_streamed_whole():
+    """From a model that knows one thing: which byte of a text follows each."""
+    text, model = "é€😀", Llama(layers=1, dim=512, context=64, vocab_size=257, norm="none", tie_embeddings=False)
+    for weight in model.parameters():
+        weight.data.zero_()
+    followers = list(text.encode())
+    for byte, follower in zip(followers, followers[1:] + followers[:1], strict=True):
+        model.embed_tokens.weight.data[byte, byte] = model.lm_head.weight.data[follower, byte] = 1
+    prompt, sampling = list(text.encode()), Sampling(tokens=22, temperature=0)
+    pieces = [piece for (piece,) in stream_text(model, ByteTokenizer(), prompt, sampling)]
+    assert pieces == ["", "é", "", "", "€", "", "", "", "😀"] * 2 + ["", "é", "", ""]
+    assert sample_text(model, ByteTokenizer(), prompt, sampling) == text * 3 + "é"
+
+
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
