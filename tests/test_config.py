@@ -243,6 +243,18 @@ def test_flags_recompute_derived_defaults(tmp_path):
     assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
 
 
+# A run whose options differ from their defaults, so that a reset shows. The warmup is the default for 100 steps.
+MODEL: dict[str, Any] = dict(
+    norm="layernorm", norm_args={"bias": False}, qk_norm="full", dim=64, layers=2, heads=4, kv_heads=2, head_dim=12,
+    hidden_dim=40, context=99, vocab_size=300, rope_theta=500.0, embedding_scale=3.0, tie_embeddings=False,
+    scaled_embedding=True, dropout=0.3, init="normal", depth_scaled_init=False,
+)  # fmt: skip
+TRAINING: dict[str, Any] = dict(
+    data=["shakespeare"], steps=100, warmup=5, batch_size=12, micro_batch_size=2, lr=0.3, schedule="cosine",
+    weight_decay=0.3, momentum=0.3, clip=3.0, seed=3, device="cpu", dtype="float32", tf32=True, deterministic=True,
+    recompute=True, compile=False, fast=False, shard=True, eval_every=3, eval_tokens=3, save_every=3, keep=3,
+    log="wandb", out="out", cache_dir="elsewhere",
+)  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "--dim 256": {"dim": 256, "hidden_dim": 704, "head_dim": 64},
     "--heads 8": {"heads": 8, "kv_heads": 8, "head_dim": 8},
@@ -251,29 +263,24 @@ CHANGES: dict[str, dict[str, Any]] = {
     "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
     "--steps 200": {"steps": 200, "warmup": 10},
     "--batch-size 9": {"batch_size": 9, "micro_batch_size": 9},
-    **{
-        f"--{name} {value}": {name.replace("-", "_"): value}
-        for name, value in {
-            **{"layers": 3, "kv-heads": 1, "head-dim": 8, "hidden-dim": 99, "context": 64, "vocab-size": 500},
-            **{"rope-theta": 5.0, "embedding-scale": 2.0, "dropout": 0.1, "init": "xavier", "qk-norm": "head"},
-            **{"micro-batch-size": 1, "lr": 0.1, "schedule": "wsd", "warmup": 9, "weight-decay": 0.2, "momentum": 0.5},
-            **{"optimizer": "adamw", "clip": 2.0, "seed": 9, "dtype": "float16", "save-every": 9, "keep": 9},
-        }.items()
-    },
+    "--batch-size 8": {"batch_size": 8},
+    "--layers 3 --kv-heads 1 --context 64": {"layers": 3, "kv_heads": 1, "context": 64},
+    "--head-dim 8": {"head_dim": 8},
+    "--hidden-dim 64": {"hidden_dim": 64},
+    "--vocab-size 500": {"vocab_size": 500},
+    "--init xavier --qk-norm head": {"init": "xavier", "qk_norm": "head"},
+    "--micro-batch-size 1": {"micro_batch_size": 1},
+    "--warmup 9": {"warmup": 9},
+    "--optimizer adamw --lr 0.1 --dtype float16": {"optimizer": "adamw", "lr": 0.1, "dtype": "float16"},
 }
 
 
 @pytest.mark.parametrize("flags, changed", CHANGES.items())
 def test_an_option_changes_what_follows_from_it_and_nothing_else(tmp_path, flags, changed):
-    """Of a run in which no option that others follow from has them at their defaults."""
-    model = ModelConfig(
-        **{"dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 12, "hidden_dim": 40, "layers": 2, "vocab_size": 300},
-        **{"norm": "layernorm", "norm_args": {"bias": False}, "init": "normal"},
-    )
-    training = TrainConfig(steps=100, warmup=5, batch_size=8, micro_batch_size=2)  # 5 is the default for 100 steps
-    before = dataclasses.asdict(model) | dataclasses.asdict(training)
-    path = write_run_json(tmp_path / "run.json", dataclasses.asdict(model), dataclasses.asdict(training))
-    after: dict[str, Any] = {}
+    model, training = (dataclasses.asdict(each) for each in (ModelConfig(**MODEL), TrainConfig(**TRAINING)))
+    path, before, after = write_run_json(tmp_path / "run.json", model, training), model | training, dict[str, Any]()
+    at_default = {name for name, field in FIELDS.items() if before[name] in (field.default, {})}
+    assert at_default == {"placement", "rope_scaling", "tokenizer", "init_from", "optimizer"}
     for each in parse(f"--config {path} {flags}"):
         after |= dataclasses.asdict(each)
     assert {name: value for name, value in after.items() if value != before[name]} == changed
