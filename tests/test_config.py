@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -240,6 +241,49 @@ def test_flags_recompute_derived_defaults(tmp_path):
     assert parse(f"--config {path} --batch-size 24")[1].micro_batch_size == 8
     assert parse(f"--config {path} --batch-size 4")[1].micro_batch_size == 4
     assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
+
+
+# A run whose options differ from their defaults, so that a reset shows. The warmup is the default for 100 steps.
+MODEL: dict[str, Any] = dict(
+    norm="layernorm", norm_args={"bias": False}, qk_norm="full", dim=64, layers=2, heads=4, kv_heads=2, head_dim=12,
+    hidden_dim=40, context=99, vocab_size=300, rope_theta=500.0, embedding_scale=3.0, tie_embeddings=False,
+    scaled_embedding=True, dropout=0.3, init="normal", depth_scaled_init=False,
+)  # fmt: skip
+TRAINING: dict[str, Any] = dict(
+    data=["shakespeare"], steps=100, warmup=5, batch_size=12, micro_batch_size=2, lr=0.3, schedule="cosine",
+    weight_decay=0.3, momentum=0.3, clip=3.0, seed=3, device="cpu", dtype="float32", tf32=True, deterministic=True,
+    recompute=True, compile=False, fast=False, shard=True, eval_every=3, eval_tokens=3, save_every=3, keep=3,
+    log="wandb", out="out", cache_dir="elsewhere",
+)  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "--dim 256": {"dim": 256, "hidden_dim": 704, "head_dim": 64},
+    "--heads 8": {"heads": 8, "kv_heads": 8, "head_dim": 8},
+    "--norm rmsnorm": {"norm": "rmsnorm", "norm_args": {}},
+    "--placement deepnorm": {"placement": "deepnorm", "init": "xavier"},
+    "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
+    "--steps 200": {"steps": 200, "warmup": 10},
+    "--batch-size 9": {"batch_size": 9, "micro_batch_size": 9},
+    "--batch-size 8": {"batch_size": 8},
+    "--layers 3 --kv-heads 1 --context 64": {"layers": 3, "kv_heads": 1, "context": 64},
+    "--head-dim 8": {"head_dim": 8},
+    "--hidden-dim 64": {"hidden_dim": 64},
+    "--vocab-size 500": {"vocab_size": 500},
+    "--init xavier --qk-norm head": {"init": "xavier", "qk_norm": "head"},
+    "--micro-batch-size 1": {"micro_batch_size": 1},
+    "--warmup 9": {"warmup": 9},
+    "--optimizer adamw --lr 0.1 --dtype float16": {"optimizer": "adamw", "lr": 0.1, "dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("flags, changed", CHANGES.items())
+def test_an_option_changes_what_follows_from_it_and_nothing_else(tmp_path, flags, changed):
+    model, training = (dataclasses.asdict(each) for each in (ModelConfig(**MODEL), TrainConfig(**TRAINING)))
+    path, before, after = write_run_json(tmp_path / "run.json", model, training), model | training, dict[str, Any]()
+    at_default = {name for name, field in FIELDS.items() if before[name] in (field.default, {})}
+    assert at_default == {"placement", "rope_scaling", "tokenizer", "init_from", "optimizer"}
+    for each in parse(f"--config {path} {flags}"):
+        after |= dataclasses.asdict(each)
+    assert {name: value for name, value in after.items() if value != before[name]} == changed
 
 
 def test_more_steps_keep_a_warmup_that_was_chosen(tmp_path):

@@ -494,21 +494,31 @@ def test_dropout_is_off_in_eval_and_seeded_in_training():
     assert not torch.equal(logits(0), logits(1))
 
 
-def test_dropout_applies_to_embedding_attention_and_mlp():
+def test_dropout_of_the_embedding():
+    """Without norms, and with blocks that add nothing, the hidden states are the embedding after dropout."""
+    model = random_weights_model(dataclasses.replace(SMALL, norm="none", dropout=0.5))
+    for name, weight in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight.data.zero_()
+    whole, dropped = model.hidden(TOKENS), model.train().hidden(TOKENS)
+    kept = dropped != 0
+    assert 0.35 < kept.float().mean() < 0.65  # of 384 values; the standard deviation is 0.026
+    torch.testing.assert_close(dropped[kept], 2 * whole[kept])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_applies_to_attention_and_mlp(dtype):
+    """Of attention, both its output and its probabilities, which change the values that are not dropped."""
     model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5)).train()
     x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
-    attention, mlp, rope = (
-        model.get_submodule("layers.0.self_attn"),
-        model.get_submodule("layers.0.mlp"),
-        model.rope(0, 8),
-    )
+    block, rope = model.get_submodule("layers.0"), model.rope(0, 8)
     torch.manual_seed(0)
-    for dropped in (model.dropout(x), attention(x, rope), mlp(x)):
-        zeros = (dropped == 0).float().mean()
-        assert 0.35 < zeros < 0.65  # of 384 values; the standard deviation is 0.026
-    outputs = [attention(x, rope) for _ in range(2)]
-    kept = (outputs[0] != 0) & (outputs[1] != 0)
-    assert not torch.allclose(outputs[0][kept], outputs[1][kept])  # attention probabilities were dropped too
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        for sublayer, arguments, probabilities in ((block.self_attn, (x, rope), True), (block.mlp, (x,), False)):
+            first, second = (sublayer(*arguments) for _ in range(2))
+            assert 0.35 < (first == 0).float().mean() < 0.65  # as above
+            kept = (first != 0) & (second != 0)
+            assert torch.allclose(first[kept], second[kept]) != probabilities
 
 
 def test_block_forward_has_two_statements():

@@ -382,6 +382,19 @@ def test_a_token_file_is_continued_where_it_was_stopped(source, tmp_path, monkey
     assert chunks <= encoded < chunks + attempts, "each attempt encodes at most one document again"
 
 
+def test_a_header_is_written_after_its_ids_are_on_the_disk(source, tmp_path, monkeypatch):
+    """After a power failure, a header must not promise ids that were never written."""
+    path, flushed, fsync = tmp_path / "tokens.bin", list[tuple[int, bytes]](), os.fsync
+
+    def record(descriptor):
+        fsync(descriptor)
+        flushed.append((path.stat().st_size, path.read_bytes()[:HEADER_BYTES]))
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_tokens(path, open_corpus([str(source)], tmp_path), "val", ByteTokenizer())
+    assert flushed == [(path.stat().st_size, bytes(HEADER_BYTES))]
+
+
 @pytest.mark.parametrize("change", ["size", "tokenizer", "corpus", "jobs", "name"])
 def test_an_unfinished_file_that_does_not_fit_is_started_again(source, tmp_path, monkeypatch, change):
     monkeypatch.setattr(workers, "JOB_BYTES", 500)

@@ -176,6 +176,10 @@ def test_save_and_load(tokenizer, tmp_path):
     loaded = load_tokenizer(tokenizer.kind, tmp_path)
     assert (loaded.kind, loaded.hash, loaded.vocab_size) == (tokenizer.kind, tokenizer.hash, tokenizer.vocab_size)
     assert loaded.encode("def f():\n\treturn '😀'") == tokenizer.encode("def f():\n\treturn '😀'")
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    tokenizer.save(tmp_path)  # replaces the files, so that half a file is never seen
+    after = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert before.keys() == after.keys() and not before.items() & after.items()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no model"])

@@ -92,13 +92,15 @@ def test_recompute_changes_no_bit(kind, dtype):
     assert all(map(torch.equal, ours.buffers(), kept.buffers()))
 
 
-def test_dropout_is_that_of_the_plain_model():
-    plain, ours = models(dropout=0.3)
+@pytest.mark.parametrize("dtype, tolerance", [(None, 2e-5), (torch.bfloat16, 0.03)], ids=str)
+def test_dropout_is_that_of_the_plain_model(dtype, tolerance):
+    """Of the embedding, attention and the MLP. In bf16, a few units of 2^-7: where dropout is missing, all changes."""
+    plain, ours = models(dropout=0.3, kv_heads=2)
     found = []
     for model in (plain, ours):
         torch.manual_seed(0)
-        found.append(loss_and_gradients(model))
-    assert_near(found[0], found[1], 2e-5)
+        found.append(loss_and_gradients(model, dtype))
+    assert_near(found[0], found[1], tolerance)
 
 
 def test_targets_that_are_no_token_ids_are_the_formulas():

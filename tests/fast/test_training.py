@@ -111,8 +111,9 @@ def test_loss_in_fp32(monkeypatch, logits_at_once, ids):
         assert (ours - value).abs().max() <= 1e-5 * value.abs().max()
 
 
-@pytest.mark.parametrize("rows", [400, 255, 130, 50], ids=["whole", "two parts", "four parts", "eight parts"])
+@pytest.mark.parametrize("rows", [400, 255, 130, 10], ids=["whole", "two parts", "four parts", "forty parts"])
 def test_loss_under_autocast_is_as_exact_as_the_plain_one(monkeypatch, rows):
+    """However many parts: their gradients of the head are added in fp32. In bf16, the error would grow with them."""
     monkeypatch.setattr(training, "LOGITS_AT_ONCE", 101 * rows)
     h, w, targets = draw(400, 33), draw(101, 33, seed=1), torch.arange(400) % 101
     exact = double(h, w)
