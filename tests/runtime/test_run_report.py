@@ -40,6 +40,15 @@ def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
     assert right.get_ylim() == pytest.approx([0.577078 * nats for nats in axes.get_ylim()])
 
 
+def test_nothing_is_drawn_outside_the_picture():
+    rows = [row | {name: row[name] + 9.001 for name in ("train_loss", "val_loss") if name in row} for row in ROWS]
+    for some in (ROWS, rows, rows[2:3]):
+        plot = plot_loss(some, gzip_bpb=2.0)
+        FigureCanvasAgg(plot).draw()
+        box = plot.get_tightbbox()
+        assert box.x0 > 0 and box.y0 > 0 and box.x1 < 8 and box.y1 < 4.5
+
+
 def test_ten_thousand_evaluations_draw_no_more_points_than_a_thousand_and_keep_what_stands_out():
     rows = []
     for step in range(1, 10_001):
