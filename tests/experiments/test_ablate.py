@@ -30,7 +30,7 @@ from experiments.ablation.processes import end_with_parent
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.probe import probe
 from model import Llama
-from runtime.exit_codes import CellFailed, RunInUse
+from runtime.exit_codes import RunInUse, exit_codes
 from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]
@@ -324,12 +324,15 @@ def test_flags_of_train_py_are_passed_on_in_order():
         assert ablate.parse(line.split())[1] == theirs.split()
 
 
-def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text):
+def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text, capsys):
     ablation = resolve_ablation(*ablate.parse(arguments(text, grid, GRID)))
     cell = ablation.reported[0]
     assert not ablation.grid.finished_outcome(cell, code=0).diverged
-    with pytest.raises(CellFailed):
-        ablation.grid.finished_outcome(cell, code=1)
+    for code, passed_on in ((1, 1), (3, 3), (-9, 1)):
+        with pytest.raises(SystemExit) as exit, exit_codes(""):
+            ablation.grid.finished_outcome(cell, code)
+        assert exit.value.code == passed_on
+    assert capsys.readouterr().err.endswith("seed0.log: killed by SIGKILL\n")
 
 
 @pytest.mark.slow
