@@ -1,5 +1,6 @@
 """A long run stays as fast, as small and with as few open files as it began."""
 
+import gc
 import json
 import os
 import signal
@@ -7,14 +8,39 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from scipy import stats
 
+import train
+from generate import Sampling
 from runtime.run_dir import read_rows
 
 SECONDS, SAMPLE_EVERY = 3600, 5
 WINDOWS = 12  # of five minutes; the first one, in which memory fills up, is left out
 SIZES = "--dim 64 --context 128 --batch-size 16 --steps 10000000 --warmup 100"
 EVERY = "--eval-every 500 --save-every 500 --eval-tokens 4096"
+
+
+LINUX = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes in Linux's /proc")
+
+
+@LINUX
+def test_evaluations_and_checkpoints_leave_nothing_behind(flags, monkeypatch):
+    """Neither tensors nor open files: there are as many after the fifth as after the second."""
+    found, save = {}, train.Trainer.save
+
+    def save_and_count(trainer: train.Trainer) -> None:
+        save(trainer)
+        if trainer.step in (4, 10):
+            gc.collect()
+            tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            found[trainer.step] = tensors, len(os.listdir("/proc/self/fd"))
+
+    monkeypatch.setattr(train.Trainer, "save", save_and_count)
+    monkeypatch.setattr(train, "SAMPLE", Sampling(tokens=4))
+    every = "--eval-every 2 --save-every 2 --eval-tokens 256"
+    train.main([*flags, "--steps", "10", *every.split()])
+    assert found[4] == found[10] and found[4][0] > 20
 
 
 def slope_per_hour(windows: list[dict], name: str) -> dict[str, float]:
@@ -38,6 +64,7 @@ def measure(pid: int, log: Path) -> dict[str, float]:
     }
 
 
+@LINUX
 def test_long_run(full, record, start, flags, tmp_path):
     if not full:
         pytest.skip("takes an hour; --full runs it")
