@@ -18,13 +18,14 @@ import ablate
 import train
 from data.batches import evaluation_batches
 from experiments.ablation.factors import parse_factors
-from experiments.ablation.grid import Cell, next_lr, settings_digest
+from experiments.ablation.grid import Cell, Grid, next_lr, settings_digest
 from experiments.ablation.outcome import Arm
 from experiments.ablation.processes import end_with_parent, resolve_devices, start_process
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation, write_probes
 from experiments.probe import probe
 from model import Llama
 from runtime.checkpoint import load_pretrained
+from runtime.exit_codes import IN_USE
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --tokenizer bytes --dtype float32 --no-fast --device cpu"
 ARM = Arm.of(norm="rmsnorm", placement="pre")
@@ -229,6 +230,27 @@ def test_each_run_gets_a_device_of_its_own_and_resumes_on_another(resolve):
     grid.cell_folder(cell).mkdir()
     (grid.cell_folder(cell) / "run.json").touch()
     assert grid.command(cell, "cuda:0")[2:] == ["--resume", "--device", "cuda:0", "--out", str(grid.cell_folder(cell))]
+
+
+def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
+    """Two at a time on each of two devices. The first one finds its folder locked at first, and is started again."""
+    started: list[tuple[int, str]] = []
+
+    def start(grid: Grid, cell: Cell, device: str) -> subprocess.Popen:
+        started.append((cell.seed, device))
+        if len(started) == 1:
+            return subprocess.Popen(["sh", "-c", f"exit {IN_USE}"])
+        finish(ablation, cell, 2.0)
+        return subprocess.Popen(["sh", "-c", "exit 0"])
+
+    monkeypatch.setattr(Grid, "start", start)
+    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.1)
+    ablation = resolve("--seeds 5 --jobs 2")
+    wanted = ablation.reported
+    outcomes = replace(ablation.grid, devices=("one", "other")).run(wanted)
+    assert started[:4] == [(0, "one"), (1, "other"), (2, "one"), (3, "other")]
+    assert sorted(seed for seed, _ in started[4:]) == [0, 4]
+    assert list(outcomes) == wanted and not any(outcome.diverged for outcome in outcomes.values())
 
 
 def test_the_folder_does_not_depend_on_the_card(resolve):
