@@ -1,6 +1,8 @@
 """What a run leaves to look at: its loss curve, and one page with curve, samples and settings."""
 
 import io
+import math
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 120  # of every plot that is saved as PNG
+MOST_POINTS = 1000  # of a line: the plot of a long run, which every evaluation draws anew, takes no longer
+MOST_SAMPLES = 20  # on the page
 HELD_OUT = "validation: documents that are not in the training text (or the last tenth, if there is only one)"
 
 
@@ -21,13 +25,15 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
 
     The left axis is in nats per token. Once there is an evaluation, the right axis has the same in bits per byte of
     the validation text. It is exact for the validation loss and for gzip; training text may have other bytes per token.
+    A long line is thinned; its ends and its extremes stay.
     """
     from matplotlib.figure import Figure  # imported here because it takes half a second
 
-    plot = Figure(figsize=(8, 4.5), layout="constrained")
+    plot = Figure(figsize=(8, 4.5))
+    plot.subplots_adjust(left=0.09, right=0.91, bottom=0.16, top=0.97)  # a layout engine takes twice as long
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
+        points = thinned([(row["step"], row[name]) for row in rows if name in row])
         axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=name.replace("_", " "))
     evaluations = [row for row in rows if "val_bpb" in row]
     if evaluations:
@@ -39,8 +45,20 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     axes.set_xlabel("step")
     plot.supxlabel(HELD_OUT, fontsize="small", color="0.4")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper right")
     return plot
+
+
+def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most `MOST_POINTS` of the `points` (step, loss): both ends, and the lowest and the highest of each stretch."""
+    if len(points) <= MOST_POINTS:
+        return points
+    length = math.ceil(len(points) / (MOST_POINTS // 2 - 1))
+    kept = {points[0], points[-1]}
+    for start in range(0, len(points), length):
+        stretch = sorted(points[start : start + length], key=lambda point: point[1])
+        kept |= {stretch[0], stretch[-1]}
+    return sorted(kept)
 
 
 def save_plot(plot: "Figure", path: Path) -> None:
@@ -57,12 +75,21 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         markdown(f"{result(rows, gzip_bpb)}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result(rows, gzip_bpb)}"),
         "<h2>Samples</h2>",
-        preformatted(read_samples(folder) or "none yet", wrapped=True),
+        *last_samples(read_samples(folder) or "none yet"),
         "<h2>Settings</h2>",
         preformatted(shlex.join(["python", *run["command"]]), wrapped=True),
         settings_table(run["model"] | run["training"] | run["versions"]),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
+
+
+def last_samples(text: str) -> list[str]:
+    """HTML of the last samples in a `samples.txt`, and how many there are if not all are shown."""
+    starts = [found.start() for found in re.finditer(r"^----- step \d+ -----$", text, re.M)]
+    if len(starts) <= MOST_SAMPLES:
+        return [preformatted(text, wrapped=True)]
+    note = f"The last {MOST_SAMPLES} of {len(starts):,}; all are in `samples.txt`."
+    return [markdown(note), preformatted(text[starts[-MOST_SAMPLES] :], wrapped=True)]
 
 
 def result(rows: list[dict[str, Any]], gzip_bpb: float) -> str:

@@ -20,3 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
         import_files(config.getoption("imports"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are not drawn, which would take longer than a tiny run, unless the test is marked as looking at them."""
+    if not request.node.get_closest_marker("pictures"):
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)

@@ -34,6 +34,8 @@ from runtime.settings import FIXED_ON_RESUME, changed_options, check_same_settin
 ROOT = Path(__file__).parents[1]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
@@ -77,6 +79,7 @@ def fingerprint(run: Path) -> list[str]:
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pictures
 def test_run_learns_and_writes_all_files(command, capsys):
     run = command("--steps 60 --lr 0.01 --eval-every 30 --save-every 30")
     evaluations = [row for row in read_metrics(run) if "val_bpb" in row]
@@ -140,7 +143,7 @@ ARMS = [(kind, name) for kind, name in VALID_CELLS if kind == "rmsnorm" or name 
 
 @pytest.mark.parametrize("kind, placement", ARMS)
 def test_every_norm_and_every_placement_trains(kind, placement, command):
-    run = command(f"--norm {kind} --placement {placement} --steps 50 --lr 0.003")
+    run = command(f"--norm {kind} --placement {placement} --steps 20 --lr 0.003")
     losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
     assert losses[-1] < losses[0] < 1.2 * math.log(257)
 
@@ -154,33 +157,29 @@ def test_every_valid_cell_trains(kind, placement, qk_norm, command):
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
-def test_arms_have_the_same_initial_weights_and_batches(command, monkeypatch):
+def test_arms_have_the_same_initial_weights_and_batches(text, tmp_path, monkeypatch):
     """All norms and placements get the same tokens, and the same matrices up to the init gain of the placement."""
     initial_weights, batches = [], set()
-    accumulate, loss = train.Trainer.accumulate_gradients, Llama.loss
+    loss = Llama.loss
     seen: list[str] = []
 
-    def record_weights(trainer):
-        if trainer.step == 0:
-            gain = PLACEMENTS[trainer.model.config.placement].init_gain
-            initial_weights.append(
-                {name: weight.detach() / gain(role, 2) for role, name, weight in weights_by_role(trainer.model)}
-            )
-        return accumulate(trainer)
-
     def record_batch(model, tokens, targets):
-        if model.training:
-            seen.append(hashlib.sha256(tokens.numpy().tobytes() + targets.numpy().tobytes()).hexdigest())
+        seen.append(hashlib.sha256(tokens.numpy().tobytes() + targets.numpy().tobytes()).hexdigest())
         return loss(model, tokens, targets)
 
-    monkeypatch.setattr(train.Trainer, "accumulate_gradients", record_weights)
     monkeypatch.setattr(Llama, "loss", record_batch)
+    common = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --steps 4 --seed 5"
     for kind, placement in ARMS:
         seen = []
-        flags = (
-            f"--norm {kind} --placement {placement} --init normal --no-depth-scaled-init --no-fast --steps 4 --seed 5"
+        flags = f"--norm {kind} --placement {placement} --init normal --no-depth-scaled-init --no-fast"
+        out = tmp_path / f"{kind}-{placement}-{len(initial_weights)}"
+        trainer = train.Trainer(resolve_run(train.parse([*common.split(), *flags.split(), "--out", str(out)])))
+        gain = PLACEMENTS[placement].init_gain
+        initial_weights.append(
+            {name: weight.detach() / gain(role, 2) for role, name, weight in weights_by_role(trainer.model)}
         )
-        command(flags, f"{kind}-{placement}-{len(initial_weights)}")
+        for trainer.step in range(4):
+            trainer.update(0.01)
         batches.add(tuple(seen))
     assert len(batches) == 1
     assert len(set(batches.pop())) == 4  # each step has a different batch
@@ -758,6 +757,7 @@ def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
         assert sum(targets) == expected, flags
 
 
+@pytest.mark.pictures
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
 def test_modes_follow_the_umask(umask, command, tmp_path):

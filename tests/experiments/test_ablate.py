@@ -22,7 +22,7 @@ from experiments.ablation.outcome import Arm
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.probe import probe
 from model import Llama
-from runtime.exit_codes import CellFailed
+from runtime.exit_codes import exit_codes
 from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]
@@ -164,11 +164,10 @@ def test_divergence_is_a_row(command, text, capsys):
 # --- the same command twice ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", ["", " --save-every 3 --keep 1", " --jobs 1"])
-def test_finished_cells_are_not_trained_twice(flags, grid, command, tmp_path):
+def test_finished_cells_are_not_trained_twice(grid, command, tmp_path):
     folder = shutil.copytree(grid, tmp_path / "out")
     before = write_times(folder)
-    command(GRID + flags)
+    command(f"{GRID} --save-every 3 --keep 1 --jobs 1")
     assert write_times(folder) == before
     assert results(folder) == results(grid)
     first, again = ((there / "table.md").read_text().splitlines() for there in (grid, folder))
@@ -315,12 +314,15 @@ def test_flags_of_train_py_are_passed_on_in_order():
         assert ablate.parse(line.split())[1] == theirs.split()
 
 
-def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text):
+def test_a_cell_that_could_not_save_has_failed_whatever_it_logged(grid, text, capsys):
     ablation = resolve_ablation(*ablate.parse(arguments(text, grid, GRID)))
     cell = ablation.reported[0]
     assert not ablation.grid.finished_outcome(cell, code=0).diverged
-    with pytest.raises(CellFailed):
-        ablation.grid.finished_outcome(cell, code=1)
+    for code, passed_on in ((1, 1), (3, 3), (-9, 1)):
+        with pytest.raises(SystemExit) as exit, exit_codes(""):
+            ablation.grid.finished_outcome(cell, code)
+        assert exit.value.code == passed_on
+    assert capsys.readouterr().err.endswith("seed0.log: killed by SIGKILL\n")
 
 
 @pytest.mark.slow

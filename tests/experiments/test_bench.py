@@ -73,21 +73,83 @@ def test_accelerated_norms_have_rows_of_their_own(accelerated, tmp_path):
     assert {row["norm"] for row in report["rows"] if "fast" in row["norm"]} == {"rmsnorm, fast"}
 
 
+@pytest.fixture
+def takes(monkeypatch):
+    """`takes(seconds)` gives calls these seconds by a part of their names, and returns the calls that were timed."""
+
+    def give(seconds: dict[str, float]) -> dict:
+        timed = {}
+
+        def time_alternately(calls, rounds, device):
+            timed.update(calls)
+            return {name: next(seconds[part] for part in seconds if part in name) for name in calls}
+
+        monkeypatch.setattr(benchmarks, "time_alternately", time_alternately)
+        return timed
+
+    return give
+
+
+def test_shares_of_norms_by_hand(takes, tmp_path):
+    """A copy of 64 × 64 numbers takes 2 µs. Forward moves as many bytes as a copy, forward and backward 2.5 times."""
+    takes({"copy": 2e-6, "F.layer_norm forward": 3e-6, "F.layer_norm both": 5e-6, "forward": 4e-6, "both": 2e-5})
+    report = report_of("norms --rows 64 --dim 64 --device cpu", tmp_path / "report.json")
+    assert report["copy in float32, GB/s"] == pytest.approx(2 * 64 * 64 * 4 / 2e-6 / 1e9)
+    assert report["copy in bfloat16, GB/s"] == pytest.approx(2 * 64 * 64 * 2 / 2e-6 / 1e9)
+    rows = {row["norm"]: [row[name] for name in list(row)[2:]] for row in report["rows"] if row["dtype"] == "float32"}
+    assert rows["dyt"] == pytest.approx([4e-3, 4 / 3, 2 / 4, 2e-2, 20 / 5, 2.5 * 2 / 20])
+    assert rows["F.layer_norm"] == pytest.approx([3e-3, 1, 2 / 3, 5e-3, 1, 2.5 * 2 / 5])
+
+
+def test_shares_of_a_training_step_by_hand(takes, accelerated, monkeypatch, tmp_path):
+    """The product of two 10² matrices has 2000 FLOPs and takes 1 ms; the step of 2 sequences of 16 tokens half a s."""
+    memory = iter([3e6, 10e6])
+    monkeypatch.setattr(benchmarks, "peak_memory", lambda device: next(memory))
+    monkeypatch.setattr(benchmarks, "PRODUCT_SIZE", {"cpu": 10})
+    takes({"product": 1e-3, "plain": 0.5, "fast": 0.25})
+    report = report_of(f"train {MODEL} --batch-size 2 --dtype float32", tmp_path / "report.json")
+    flops = 6 * (100 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)) + 6 * 2 * 32 * 16
+    plain, fast = report["rows"]
+    bound = 2000 / 1e-3 / flops
+    assert (plain["tokens/s"], plain["upper bound"], fast["tokens/s"]) == (64, round(bound), 128)
+    assert (plain["fraction"], fast["fraction"]) == pytest.approx((64 / bound, 128 / bound))
+    assert report["product in float32, TFLOP/s"] == pytest.approx(2000 / 1e-3 / 1e12)
+    assert report["memory of a step, MB"] == 7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shares_of_generation_by_hand(dtype, takes, accelerated, monkeypatch, tmp_path):
+    """15 tokens of each of 3 samples in 2 s, while the weights can be read 15 times in 0.5 s."""
+    read = []
+    monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
+    timed = takes({"reading": 0.5, "plain": 2.0, "fast": 1.0})
+    report = report_of(f"generate {MODEL} --dtype {dtype} --tokens 15 --samples 3", tmp_path / "report.json")
+    timed[f"reading torch.{dtype}"]()
+    weights = 100 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)  # tied, and those of the norms hardly count
+    size = weights * {"float32": 4, "bfloat16": 2}[dtype]
+    assert len(read) == 15 and read[0] == pytest.approx(size, rel=0.01)
+    found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
+    assert found == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
+    assert [row["fraction"] for row in report["rows"]] == [0.25, 0.25, 0.5, 0.5]
+
+
 def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):
-    """A clock that only the calls advance: 9 seconds each at first, then 1 and 2."""
+    """A clock that only the calls advance: 90 seconds each at first, then those below, whose medians are 2 and 5."""
     now, made = [0.0], list[str]()
     monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: now[0])
+    seconds = {"a": iter([90, 90, 1, 2, 9]), "b": iter([90, 90, 8, 4, 5])}
 
-    def call(name: str, seconds: float) -> None:
-        now[0] += 9 if len(made) < 2 * benchmarks.WARMUP_ROUNDS else seconds
+    def call(name: str) -> None:
+        now[0] += next(seconds[name])
         made.append(name)
 
-    calls = {"a": lambda: call("a", 1), "b": lambda: call("b", 2)}
-    assert benchmarks.time_alternately(calls, 3, torch.device("cpu")) == {"a": 1, "b": 2}
+    calls = {"a": lambda: call("a"), "b": lambda: call("b")}
+    assert benchmarks.time_alternately(calls, 3, torch.device("cpu")) == {"a": 2, "b": 5}
     assert made == ["a", "b"] * (3 + benchmarks.WARMUP_ROUNDS)
 
 
-def test_a_training_step_is_measured(tmp_path, capsys):
+def test_a_training_step_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmarks, "PRODUCT_SIZE", {"cpu": 64})
     report = report_of(f"train {MODEL} --batch-size 2", tmp_path / "report.json")
     assert {row["step"] for row in report["rows"]} == {"plain", *(["fast"] if has_fast_rows(report) else [])}
     assert report["rows"][-1]["dtype"] == "float32"
@@ -97,7 +159,8 @@ def test_a_training_step_is_measured(tmp_path, capsys):
     assert report["settings"] in capsys.readouterr().out
 
 
-def test_plain_and_fast_steps_are_separate_models(accelerated, tmp_path):
+def test_plain_and_fast_steps_are_separate_models(accelerated, takes, tmp_path):
+    takes({"": 1.0})
     report = report_of(f"train {MODEL} --batch-size 2", tmp_path / "report.json")
     dtypes = len(benchmarks.model_dtypes(torch.device("cpu")))
     assert [row["step"] for row in report["rows"]] == ["plain", "fast"] * dtypes

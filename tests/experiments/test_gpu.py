@@ -30,6 +30,18 @@ def test_a_part_reports_a_row_per_command_and_failures_stop_nothing(tmp_path):
     assert "42" in (tmp_path / "out" / "good.txt").read_text()
 
 
+def test_the_command_says_that_a_part_failed_and_writes_its_report_first(tmp_path, monkeypatch):
+    flags = f"--toy --device cpu --part norms --folder {tmp_path / 'gpu'} --out {tmp_path / 'report.json'}"
+    monkeypatch.setattr(gpu, "commands", lambda config: {"norms": ["-c pass"]})
+    bench.main(["gpu", *flags.split()])
+    monkeypatch.setattr(gpu, "commands", lambda config: {"norms": ["-c pass", "-c 'exit(3)'"]})
+    with pytest.raises(SystemExit) as exit:
+        bench.main(["gpu", *flags.split()])
+    assert exit.value.code == 1
+    ended = [row["ended"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]]
+    assert ended == ["exit 0", "exit 3"]
+
+
 def test_a_relative_folder_is_relative_to_the_caller(tmp_path, monkeypatch):
     """Although the commands run in the project's folder."""
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ LAYERS, VOCAB = 3, 20
 
 
 def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Llama:
-    """A tiny model whose gains are not all one."""
+    """A tiny model whose gains are not all one, and some of them negative."""
     config = ModelConfig(
         norm=norm, placement=placement, dim=16, layers=LAYERS, heads=2, context=8, vocab_size=VOCAB, **fields
     )
@@ -25,7 +25,7 @@ def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Llama
     torch.manual_seed(2)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
+            weight.add_(torch.randn_like(weight), alpha=0.1).mul_(torch.randn_like(weight).sign())
     return model
 
 

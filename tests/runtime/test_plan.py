@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 import train
 from config import PRESETS, configs_from
+from experiments.plan import PlanConfig, bench_plan
 from model import Llama
 from norms import KINDS, TRAITS
 from runtime.device import CARDS, Card
-from runtime.plan import Launch, compiled_seconds, eager_seconds, fused, simulated
+from runtime.plan import Launch, Plan, compiled_seconds, eager_seconds, fused, simulated
 
 ROOT = Path(__file__).parents[2]
 CARD = Card("a card", flops=1000.0, bandwidth=10.0, memory=1.0)
@@ -134,6 +136,44 @@ def test_a_plan_counts_parameters_and_arithmetic():
     assert plan.tokens_per_second(2.0) == tokens / 2
     card = CARDS["h100"]
     assert plan.mfu(2.0) == pytest.approx(tokens * plan.flops_per_token / 2 / card.flops)
+
+
+BY_HAND = Plan(
+    card="l4", ranks=2, shard=True, recompute=False, parameters=1_234_567, flops_per_token=6e9, sequences=8,
+    context=1000, micro_batch_size=2, micro_batches=2, weights=1 << 30, gradients=2 << 30, optimizer_state=4 << 30,
+    gathered=8 << 30, activations=1 << 29, launches=4321, eager_seconds=2.0, compiled_seconds=1.0,
+)  # fmt: skip
+
+
+def test_what_a_plan_prints_by_hand():
+    """8000 tokens in 2 s are 24 TFLOP/s, a tenth of the 242 of two L4, each with 24 GB and 300 GB/s."""
+    assert BY_HAND.memory == 15.5 * 2**30 and BY_HAND.mfu(2.0) == pytest.approx(24 / 242)
+    assert str(BY_HAND).splitlines() == [
+        "1,234,567 parameters, 6e+09 FLOPs per token",
+        "peak memory per rank, simulated: 15.5 GiB of 22.4 on L4: weights 1.0, gradients 2.0, optimizer state 4.0, "
+        "gathered blocks 8.0, activations and the rest 0.5",
+        "a step: 8 sequences of 1000 tokens; per rank 2 micro-batches of 2, 4,321 launches without --compile",
+        "roofline without --compile: 2 s, 4,000 tokens/s, MFU 9.9%",
+        "roofline with --compile: 1 s, 8,000 tokens/s, MFU 19.8%",
+        "The roofline is an upper bound on speed: all data at 0.3 TB/s, all matrix products at 121 TFLOP/s, no "
+        "communication.",
+        "With --compile it is an estimate: everything between two matrix products counts as one kernel.",
+    ]
+
+
+def test_the_table_of_plans_by_hand(monkeypatch):
+    monkeypatch.setattr(train, "plan", lambda flags: replace(BY_HAND, card=flags.card))
+    found = bench_plan(PlanConfig(card="l4"), torch.device("cpu"))["rows"]
+    assert [(row["preset"], row["variant"]) for row in found[:5]] == [
+        *(("tiny", variant) for variant in ("plain", "recompute", "shard", "shard, recompute")),
+        ("small", "plain"),
+    ]
+    parts = [found[0][name] for name in ("memory", "weights", "gradients", "optimizer", "gathered", "activations")]
+    assert parts == [15.5, 1, 2, 4, 8, 0.5] and found[0]["fits"]
+    speeds = [found[0][f"{mode} {name}"] for mode in ("eager", "compiled") for name in ("s", "tokens/s", "MFU")]
+    assert speeds == pytest.approx([2, 4000, 24 / 242, 1, 8000, 48 / 242])
+    monkeypatch.setattr(train, "plan", lambda flags: replace(BY_HAND, activations=8 << 30))
+    assert not bench_plan(PlanConfig(card="l4"), torch.device("cpu"))["rows"][0]["fits"]  # 23 GiB are 24.7 GB
 
 
 def test_traced_flops_are_those_of_the_formula(monkeypatch):

@@ -1,5 +1,6 @@
 """Which runs an ablation makes, with which commands, on which devices."""
 
+import csv
 import json
 import re
 import signal
@@ -11,14 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import ablate
 import train
+from data.batches import evaluation_batches
 from experiments.ablation.factors import parse_factors
-from experiments.ablation.grid import Cell, next_lr, settings_digest
+from experiments.ablation.grid import Cell, Grid, next_lr, settings_digest
 from experiments.ablation.outcome import Arm
 from experiments.ablation.processes import end_with_parent, resolve_devices, start_process
-from experiments.ablation.run import Ablation, resolve_ablation
+from experiments.ablation.run import Ablation, resolve_ablation, run_ablation, write_probes
+from experiments.probe import probe
+from model import Llama
+from runtime.checkpoint import load_pretrained
+from runtime.exit_codes import IN_USE
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --tokenizer bytes --dtype float32 --no-fast --device cpu"
 ARM = Arm.of(norm="rmsnorm", placement="pre")
@@ -136,6 +143,55 @@ def test_the_grid_is_widened_while_the_best_rate_is_at_its_edge(resolve):
     assert best == {ARM: 0.04} and {cell.lr for cell in found} == {0.01, 0.02, 0.04}
 
 
+def test_each_arm_is_reported_at_its_own_rate_which_other_seeds_selected(resolve, monkeypatch):
+    """All runs have ended, so nothing is trained. On the reported seeds, the other rate would be the better one."""
+    ablation = resolve("--norms rmsnorm dyt --lr 0.01 --lrs 0.02 --seed 5 --seeds 2")
+    dyt = Arm.of(norm="dyt", placement="pre")
+    losses = {(ARM, 0.01): 2.0, (ARM, 0.02): 3.0, (dyt, 0.01): 3.5, (dyt, 0.02): 2.5}
+    for cell in ablation.selection:
+        finish(ablation, cell, losses[cell.arm, cell.lr])
+    for (arm, lr), bpb in losses.items():
+        for seed in (5, 6):
+            finish(ablation, Cell(arm, lr, seed), 5 - bpb)
+    drawn = []
+    monkeypatch.setattr("experiments.ablation.run.write_pictures", lambda grid, *runs: drawn.extend(runs))
+    run_ablation(ablation, "command")
+    shared, best, sweep = ([(run.arm, run.lr, run.seed, run.val_bpb) for run in runs] for runs in drawn)
+    assert shared == [(ARM, 0.01, 5, 3.0), (dyt, 0.01, 5, 1.5), (ARM, 0.01, 6, 3.0), (dyt, 0.01, 6, 1.5)]
+    assert best == [(ARM, 0.01, 5, 3.0), (dyt, 0.02, 5, 2.5), (ARM, 0.01, 6, 3.0), (dyt, 0.02, 6, 2.5)]
+    assert sorted({seed for _, _, seed, _ in sweep}) == [1005, 1006] and len(sweep) == 8
+    with open(ablation.folder / "table.csv", newline="") as file:
+        rows = [(row["rates"], row["norm"], row["lr"], row["difference"]) for row in csv.DictReader(file)]
+    assert rows == [
+        ("shared", "rmsnorm", "0.01", ""),
+        ("shared", "dyt", "0.01", "-1.5"),
+        ("best", "rmsnorm", "0.01", ""),
+        ("best", "dyt", "0.02", "-0.5"),
+    ]
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_sees_the_weights_before_and_after_training_of_each_seed(resolve, monkeypatch):
+    ablation = resolve("--seed 3 --seeds 1 --steps 2 --batch-size 4 --dropout 0.5")
+    grid, (cell,) = ablation.grid, ablation.reported
+    train.main(grid.command(cell)[2:])
+    drawn = []
+    monkeypatch.setattr("experiments.ablation.run.plot_depth", lambda blocks, title: drawn.extend(blocks) or Figure())
+    write_probes(ablation, grid.outcomes(ablation.reported))
+    batch = next(evaluation_batches(grid.data.val.tokens, 16, 4))
+    expected = []
+    trained = load_pretrained(grid.cell_folder(cell) / "checkpoints" / "step-000002", "cpu")[0]
+    for when, model in (("start", Llama(grid.settings[ARM][0], 3)), ("end", trained)):
+        torch.manual_seed(3)  # for dropout
+        expected += [(ARM, when, block) for block in probe(model, *batch)]
+    assert drawn == expected
+    with open(ablation.folder / "probe.csv", newline="") as file:
+        rows = [(row["seed"], row["when"], row["block"], float(row["grad_norm"])) for row in csv.DictReader(file)]
+    assert rows == [("3", when, str(block.block), block.grad_norm) for _, when, block in expected]
+
+
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +230,27 @@ def test_each_run_gets_a_device_of_its_own_and_resumes_on_another(resolve):
     grid.cell_folder(cell).mkdir()
     (grid.cell_folder(cell) / "run.json").touch()
     assert grid.command(cell, "cuda:0")[2:] == ["--resume", "--device", "cuda:0", "--out", str(grid.cell_folder(cell))]
+
+
+def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
+    """Two at a time on each of two devices. The first one finds its folder locked at first, and is started again."""
+    started: list[tuple[int, str]] = []
+
+    def start(grid: Grid, cell: Cell, device: str) -> subprocess.Popen:
+        started.append((cell.seed, device))
+        if len(started) == 1:
+            return subprocess.Popen(["sh", "-c", f"exit {IN_USE}"])
+        finish(ablation, cell, 2.0)
+        return subprocess.Popen(["sh", "-c", "exit 0"])
+
+    monkeypatch.setattr(Grid, "start", start)
+    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.1)
+    ablation = resolve("--seeds 5 --jobs 2")
+    wanted = ablation.reported
+    outcomes = replace(ablation.grid, devices=("one", "other")).run(wanted)
+    assert started[:4] == [(0, "one"), (1, "other"), (2, "one"), (3, "other")]
+    assert sorted(seed for seed, _ in started[4:]) == [0, 4]
+    assert list(outcomes) == wanted and not any(outcome.diverged for outcome in outcomes.values())
 
 
 def test_the_folder_does_not_depend_on_the_card(resolve):
