@@ -27,6 +27,7 @@ try:
 except ImportError:  # fcntl is missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
+MAX_TOKEN_BYTES = 4  # of an id in a token file
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full, over a quota, or over a limit of the file size
 FORMAT_VERSION = 3  # of a prepared folder; increase it whenever the same text would give different tokens
 
@@ -86,7 +87,8 @@ def prepare(
             try:  # another process may have built it while this one waited
                 prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
             except NotPrepared:
-                _build(folder, corpus, tokenizer_kind, vocab_size, tokenizer)
+                with _space_returned(folder, corpus):
+                    _build(folder, corpus, tokenizer_kind, vocab_size, tokenizer)
                 prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
     for split in SPLITS:
         _check_length(split, names, len(getattr(prepared, split).tokens), context)
@@ -164,38 +166,47 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
-
-    What a process that was killed has left in the temporary folder is used. If the disk is full, it is deleted.
-    """
-    part = folder.with_name(folder.name + ".part")
+@contextmanager
+def _space_returned(folder: Path, corpus: Corpus) -> Iterator[None]:
+    """If the disk is full, delete what was written for `folder`, and name the folder and its size in the OSError."""
     try:
-        continued = ", continuing an earlier attempt" if part.exists() else ""
-        part.mkdir(exist_ok=True)
-        print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text{continued}", file=sys.stderr)
-        try:
-            tokenizer = tokenizer or load_tokenizer(tokenizer_kind, part)
-        except ValueError:
-            print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
-            tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
-            tokenizer.save(part)
-        for split in SPLITS:
-            try:
-                open_tokens(part / f"{split}.bin", corpus, tokenizer)
-            except NotPrepared:
-                write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
-        shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
-        part.rename(folder)
+        yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        shutil.rmtree(part, ignore_errors=True)
-        needed = 2 * HEADER_BYTES + sum(corpus.sizes.values()) * (2 if vocab_size <= 1 << 16 else 4)
-        reason = f"{error.strerror or error}; it needs at most {needed:,} bytes"
-        explanation = OSError(f"{folder} cannot be written: {reason}")
+        shutil.rmtree(_part(folder), ignore_errors=True)
+        size = 2 * HEADER_BYTES + MAX_TOKEN_BYTES * sum(corpus.sizes.values())
+        explanation = OSError(f"{folder} cannot be written: {error.strerror or error}; it needs at most {size:,} bytes")
         explanation.errno = error.errno
         raise explanation from None
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".part")
+
+
+def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
+
+    What a process that was killed has left in the temporary folder is used.
+    """
+    part = _part(folder)
+    continued = ", continuing an earlier attempt" if part.exists() else ""
+    part.mkdir(exist_ok=True)
+    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text{continued}", file=sys.stderr)
+    try:
+        tokenizer = tokenizer or load_tokenizer(tokenizer_kind, part)
+    except ValueError:
+        print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
+        tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
+        tokenizer.save(part)
+    for split in SPLITS:
+        try:
+            open_tokens(part / f"{split}.bin", corpus, tokenizer)
+        except NotPrepared:
+            write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+    shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
+    part.rename(folder)
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer_kind: str, tokenizer: Tokenizer | None) -> Prepared:

@@ -42,7 +42,6 @@ from runtime.huggingface.directory import (
 from runtime.huggingface.weights import WEIGHTS, save_tensors, tensors_in, weight_files
 from runtime.run_dir import disk_error, explained, newest_run, sync
 
-NAME = r"step-\d{6,}"  # of a finished checkpoint
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
 OPTIMIZER_STATES = {"adamw": 2, "muon": 1}  # numbers per weight of a block's matrices; other weights have AdamW's
@@ -140,7 +139,7 @@ def clear_unfinished(run: Path) -> None:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The finished checkpoints of a run, the earliest first."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(NAME, path.name)]
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(found, key=_step)
 
 
@@ -181,7 +180,7 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
     problem = ""
     for checkpoint in reversed(list_checkpoints(run)):
         try:
-            verify(checkpoint, leave_out)
+            verify(checkpoint, leave_out, ours=True)
         except (OSError, ValueError) as error:
             problem = problem or str(error)
         else:
@@ -320,14 +319,13 @@ def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Ten
 # --- integrity -------------------------------------------------------------------------------------------------------
 
 
-def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
-    """Raise ValueError, naming the file, unless every file matches the manifest. Others' directories have none.
+def verify(checkpoint: Path, leave_out: Collection[str] = (), ours: bool = False) -> None:
+    """Raise ValueError, naming the file, unless every file matches the manifest.
 
-    Manifests of earlier versions have no hash of themselves.
+    Directories that are not `ours` may have none. Manifests of earlier versions have no hash of themselves.
     """
     path = checkpoint / MANIFEST
-    ours = path.is_file() or (checkpoint / TRAINER).is_file() or re.fullmatch(NAME, checkpoint.name)
-    if not ours:
+    if not (ours or path.is_file() or (checkpoint / TRAINER).is_file()):
         return
     try:
         manifest = json.loads(path.read_text("utf-8"))

@@ -191,18 +191,13 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, capsys):
 
 
 def test_a_log_that_is_cut_off_is_said(run, capsys):
-    """The steps that it lacks were trained, so the run goes on."""
+    """The steps that it lacks were trained, so the run goes on; half a character in the samples does not matter."""
     (run / "metrics.jsonl").write_text("")
+    (run / "samples.txt").write_bytes(b"----- step 0 -----\n\xc3")
     code, _, errors = command(train.main, ["--resume", "--out", str(run), "--steps", "22"], capsys)
     assert code == 0
     assert f"warning: {run / 'metrics.jsonl'} is cut off: steps 1 to 20 are not in it" in errors
-
-
-def test_half_a_character_in_the_samples_does_not_stop_a_run(run, capsys):
-    with (run / "samples.txt").open("ab") as file:
-        file.write("é".encode()[:1])
-    code, _, _ = command(train.main, ["--resume", "--out", str(run), "--steps", "22"], capsys)
-    assert code == 0 and "\N{REPLACEMENT CHARACTER}" in (run / "report.html").read_text("utf-8")
+    assert "----- step 0 -----\n\N{REPLACEMENT CHARACTER}" in (run / "report.html").read_text("utf-8")
 
 
 def test_an_edited_run_is_resumed_once_its_checksum_is_removed(run, capsys):
