@@ -37,7 +37,7 @@ def test_a_wrong_call_of_a_norm_is_an_error(cases, record):
     """Every kind, with and without kernels, in training and evaluation, with 0 to 4 axes."""
     draw, refused = random.Random(0), 0
     for make in MAKERS.values():
-        for _ in range(cases(6, 200)):
+        for _ in range(cases(4, 200)):
             axes = [draw.choice([1, 2, 3]) for _ in range(draw.randrange(4))]
             norm, way = make().train(draw.random() < 0.5), draw.choice(list(WAYS))
             if draw.random() < 0.5:
@@ -48,7 +48,7 @@ def test_a_wrong_call_of_a_norm_is_an_error(cases, record):
                 x, message = torch.ones(*axes, 3, WIDTH, dtype=dtype), "needs floating-point numbers"
             if way == "vmap":
                 x = x.unsqueeze(0)
-            if way == "compile" and draw.random() < 0.8:
+            if way == "compile" and draw.random() < 0.9:
                 way = "eager"  # which takes a hundredth of the time
             with pytest.raises(Exception, match=message):  # torch.compile wraps the error
                 WAYS[way](norm)(x)
