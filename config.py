@@ -46,12 +46,12 @@ def _check_choices(config: Any) -> None:
             raise ValueError(f"unknown --{_dashed(option.name)} {value!r}; choose from {', '.join(choices)}")
 
 
-def check_sizes(config: Any, *names: str) -> None:
-    """Raise ValueError, naming the flag, unless each field is None or from 1 to `MAX_SIZE`."""
+def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
+    """Raise ValueError, naming the flag, unless each field is None or from 1 to `most`."""
     for name in names:
         value, flag = getattr(config, name), f"--{_dashed(name)}"
         require(value is None or value >= 1, f"{flag} must be at least 1, not {value}")
-        require(value is None or value <= MAX_SIZE, f"{flag} must be at most {MAX_SIZE}, not {value}")
+        require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
 
 def check_rope_scaling(scaling: dict[str, float]) -> None:
@@ -142,8 +142,8 @@ class ModelConfig:
         if self.init is None and self.placement in PLACEMENTS:
             object.__setattr__(self, "init", PLACEMENTS[self.placement].init)
         _check_choices(self)
-        check_sizes(self, "dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
-        require(self.layers <= MAX_LAYERS, f"--layers must be at most {MAX_LAYERS}, not {self.layers}")
+        check_sizes(self, "layers", most=MAX_LAYERS)
+        check_sizes(self, "dim", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden_dim is None:

@@ -37,6 +37,7 @@ from runtime.output import replace_closed
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
+MAX_SAMPLES = 1 << 16  # each has a random number generator of its own
 NEVER = -1  # as the end-of-document token: no sample ends
 INVALID = -2  # drawn where the logits are not finite
 
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
     with exit_codes("--samples or --tokens"):
         with bad_input():
-            check_sizes(flags, "samples")
+            check_sizes(flags, "samples", most=MAX_SAMPLES)
             require(all(flags.stop), "--stop must not be empty")
             names = [field.name for field in dataclasses.fields(Sampling)]
             sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})

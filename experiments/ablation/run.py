@@ -27,6 +27,9 @@ from runtime.run_dir import RUNS, check_not_in_use, write_atomically
 from runtime.run_report import save_plot
 
 
+MAX_PROCESSES = 1024  # at a time, or threads of each
+
+
 @dataclass(frozen=True)
 class Ablation:
     """A resolved ablation: its runs, and which of them to report."""
@@ -76,8 +79,8 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
 
     `train_flags` are those of train.py, which every cell gets.
     """
-    check_sizes(flags, "seeds", "jobs", "threads")
-    require(flags.seeds <= MAX_SEEDS, f"--seeds must be at most {MAX_SEEDS}, not {flags.seeds}")
+    check_sizes(flags, "seeds", most=MAX_SEEDS)
+    check_sizes(flags, "jobs", "threads", most=MAX_PROCESSES)
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
     require(not flags.widen or bool(flags.lrs), "--widen needs --lrs, the rates to start from")
