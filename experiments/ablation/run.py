@@ -26,7 +26,6 @@ from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, check_not_in_use, write_atomically
 from runtime.run_report import save_plot
 
-
 MAX_PROCESSES = 1024  # at a time, or threads of each
 
 
