@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -325,6 +326,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
+        args = sys.argv[1:] if args is None else list(args)
+        for name in (argument[:-3] for argument in args if re.fullmatch(r"--[\w-]+=--", argument)):
+            self.error(f"argument {name}: expected a value, not --")  # argparse before 3.13 makes it []
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             similar = similar_flags(unknown, re.findall(r"--[\w-]+", self.format_usage()))

@@ -94,7 +94,7 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
     try:
         with distributed.together():
             import_files(filter(None, scan.parse_known_args(arguments)[0].imports))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
