@@ -105,8 +105,8 @@ FILTERS = [
     Sampling(temperature=1.0, top_p=0.6),
     Sampling(temperature=1.0, min_p=0.2),
     Sampling(temperature=1.5, top_k=6, top_p=0.8, min_p=0.1),
-    Sampling(temperature=1.0, top_k=4, top_p=0.7),  # in the opposite order, these two keep a third token
-    Sampling(temperature=1.0, top_p=0.7, min_p=0.2),  # in the opposite order, these two keep no third token
+    Sampling(temperature=1.0, top_k=4, top_p=0.7),  # top-p before top-k would keep three tokens, not two
+    Sampling(temperature=1.0, top_p=0.7, min_p=0.2),  # min-p before top-p would keep two tokens, not three
 ]
 
 

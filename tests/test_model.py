@@ -132,6 +132,15 @@ def test_loss_is_the_mean_cross_entropy():
         assert float(model.loss(TOKENS[:1, :-1], TOKENS[:1, 1:])) == pytest.approx(expected, rel=1e-5)
 
 
+def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32():
+    """In bf16 it would have 3 digits."""
+    model = random_weights_model(SMALL).bfloat16()
+    with torch.no_grad():
+        loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1]).double()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+    assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(expected), rel=1e-6)
+
+
 def test_weights_by_role_uses_hugging_face_names():
     config = dataclasses.replace(SMALL, tie_embeddings=False)
     model = Llama(config)

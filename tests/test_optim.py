@@ -1,6 +1,7 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
 import copy
+import dataclasses
 
 import torch
 from torch.optim import AdamW
@@ -50,6 +51,35 @@ def test_muon_matches_the_svd_formula():
         expected = muon_by_svd(start.double(), steps, lr=0.05, decay=0.02, momentum=0.85)
         update_norm = (expected - start).norm()
         assert (weights[number] - expected).norm() < tolerance * update_norm, tuple(start.shape)
+
+
+def adamw(weight, gradients, lr, decay):
+    """AdamW in float64, by its definition (arXiv 1711.05101)."""
+    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, gradient in enumerate(gradients, 1):
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient.square()
+        update = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+        weight = (1 - lr * decay) * weight - lr * update
+    return weight
+
+
+def test_each_optimizer_has_the_settings_of_the_run():
+    """AdamW's gradients are around 1e-8, its epsilon."""
+    start = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    config = TrainConfig(lr=0.05, momentum=0.3, weight_decay=0.2)
+    (optimizer,) = make_optimizers(Llama(dim=8, layers=1), dataclasses.replace(config, optimizer="adamw"))
+    for group in optimizer.param_groups:
+        weight = torch.nn.Parameter(start.clone())
+        group["params"] = [weight]
+        gradients = [1e-8 * torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2)]
+        for gradient in gradients:
+            weight.grad = gradient
+            optimizer.step()
+        torch.testing.assert_close(weight.detach(), adamw(start, gradients, 0.05, group["weight_decay"]))
+        group["params"] = []
+    muon, rest = make_optimizers(Llama(dim=8, layers=1), config)
+    assert [(group["momentum"], group["lr"]) for group in muon.param_groups] == [(0.3, 0.05)]
+    assert type(rest) is AdamW
 
 
 def test_weight_decay_and_optimizer_of_each_parameter():

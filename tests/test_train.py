@@ -116,7 +116,7 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
     flags = "--steps 5 --clip 0 --optimizer adamw"  # Muon would round to bfloat16
     whole, parts = command(flags, "whole"), command(f"{flags} --micro-batch-size 2", "parts")
     for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
-        for name in expected.keys() & {"train_loss", "grad_norm", "val_loss"}:
+        for name in expected.keys() & {"train_loss", "grad_norm", "val_loss", "tokens"}:
             assert expected[name] == pytest.approx(actual[name], rel=1e-4)
 
 
@@ -494,11 +494,18 @@ def test_dropout_differs_between_steps_and_seeds_and_repeats_with_them(text, tmp
     assert losses[0] == losses[4] and len(set(losses)) == 4
 
 
-def test_evaluation_is_deterministic_and_without_dropout(command):
+def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command):
     run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
     model, _ = load_pretrained(find_checkpoint(str(run.folder)), run.device)
     state = torch.get_rng_state()
-    losses = {train.evaluate(model.train(mode), run) for mode in (True, False)}
+    gradients = set()
+
+    def loss(inputs, targets):
+        gradients.add(torch.is_grad_enabled())
+        return model.loss(inputs, targets)
+
+    losses = {train.evaluate(model.train(mode), run, loss) for mode in (True, False)}
+    assert gradients == {False}
     assert len(losses) == 1
     assert torch.equal(torch.get_rng_state(), state)
 
