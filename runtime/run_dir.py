@@ -48,7 +48,11 @@ def newest_run() -> Path:
 
 
 def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
-    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one, and is writable (`writes`)."""
+    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one, and is writable (`writes`).
+
+    A run exists from the moment its run.json does. If a run was killed before, its folder has at most the lock
+    and a part of run.json, and takes a new run.
+    """
     if exists:
         if not (folder / "run.json").is_file():
             raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")

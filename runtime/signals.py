@@ -30,6 +30,7 @@ def stop_now(number: int, frame: FrameType | None = None) -> None:
     No exception is raised, because imports and callbacks from C swallow them. Whatever is being written is left as
     `kill -9` would leave it. Of several ranks, rank 0 says it.
     """
+    say_nothing_more()
     if os.environ.get("RANK", "0") == "0":
         line = f"error: stopped by {signal.Signals(number).name}\n"
         with suppress(OSError):  # standard error may be closed
@@ -38,6 +39,7 @@ def stop_now(number: int, frame: FrameType | None = None) -> None:
 
 
 def stop_silently(number: int, frame: FrameType | None = None) -> None:
+    """`stop_now` without the line."""
     for child in _descendants(os.getpid()):
         with suppress(OSError):  # it has just ended
             os.kill(child, signal.SIGTERM)
@@ -47,7 +49,7 @@ def stop_silently(number: int, frame: FrameType | None = None) -> None:
 
 
 def say_nothing_more() -> None:
-    """The command has printed its last line: a signal while it ends, such as torchrun's, adds no other."""
+    """The command has said why it ends: a signal from now on, such as torchrun's, adds no other line."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is stop_now:
             signal.signal(number, stop_silently)
@@ -83,6 +85,8 @@ def _descendants(pid: int) -> list[int]:
     """Children, their children, and so on. Only on Linux; elsewhere a compiler ends by itself, and so does a process
     that encodes text.
     """
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for path in lists for child in path.read_text().split()]
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread or the process has just ended
+            children += map(int, path.read_text().split())
     return [found for child in children for found in (child, *_descendants(child))]
