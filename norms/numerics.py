@@ -31,8 +31,10 @@ def check_replaceable(x: Tensor) -> None:
     Under torch.func they would become tensors of the transform, and the graphs of make_fx and jit.trace would leave the
     replacement out. torch.compile and torch.export see it.
     """
+    if torch.compiler.is_compiling():
+        return
     recorded = torch.jit.is_tracing() or (proxy_mode and proxy_mode(torch._C._TorchDispatchModeKey.PROXY))
-    if not torch.compiler.is_compiling() and (recorded or (is_transformed and is_transformed(x))):
+    if recorded or (is_transformed and is_transformed(x)):
         raise ValueError("running statistics cannot be updated under torch.func, make_fx or jit.trace; call eval()")
 
 

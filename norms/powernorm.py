@@ -32,8 +32,8 @@ class PowerNorm(nn.Module):
             raise ValueError(f"momentum of powernorm must be at least 0 and below 1, not {momentum}")
         self.eps, self.momentum, self.warmup = eps, momentum, warmup
         self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.register_buffer("running_square", torch.empty(dim))
-        self.register_buffer("running_projection", torch.empty(dim))
+        for name in ("running_square", "running_projection"):
+            self.register_buffer(name, torch.empty(dim))
         self.register_buffer("batches", torch.empty((), dtype=torch.int64))
         self.reset_parameters()
 

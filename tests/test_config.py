@@ -62,12 +62,11 @@ BAD_VALUES = {
     },
     **{f"--{name} {value}": f"--{name} must be at least 1, not {value}" for name in SIZES for value in (0, -8)},
     **{
-        f"--{name} {value}": f"--{name} must be at most 2147483647, not {value}"
+        f"--{name} {value}": f"--{name} must be at most {10_000 if name == 'layers' else 2147483647}, not {value}"
         for name in SIZES
         for value in (2**31, 10**12, 10**20)
     },
     "--dim 2147483646 --heads 1": "weights is too large to train; choose a smaller --dim, --hidden-dim, --layers",
-    "--layers 2147483647": "--layers must be at most 10000",
     "--cache-dir=": "--cache-dir must not be empty",
     "--data=": "--data must not be empty; name python, shakespeare, or a path",
     **{f"--{name} -1": f"--{name} must be 0 or more and finite, not -1" for name in ("warmup", "seed")},
@@ -251,8 +250,8 @@ MODEL: dict[str, Any] = dict(
 )  # fmt: skip
 TRAINING: dict[str, Any] = dict(
     data=["shakespeare"], steps=100, warmup=5, batch_size=12, micro_batch_size=2, lr=0.3, schedule="cosine",
-    weight_decay=0.3, momentum=0.3, clip=3.0, seed=3, device="cpu", dtype="float32", tf32=True, deterministic=True,
-    recompute=True, compile=False, fast=False, shard=True, eval_every=3, eval_tokens=3, save_every=3, keep=3,
+    weight_decay=0.3, momentum=0.3, clip=3.0, skip_nonfinite=3, seed=3, device="cpu", dtype="float32", tf32=True,
+    deterministic=True, recompute=True, compile=False, fast=False, shard=True, eval_every=3, eval_tokens=3, save_every=3, keep=3,
     log="wandb", out="out", cache_dir="elsewhere",
 )  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {

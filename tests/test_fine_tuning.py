@@ -155,8 +155,8 @@ def test_flags_that_contradict_the_directory_are_refused(fine_tune, capsys, flag
 
 def test_a_damaged_checkpoint_is_refused_before_the_text_is_prepared(fine_tune, tmp_path, text, capsys):
     train.main(fine_tune())
-    weights = find_checkpoint(tmp_path / "run") / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    for weights in (tmp_path / "run/checkpoints").glob("*/model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     cache = tmp_path / "fresh"
     with pytest.raises(SystemExit) as stopped:
         train.main(fine_tune(f"--init-from {tmp_path / 'run'} --cache-dir {cache}", out="other"))

@@ -71,7 +71,9 @@ def test_each_optimizer_has_the_settings_of_the_run():
     for group in optimizer.param_groups:
         weight = torch.nn.Parameter(start.clone())
         group["params"] = [weight]
-        gradients = [1e-8 * torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2)]
+        gradients = [
+            1e-8 * torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2)
+        ]
         for gradient in gradients:
             weight.grad = gradient
             optimizer.step()

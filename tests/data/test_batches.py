@@ -439,17 +439,6 @@ def test_finished_parts_of_an_earlier_attempt_are_used(source, capfd):
     assert "continuing an earlier attempt" in message and "training a tokenizer" not in message
 
 
-def test_two_concurrent_preparations_succeed(tmp_path):
-    source = tmp_path / "long.txt"
-    source.write_text("".join(f"line {number}\n" for number in range(200_000)))
-    processes = [start_preparing(source) for _ in range(2)]
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
-    assert sum("preparing" in error for error in errors) == 1, "the second must wait and reuse the folder"
-    prepared = prepare([str(source)], "bytes", 0, tmp_path / "cache", 16)
-    assert len(prepared.train.tokens) + len(prepared.val.tokens) == source.stat().st_size + 2
-
-
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_a_split_shorter_than_one_window_is_refused(source, kind):
     length = len(prepare_from(source, kind).val.tokens)

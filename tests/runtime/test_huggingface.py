@@ -19,7 +19,7 @@ from data.tokenizer import ByteTokenizer
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from runtime.checkpoint import load_pretrained, load_training_state, save_checkpoint, save_pretrained
+from runtime.checkpoint import load_pretrained, load_training_state, save_checkpoint, save_pretrained, sha256
 from runtime.huggingface.architectures import Inexpressible, architecture_of, from_theirs, to_theirs
 from runtime.huggingface.directory import stored_state
 from runtime.huggingface.names import hugging_face_name
@@ -278,7 +278,8 @@ def test_checkpoints_with_our_names_are_read_and_resumed(tmp_path):
     old = {"model": dataclasses.asdict(LLAMA), "tokenizer": "bytes"}
     del old["model"]["head_dim"], old["model"]["rope_scaling"], old["model"]["embedding_scale"]  # type: ignore
     (checkpoint / "config.json").write_text(json.dumps(old))
-    (checkpoint / "manifest.json").write_text("{}")
+    hashes = {path.name: sha256(path) for path in checkpoint.iterdir() if path.name != "manifest.json"}
+    (checkpoint / "manifest.json").write_text(json.dumps(hashes))
     resumed = Llama(LLAMA, seed=2)
     load_training_state(checkpoint, resumed, [AdamW(resumed.parameters())])
     for loaded in (load_pretrained(checkpoint, "cpu")[0], resumed):

@@ -213,6 +213,7 @@ def test_a_run_that_does_not_use_the_file_does_not_ask_for_it():
 
 def test_damaged_records_are_refused(capsys, trained):
     run = json.loads(Path("run/run.json").read_text())
+    del run["sha256"]
     for damaged in (3, [3], [{"file": "mynorm.py"}], [{**run["imports"][0], "norms": "mynorm"}]):
         Path("run/run.json").write_text(json.dumps(run | {"imports": damaged}))
         assert error_of("python train.py --resume --out run --import mynorm.py", capsys).endswith(
