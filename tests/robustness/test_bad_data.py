@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -268,6 +269,8 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+if sys.platform == "darwin":  # whose file names are all UTF-8
+    CASES = {name: case for name, case in CASES.items() if "not UTF-8" not in name or "name" not in name}
 if os.geteuid():
     CASES["a file that may not be read"] = (closed, r"Permission denied: .*closed\.txt")
 
@@ -293,7 +296,7 @@ def flags(tmp_path: Path) -> Callable[..., list[str]]:
 def test_bad_data(tmp_path, flags, ends, cases, record):
     """Each case is refused or accepted as expected. Of those that are accepted, all train with --full, one without."""
     accepted = [name for name, (_, pattern) in CASES.items() if pattern == TRAINS]
-    trained = random.Random(0).sample(accepted, cases(1, len(accepted)))
+    trained = sorted(accepted, key=lambda name: "name that is not UTF-8" not in name)[: cases(1, len(accepted))]
     for number, (name, (make, pattern)) in enumerate(CASES.items()):
         folder = tmp_path / str(number)
         folder.mkdir()

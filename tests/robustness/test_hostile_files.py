@@ -358,6 +358,19 @@ def mutated(run: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     return changed
 
 
+def test_values_in_run_json_have_the_right_types(run, ends):
+    whole = json.loads((run / "run.json").read_text())
+    wrong: list[tuple[str, str, Any]] = [
+        ("training", "lr", 10**400), ("training", "lr", "1"), ("training", "steps", 1.5), ("training", "data", [1]),
+        ("model", "rope_theta", 10**400), ("model", "rope_scaling", {"factor": "8"}), ("model", "norm_args", []),
+        ("model", "dim", True), ("model", "tie_embeddings", 1),
+    ]  # fmt: skip
+    for part, name, value in wrong:
+        change_json(run / "run.json", **{part: whole[part] | {name: value}})
+        code, error = ends(check, ["--config", str(run / "run.json"), "--device", "cpu"])
+        assert one_line(code, error) and f"{name} must be of type" in error, (name, value, error)
+
+
 def test_mutated_run_json(run, tmp_path, ends, cases, record, monkeypatch):
     """It is used, or refused in one line, by --resume, --eval-only and --config. Nothing is written elsewhere."""
     monkeypatch.chdir(tmp_path)
@@ -393,7 +406,7 @@ def test_out_is_never_that_of_a_file(run, tmp_path, ends, monkeypatch):
 def test_a_run_json_of_another_model(run, ends, tmp_path):
     """It is compared with the checkpoint before a model is built."""
     whole = json.loads((run / "run.json").read_text())
-    for fields in ({"layers": 9999}, {"dim": 2**16, "hidden_dim": 2**16}, {"norm": "layernorm"}, {"vocab_size": 10**7}):
+    for fields in ({"layers": 9999}, {"dim": 64, "hidden_dim": 96}, {"norm": "layernorm"}, {"vocab_size": 10**7}):
         change_json(run / "run.json", model=whole["model"] | fields)
         for wanted in ("--resume", "--eval-only"):
             started = time.perf_counter()
