@@ -15,10 +15,9 @@ class PowerNorm(nn.Module):
     """x / sqrt(ψ² + eps) · weight + bias, each feature of (..., dim) with ψ², a running mean of its squares.
 
     A training step divides by the ψ² of earlier steps, then updates it: new = momentum·old + (1 − momentum)·batch.
-    The first batches are averaged with equal weights, so the initial value has no influence; the paper does not do
-    this. During the first `warmup` training batches it divides by the batch's own mean square and so leaks the future:
-    later tokens of the same sequence are in it. Evaluation does not update ψ². The gradient is approximate,
-    see `DivideByRunningRMS`.
+    Unlike in the paper, the first batches have equal weights, so the initial value has no influence. During the first
+    `warmup` training batches it divides by the batch's own mean square and so leaks the future: later tokens of the
+    same sequence are in it. Evaluation does not update ψ². The gradient is approximate, see `DivideByRunningRMS`.
     """
 
     running_square: Tensor
@@ -32,8 +31,8 @@ class PowerNorm(nn.Module):
             raise ValueError(f"momentum of powernorm must be at least 0 and below 1, not {momentum}")
         self.eps, self.momentum, self.warmup = eps, momentum, warmup
         self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        for name in ("running_square", "running_projection"):
-            self.register_buffer(name, torch.empty(dim))
+        self.register_buffer("running_square", torch.empty(dim))
+        self.register_buffer("running_projection", torch.empty(dim))
         self.register_buffer("batches", torch.empty((), dtype=torch.int64))
         self.reset_parameters()
 

@@ -644,7 +644,7 @@ def assert_compiled_matches_eager(kind: str, training: bool, backend: str, devic
 NORM_FILE = """
 import torch
 from torch import nn
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_arguments, rsqrt, upcast
 from norms.registry import register
 
 @register("KIND")
@@ -661,7 +661,7 @@ class Norm(nn.Module):
 
     def forward(self, x):
         h = upcast(x)
-        return (h * torch.rsqrt((h * h).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return (h * rsqrt((h * h).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 """
 ORACLE_FILE = """
 def oracle(x, state, eps=1e-6):
