@@ -251,8 +251,8 @@ MODEL: dict[str, Any] = dict(
 TRAINING: dict[str, Any] = dict(
     data=["shakespeare"], steps=100, warmup=5, batch_size=12, micro_batch_size=2, lr=0.3, schedule="cosine",
     weight_decay=0.3, momentum=0.3, clip=3.0, skip_nonfinite=3, seed=3, device="cpu", dtype="float32", tf32=True,
-    deterministic=True, recompute=True, compile=False, fast=False, shard=True, eval_every=3, eval_tokens=3, save_every=3, keep=3,
-    log="wandb", out="out", cache_dir="elsewhere",
+    deterministic=True, recompute=True, compile=False, fast=False, shard=True, eval_every=3, eval_tokens=3,
+    save_every=3, keep=3, log="wandb", out="out", cache_dir="elsewhere",
 )  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "--dim 256": {"dim": 256, "hidden_dim": 704, "head_dim": 64},
