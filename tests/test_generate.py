@@ -504,7 +504,7 @@ INVALID_FLAGS = {
     "--tokens 0": "--tokens must be at least 1, not 0",
     "--tokens -3": "--tokens must be at least 1",
     "--samples 0": "--samples must be at least 1, not 0",
-    "--samples 10000000000000000000": "--samples must be at most 2147483647",
+    "--samples 10000000000000000000": "--samples must be at most 65536",
     "--tokens 10000000000000000000": "--tokens must be at most 2147483647",
     "--seed -1": "--seed must be 0 or more, not -1",
     "--tokens 48": "--tokens 48 after a prompt of 1 tokens exceeds the model's context of 48; use at most 47",
