@@ -128,6 +128,16 @@ def test_muon_averages_over_micro_batches(command):
             assert expected[name] == pytest.approx(actual[name], rel=1e-2)
 
 
+def test_the_logged_loss_is_the_mean_since_the_last_entry():
+    """Without the steps that were skipped. The gradient norm is that of the last step."""
+    meter = train.Meter(torch.device("cpu"), allowed=1)
+    for step, loss, bad in ((1, 1.0, False), (2, math.nan, True), (3, 4.0, False)):
+        meter.add(step, torch.tensor(loss), torch.tensor(10.0 * step), torch.tensor(bad))
+    assert meter.read() == (2, 2.5, 30.0)
+    meter.add(4, torch.tensor(7.0), torch.tensor(40.0), torch.tensor(False))
+    assert meter.read() == (1, 7.0, 40.0)
+
+
 def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
     run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
     model, losses = load_pretrained(find_checkpoint(str(run.folder)), run.device)[0], []
