@@ -11,6 +11,7 @@ from experiments import benchmarks
 from model import Llama
 from norms import KINDS
 from norms.rmsnorm import RMSNorm
+from optim import Muon
 
 MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --rounds 1 --device cpu"
 
@@ -120,17 +121,56 @@ def test_shares_of_a_training_step_by_hand(takes, accelerated, monkeypatch, tmp_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shares_of_generation_by_hand(dtype, takes, accelerated, monkeypatch, tmp_path):
     """15 tokens of each of 3 samples in 2 s, while the weights can be read 15 times in 0.5 s."""
-    read = []
+    read, generated = [], []
+
+    def stream_ids(model, prompts, sampling):
+        generated.append((model.lm_head.weight.dtype, len(prompts), sampling.tokens, sampling.temperature))
+        return iter(())
+
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
+    monkeypatch.setattr(benchmarks, "stream_ids", stream_ids)
     timed = takes({"reading": 0.5, "plain": 2.0, "fast": 1.0})
     report = report_of(f"generate {MODEL} --dtype {dtype} --tokens 15 --samples 3", tmp_path / "report.json")
     timed[f"reading torch.{dtype}"]()
+    timed[f"plain torch.{dtype} 3"]()
+    assert generated == [(getattr(torch, dtype), 3, 15, 0)]  # greedily
     weights = 100 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)  # tied, and those of the norms hardly count
     size = weights * {"float32": 4, "bfloat16": 2}[dtype]
     assert len(read) == 15 and read[0] == pytest.approx(size, rel=0.01)
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
     assert found == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
     assert [row["fraction"] for row in report["rows"]] == [0.25, 0.25, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("optimizer", "recompute"), [("adamw", False), ("muon", True)])
+def test_a_measured_step_updates_all_weights_and_leaves_no_gradients(optimizer, recompute):
+    config = benchmarks.StepConfig(
+        dim=32, layers=1, heads=2, vocab_size=100, context=16, batch_size=2, optimizer=optimizer, recompute=recompute
+    )
+    model = Llama(config.model_config())
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    step = benchmarks.make_step(model, config, torch.float32)
+    step()
+    assert model.recompute == recompute
+    assert any(isinstance(optimizer, Muon) for optimizer in step.args[1]) == (optimizer == "muon")
+    for name, weight in model.named_parameters():
+        assert not torch.equal(weight, before[name]) and weight.grad is None
+
+
+def test_gradients_of_a_measured_norm_do_not_add_up():
+    norm, x = RMSNorm(16), torch.randn(3, 16, requires_grad=True)
+    gradients = []
+    for _ in range(2):
+        benchmarks.forward_backward(norm, x, torch.ones(3, 16))
+        gradients.append([tensor.grad.clone() for tensor in (x, norm.weight)])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_both_dtypes_are_measured_where_the_device_has_bfloat16(monkeypatch):
+    config = benchmarks.StepConfig()
+    for has, dtypes in ((True, [torch.bfloat16, torch.float32]), (False, [torch.float32])):
+        monkeypatch.setattr(benchmarks, "has_bfloat16", lambda device, has=has: has)
+        assert benchmarks.measured_dtypes(config, torch.device("cpu")) == dtypes
 
 
 def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):

@@ -116,6 +116,7 @@ def write_inputs() -> None:
 # --- a file that works -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_readme_walkthrough(capsys):
     """README's file and its commands, at toy size."""
     section = (ROOT / "README.md").read_text("utf-8").split("### A norm of your own")[1].split("\n## ")[0]

@@ -235,20 +235,24 @@ def test_each_run_gets_a_device_of_its_own_and_resumes_on_another(resolve):
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
     """Two at a time on each of two devices. The first one finds its folder locked at first, and is started again."""
     started: list[tuple[int, str]] = []
+    processes: list[subprocess.Popen] = []
+    at_once = []
 
     def start(grid: Grid, cell: Cell, device: str) -> subprocess.Popen:
         started.append((cell.seed, device))
-        if len(started) == 1:
-            return subprocess.Popen(["sh", "-c", f"exit {IN_USE}"])
-        finish(ablation, cell, 2.0)
-        return subprocess.Popen(["sh", "-c", "exit 0"])
+        code = IN_USE if len(started) == 1 else 0
+        if code == 0:
+            finish(ablation, cell, 2.0)
+        processes.append(subprocess.Popen(["sh", "-c", f"sleep 0.3; exit {code}"]))
+        at_once.append(sum(process.poll() is None for process in processes))
+        return processes[-1]
 
     monkeypatch.setattr(Grid, "start", start)
     monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.1)
     ablation = resolve("--seeds 5 --jobs 2")
     wanted = ablation.reported
     outcomes = replace(ablation.grid, devices=("one", "other")).run(wanted)
-    assert started[:4] == [(0, "one"), (1, "other"), (2, "one"), (3, "other")]
+    assert started[:4] == [(0, "one"), (1, "other"), (2, "one"), (3, "other")] and max(at_once) == 4
     assert sorted(seed for seed, _ in started[4:]) == [0, 4]
     assert list(outcomes) == wanted and not any(outcome.diverged for outcome in outcomes.values())
 
