@@ -10,7 +10,6 @@ import dataclasses
 import math
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -59,11 +58,12 @@ from runtime.device import (
 )
 from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
 from runtime.huggingface.directory import open_model
+from runtime.meter import Clock, Meter
 from runtime.output import outlive_readers
 from runtime.plan import Plan, make_plan
 from runtime.plugins import import_first, import_records, keep_copies
 from runtime.run_dir import Log, check_run_dir, has_evaluation, locked, make_tracker
-from runtime.run_file import read_run_file, write_run_file
+from runtime.run_file import continued, read_run_file, write_run_file
 from runtime.run_report import plot_loss, save_plot, write_report
 from runtime.settings import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
 from runtime.signals import stop_requests
@@ -296,19 +296,8 @@ class Trainer:
             return
         description = describe_run(run, self.model)
         run_file = run.folder / "run.json"
-        if run_file.exists():  # keep the first command, and list those that resumed it
-            earlier = read_run_file(run_file)
-            resumed = {"step": self.step, "command": description["command"]}
-            if moved := changed_machine(earlier, description):
-                print(f"warning: not the same bits as without the interruption: {'; '.join(moved)}", file=sys.stderr)
-            imports = description["imports"]
-            imports = [record for record in earlier.get("imports", []) if record not in imports] + imports
-            description |= {
-                "command": earlier.get("command", []),
-                "resumed": [*earlier.get("resumed", []), resumed],
-                "imports": imports,
-            }
-            description |= {"weights_from": earlier["weights_from"]} if "weights_from" in earlier else {}
+        if run_file.exists():
+            description = continued(read_run_file(run_file), description, self.step)
         elif run.config.init_from:
             description["weights_from"] = weight_hashes(run.config.init_from)
         write_run_file(run_file, description)
@@ -429,68 +418,6 @@ class Trainer:
 # --- what the loop calls ---------------------------------------------------------------------------------------------
 
 
-class Meter:
-    """Loss and gradient norm since the last reading, and which steps were bad: not finite, for no good reason.
-
-    They stay on the device, since reading them synchronizes. `allowed` bad steps are skipped.
-    """
-
-    def __init__(self, device: torch.device, allowed: int = 0):
-        self.steps = torch.zeros((), dtype=torch.int64, device=device)
-        self.loss = torch.zeros((), device=device)
-        self.grad_norm = torch.zeros((), device=device)
-        self.allowed, self.bad = max(0, allowed), torch.zeros((), dtype=torch.int64, device=device)
-        self.unread: dict[int, Tensor] = {}  # step -> whether it was bad
-
-    def add(self, step: int, loss: Tensor, grad_norm: Tensor, bad: Tensor) -> Tensor:
-        """Count a step. Returns whether there have been more bad steps than are allowed."""
-        self.steps += ~bad
-        self.loss += loss.masked_fill(bad, 0)
-        self.grad_norm = grad_norm
-        self.unread[step] = bad
-        self.bad += bad
-        return self.bad > self.allowed
-
-    def bad_steps(self) -> list[int]:
-        """The bad steps since the last call."""
-        unread, self.unread = self.unread, {}
-        bad = torch.stack(list(unread.values())).tolist() if unread else []
-        return [step for step, is_bad in zip(unread, bad, strict=True) if is_bad]
-
-    def read(self) -> tuple[int, float, float]:
-        """Steps since the last reading without the bad ones, their mean loss, and the last gradient norm."""
-        steps = int(self.steps)
-        loss = float(self.loss) / max(1, steps)
-        self.steps.zero_()
-        self.loss.zero_()
-        return steps, loss, float(self.grad_norm)
-
-
-class Clock:
-    """Seconds of the whole run, and of training alone."""
-
-    def __init__(self, seconds: float):
-        self.started = time.perf_counter() - seconds
-        self.lap_started = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Seconds of the run, including those before it was resumed."""
-        return time.perf_counter() - self.started
-
-    def lap(self) -> float:
-        """Seconds of training since the last call, without pauses."""
-        now = time.perf_counter()
-        lap, self.lap_started = now - self.lap_started, now
-        return lap
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside from the lap."""
-        began = time.perf_counter()
-        yield
-        self.lap_started += time.perf_counter() - began
-
-
 @torch.inference_mode()
 def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
@@ -556,15 +483,6 @@ def describe_run(run: Run, model: Llama) -> dict[str, Any]:
         "launch": distributed.launch(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
-
-
-def changed_machine(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of the machine in a `run.json` may change the last digits and has changed, as "device A, now B"."""
-    then, here = (
-        {name: run[name] for name in ("device", "instruction_set") if name in run} | {"torch": run["versions"]["torch"]}
-        for run in (earlier, now)
-    )
-    return [f"{name} {value}, now {here[name]}" for name, value in then.items() if value != here[name]]
 
 
 if __name__ == "__main__":

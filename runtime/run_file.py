@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,31 @@ def read_run_file(path: Path) -> dict[str, Any]:
     if description.pop(CHECKSUM, None) not in (None, _checksum(description)):
         raise ValueError(f"{path} is damaged: its {CHECKSUM} differs; remove that line if you have edited the file")
     return description
+
+
+def continued(earlier: dict[str, Any], description: dict[str, Any], step: int) -> dict[str, Any]:
+    """The `description` of a run that is resumed at `step`, with its first command and a list of those that resumed it.
+
+    If the machine has changed, a line on standard error says so.
+    """
+    if moved := changed_machine(earlier, description):
+        print(f"warning: not the same bits as without the interruption: {'; '.join(moved)}", file=sys.stderr)
+    imports = description["imports"]
+    description |= {
+        "command": earlier["command"],
+        "resumed": [*earlier.get("resumed", []), {"step": step, "command": description["command"]}],
+        "imports": [record for record in earlier.get("imports", []) if record not in imports] + imports,
+    }
+    return description | {name: earlier[name] for name in ("weights_from",) if name in earlier}
+
+
+def changed_machine(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of the machine in a `run.json` may change the last digits and has changed, as "device A, now B"."""
+    then, here = (
+        {name: run[name] for name in ("device", "instruction_set") if name in run} | {"torch": run["versions"]["torch"]}
+        for run in (earlier, now)
+    )
+    return [f"{name} {value}, now {here[name]}" for name, value in then.items() if value != here[name]]
 
 
 def _checksum(description: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import math
 import textwrap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -523,7 +524,8 @@ def test_dropout_applies_to_attention_and_mlp(dtype):
     block, rope = model.get_submodule("layers.0"), model.rope(0, 8)
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        for sublayer, arguments, probabilities in ((block.self_attn, (x, rope), True), (block.mlp, (x,), False)):
+        cases: list[tuple[Any, tuple, bool]] = [(block.self_attn, (x, rope), True), (block.mlp, (x,), False)]
+        for sublayer, arguments, probabilities in cases:
             first, second = (sublayer(*arguments) for _ in range(2))
             assert 0.35 < (first == 0).float().mean() < 0.65  # as above
             kept = (first != 0) & (second != 0)

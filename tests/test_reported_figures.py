@@ -35,7 +35,7 @@ def clock(monkeypatch) -> list[float]:
 
         return slow
 
-    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(train.Trainer, "update", taking(2.0, train.Trainer.update))
     monkeypatch.setattr(train, "evaluate", taking(50.0, train.evaluate))
     monkeypatch.setattr(train, "save_checkpoint", taking(7.0, train.save_checkpoint))

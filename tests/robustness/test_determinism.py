@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train
+from runtime.run_file import changed_machine
 
 ARMS = (
     "--dtype float32",
@@ -62,7 +63,7 @@ def test_a_resume_elsewhere_is_warned_about(flags, tmp_path, capsys):
     train.main([*flags, "--steps", "1"])
     run = json.loads(run_file.read_text())
     for name, change in CHANGES.items():
-        warned = train.changed_machine(change(run), run)
+        warned = changed_machine(change(run), run)
         assert [line.split()[0] for line in warned] == [name] * (name not in ("nothing", "an older run.json"))
     capsys.readouterr()
     train.main([*flags, "--resume", "--steps", "2"])

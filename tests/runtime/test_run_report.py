@@ -70,7 +70,7 @@ def test_ten_thousand_evaluations_draw_no_more_points_than_a_thousand_and_keep_w
 def test_up_to_a_thousand_points_are_all_drawn():
     rows = [{"step": step, "train_loss": 5.0} for step in range(1, 1001)]
     (axes,) = plot_loss(rows, gzip_bpb=2.0).axes
-    assert len(axes.lines[0].get_xdata()) == 1000
+    assert len(np.asarray(axes.lines[0].get_xdata())) == 1000
 
 
 def test_without_an_evaluation_there_is_no_second_axis():

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,8 +178,13 @@ def test_the_probe_sees_the_weights_before_and_after_training_of_each_seed(resol
     ablation = resolve("--seed 3 --seeds 1 --steps 2 --batch-size 4 --dropout 0.5")
     grid, (cell,) = ablation.grid, ablation.reported
     train.main(grid.command(cell)[2:])
-    drawn = []
-    monkeypatch.setattr("experiments.ablation.run.plot_depth", lambda blocks, title: drawn.extend(blocks) or Figure())
+    drawn: list[Any] = []
+
+    def keep(blocks: list[Any], title: str) -> Figure:
+        drawn.extend(blocks)
+        return Figure()
+
+    monkeypatch.setattr("experiments.ablation.run.plot_depth", keep)
     write_probes(ablation, grid.outcomes(ablation.reported))
     batch = next(evaluation_batches(grid.data.val.tokens, 16, 4))
     expected = []
@@ -236,7 +242,7 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
     """Two at a time on each of two devices. The first one finds its folder locked at first, and is started again."""
     started: list[tuple[int, str]] = []
     processes: list[subprocess.Popen] = []
-    at_once = []
+    at_once: list[int] = []
 
     def start(grid: Grid, cell: Cell, device: str) -> subprocess.Popen:
         started.append((cell.seed, device))
