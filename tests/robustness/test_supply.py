@@ -95,6 +95,7 @@ def test_a_run_writes_to_its_folder_and_the_cache_and_uses_no_network(text, tmp_
     command = [sys.executable, "-c", WATCH, *sizes.split(), *places]
     (tmp_path / "temporary").mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary")}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by a torch.compile in this process
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "here", env=environment)
     assert result.returncode == 0, result.stderr
     written, connected = json.loads(result.stdout.splitlines()[-1])
