@@ -225,7 +225,8 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(flags, text, runs, tmp_pa
     saved = tmp_path / "run/checkpoints/step-000001"
     size = sum((saved / name).stat().st_size for name in ("model.safetensors", "optimizer.safetensors"))
     shutil.rmtree(tmp_path / "run")
-    code, line = end([*arguments, f"--steps={2**31 - 1}", "--save-every=1", f"--keep={2**31 - 1}"], capsys)
+    endless = [f"--steps={2**31 - 1}", "--save-every=1", f"--keep={2**31 - 1}", "--lr=1e38"]  # would diverge at once
+    code, line = end([*arguments, *endless], capsys)
     assert code == 1 and "bytes free, and this run's checkpoints need" in line and "lower --keep" in line
     assert list(tmp_path.iterdir()) == []
     asked = int(line.rpartition(" of ")[2].partition(";")[0].replace(",", ""))
