@@ -206,6 +206,8 @@ def test_flags_of_generate(place, text, ends, cases, record):
     sizes = "--dim 8 --layers 1 --context 16 --steps 1 --eval-tokens 32 --tokenizer bytes --device cpu --dtype float32"
     places = ["--data", str(text), "--cache-dir", str(place / "cache"), "--out", "model"]
     train.main([*sizes.split(), "--no-fast", *places])
+    for known in (["--prompt=--"], ["--samples=2147483647"], ["--import", "x" * 5000]):
+        assert tried.run(generate.main, ["--checkpoint", "model", *known]) == 2, known
     for _ in range(cases(30, 500)):
         tried.run(generate.main, ["--checkpoint", "model", "--device", "cpu", *arguments(GENERATE, draw)])
     record(codes=tried.codes, slowest_seconds=tried.slowest)
@@ -224,6 +226,8 @@ ABLATE = TRAIN | {
 def test_flags_of_ablate(place, text, ends, cases, record):
     draw, tried = random.Random(0), Tried(place, ends)
     common = f"--tokenizer bytes --device cpu --no-fast --dtype float32 --cache-dir {place}/cache --data {text}".split()
+    for known in (["--context=--"], ["--threads=2147483647"], ["--jobs=2147483647"]):
+        assert tried.run(ablation_validator, [*common, *known]) == 2, known
     for _ in range(cases(15, 200)):
         tried.run(ablation_validator, [*common, "--dim", "8", "--context", "16", *arguments(ABLATE, draw)])
     record(codes=tried.codes, slowest_seconds=tried.slowest)
