@@ -112,7 +112,8 @@ class Tried:
         torch.set_num_threads(threads)  # which an ablation changes
         self.codes[code] = self.codes.get(code, 0) + 1
         self.slowest = max(self.slowest, time.perf_counter() - started)
-        assert code in (0, 2, 3, 5) and "Traceback" not in error, (flags, code, error)
+        full = code == 1 and "bytes free" in error  # a model too large for this disk
+        assert (code in (0, 2, 3, 5) or full) and "Traceback" not in error, (flags, code, error)
         if code:
             lines = error.splitlines()
             assert "error: " in lines[-1] and len(lines[-1]) < 2500, (flags, error)
@@ -206,6 +207,8 @@ def test_flags_of_generate(place, text, ends, cases, record):
     sizes = "--dim 8 --layers 1 --context 16 --steps 1 --eval-tokens 32 --tokenizer bytes --device cpu --dtype float32"
     places = ["--data", str(text), "--cache-dir", str(place / "cache"), "--out", "model"]
     train.main([*sizes.split(), "--no-fast", *places])
+    for known in (["--prompt=--"], ["--samples=2147483647"], ["--import", "x" * 5000]):
+        assert tried.run(generate.main, ["--checkpoint", "model", *known]) == 2, known
     for _ in range(cases(30, 500)):
         tried.run(generate.main, ["--checkpoint", "model", "--device", "cpu", *arguments(GENERATE, draw)])
     record(codes=tried.codes, slowest_seconds=tried.slowest)
@@ -224,6 +227,8 @@ ABLATE = TRAIN | {
 def test_flags_of_ablate(place, text, ends, cases, record):
     draw, tried = random.Random(0), Tried(place, ends)
     common = f"--tokenizer bytes --device cpu --no-fast --dtype float32 --cache-dir {place}/cache --data {text}".split()
+    for known in (["--context=--"], ["--threads=2147483647"], ["--jobs=2147483647"]):
+        assert tried.run(ablation_validator, [*common, *known]) == 2, known
     for _ in range(cases(15, 200)):
         tried.run(ablation_validator, [*common, "--dim", "8", "--context", "16", *arguments(ABLATE, draw)])
     record(codes=tried.codes, slowest_seconds=tried.slowest)

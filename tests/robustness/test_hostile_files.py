@@ -344,6 +344,7 @@ ODD: list[Any] = [
 def mutated(run: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     """A run.json in which some fields have odd values, are missing, or are new."""
     changed = json.loads(json.dumps(run))
+    changed.pop("sha256", None)  # as its author would
     for _ in range(draw.choice([1, 1, 1, 2, 5])):
         inside = draw.choice(
             [changed, *[changed.get(name) for name in ("model", "training", "corpus", "tokenizer")] * 2]
@@ -386,7 +387,8 @@ def test_mutated_run_json(run, tmp_path, ends, cases, record, monkeypatch):
             [["--resume", "--out", str(run)], ["--eval-only", "--out", str(run)], ["--config", str(run / "run.json")]]
         )
         code, error = ends(check, [*wanted, "--device", "cpu"])
-        assert code == 0 or one_line(code, error.splitlines(keepends=True)[-1]), (changed, error)
+        full = code == 1 and "bytes free" in error  # a model too large for this disk
+        assert code == 0 or full or one_line(code, error.splitlines(keepends=True)[-1]), (changed, error)
         refused += code == 2
         assert not elsewhere.exists()
     record(files=cases(60, 3000), refused=refused)
