@@ -27,6 +27,7 @@ from generate import (
     Sampling,
     TextStream,
     apply_temperature,
+    cast_matrices,
     draw,
     generate,
     keep_min_p,
@@ -373,6 +374,24 @@ def test_possible_stop_strings_are_held_back():
     assert text.ended
     text = TextStream(["END"])
     assert text.add(b"the EN") == "the " and text.end() == "EN"
+
+
+def test_text_that_was_held_back_is_shown_at_the_end(model):
+    """The last character could begin the stop string."""
+    text = join_pieces(stream_text(model, ByteTokenizer(), [65], GREEDY))
+    assert len(text) > 1
+    assert join_pieces(stream_text(model, ByteTokenizer(), [65], GREEDY, stop=[text[-1] + "\N{SNOWMAN}"])) == text
+
+
+@pytest.mark.parametrize("placement", ["pre", "ngpt"])
+def test_only_matrices_are_cast(placement):
+    """The scales of nGPT, the norms and the embedding stay in fp32."""
+    changes = {"placement": "ngpt", "norm": "rmsnorm"} if placement == "ngpt" else {}
+    model = Llama(dataclasses.replace(CONFIG, **changes))
+    cast_matrices(model, torch.bfloat16)
+    kinds = {(weight.ndim, weight.dtype) for name, weight in model.named_parameters() if name != "embed_tokens.weight"}
+    assert kinds == {(1, torch.float32), (2, torch.bfloat16)}
+    assert model.embed_tokens.weight.dtype == torch.float32
 
 
 def join_pieces(stream: Iterator[list[str | None]]) -> str:

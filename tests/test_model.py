@@ -21,6 +21,7 @@ from config import ModelConfig
 from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms import KINDS
 from norms.placement import PLACEMENTS, supports
+from norms.rmsnorm import RMSNorm
 from runtime.huggingface.names import hugging_face_name
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
@@ -122,6 +123,13 @@ def test_logits_match_the_float64_reference(changes):
         logits = model(TOKENS)
     for row in range(len(TOKENS)):
         np.testing.assert_allclose(logits[row].numpy(), oracle_logits(model, TOKENS[row]), rtol=1e-5, atol=2e-5)
+
+
+def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
+    """Whose arguments are its own."""
+    attention: Any = Llama(norm="groupnorm", norm_args={"groups": 4, "eps": 0.5}, qk_norm="head").layers[0].self_attn
+    for norm in (attention.q_norm, attention.k_norm):
+        assert type(norm) is RMSNorm and norm.eps == RMSNorm(4).eps
 
 
 def test_loss_is_the_mean_cross_entropy():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def test_documents_in_the_lowest_tenth_of_hashes_are_held_out(tmp_path):
     assert 15 < len(texts_of(corpus, "val")) < 50
     for split in ("train", "val"):
         assert corpus.sizes[split] == sum(len(text.encode()) + 1 for text in texts_of(corpus, split))
+
+
+def test_an_empty_document_is_not_the_validation_text(tmp_path):
+    """Of a few documents none may be in the lowest tenth. Then the lowest is held out that has text."""
+    lowest = hashlib.sha256(b"").hexdigest()
+    texts = (f"text {number}" for number in count())
+    higher = list(islice((text for text in texts if hashlib.sha256(text.encode()).hexdigest() > lowest), 2))
+    corpus = open_corpus([jsonl(tmp_path / "a.jsonl", ["", *higher])], tmp_path)
+    assert len("".join(texts_of(corpus, "val"))) == len(higher[0])
 
 
 def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):

@@ -207,6 +207,15 @@ def test_a_prompt_begins_as_in_transformers(directories, tmp_path, kind, begins)
         assert ours.encode_prompt(text) == [theirs.bos_token_id] * begins + ours.encode(text)
 
 
+def test_a_prompt_of_llama_begins_with_its_token_unless_told_otherwise(directories, tmp_path):
+    """The documented default of LlamaTokenizer."""
+    shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
+    fields = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    ours = load_pretrained_tokenizer(tmp_path)
+    assert ours.encode_prompt("once") == [1, *ours.encode("once")]
+
+
 def test_a_sentencepiece_model_with_a_space_in_front_has_the_same_ids_here(directories):
     """Where the text itself begins with a space, transformers puts none in front."""
     ours, theirs = load_pretrained_tokenizer(directories["llama"]), AutoTokenizer.from_pretrained(directories["llama"])

@@ -84,6 +84,12 @@ def full_state(model: Llama, optimizers: list) -> dict[str, torch.Tensor]:
 # --- saving and resuming ---------------------------------------------------------------------------------------------
 
 
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    for step in (1_000_000, 999_999, 2):
+        (tmp_path / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-999999", "step-1000000"]
+
+
 @pytest.mark.parametrize(
     "optimizers, changes",
     [
