@@ -27,7 +27,7 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "closed output": ({}, (1,), ""),
     "closed error": ({}, (2,), ""),
     "all closed": ({}, (0, 1, 2), ""),
-    "reader leaves": ({}, (), "reader leaves"),
+    "reader leaves": ({"PYTHONUNBUFFERED": "1"}, (), "reader leaves"),
     "no home": (GONE, (), ""),
     "home and temporary folder missing": (GONE | {"HOME": "/dev/null/missing", "TMPDIR": "/dev/null/missing"}, (), ""),
     "C": (ASCII | {"LC_ALL": "C"}, (), ""),
@@ -38,7 +38,8 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "read-only installation": ({}, (), "read-only"),
 }
 MISSING = GONE | {"HOME": "/dev/null/missing", "TMPDIR": "/dev/null/missing", "PATH": "/dev/null/missing"}
-TOGETHER: Surroundings = (MISSING | ASCII | {"LC_ALL": "C", "PYTHONWARNINGS": "error"}, (2,), "reader leaves")
+STRICT = {"LC_ALL": "C", "PYTHONWARNINGS": "error", "PYTHONUNBUFFERED": "1"}  # with the last, each line is written
+TOGETHER: Surroundings = (MISSING | ASCII | STRICT, (2,), "reader leaves")
 
 
 @pytest.fixture(scope="module")
