@@ -36,6 +36,8 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):
             stream.flush()
-            lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+            lossy: Any = _Lossy(stream.fileno(), "w", closefd=False)
+            if not stream.write_through:  # as with python -u
+                lossy = io.BufferedWriter(lossy)
             buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", **buffering))

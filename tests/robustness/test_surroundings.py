@@ -27,18 +27,19 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "closed output": ({}, (1,), ""),
     "closed error": ({}, (2,), ""),
     "all closed": ({}, (0, 1, 2), ""),
-    "reader leaves": ({}, (), "reader leaves"),
+    "reader leaves": ({"PYTHONUNBUFFERED": "1"}, (), "reader leaves"),
     "no home": (GONE, (), ""),
-    "home and temporary folder missing": (GONE | {"HOME": "/missing", "TMPDIR": "/missing"}, (), ""),
+    "home and temporary folder missing": (GONE | {"HOME": "/dev/null/missing", "TMPDIR": "/dev/null/missing"}, (), ""),
     "C": (ASCII | {"LC_ALL": "C"}, (), ""),
     "POSIX": (ASCII | {"LC_ALL": "POSIX"}, (), ""),
     "optimized": ({"PYTHONOPTIMIZE": "1"}, (), ""),
     "warnings are errors": ({"PYTHONWARNINGS": "error"}, (), ""),
-    "no compiler": ({"PATH": "/missing", "XDG_CACHE_HOME": "/missing"}, (), ""),
+    "no compiler": ({"PATH": "/dev/null/missing", "XDG_CACHE_HOME": "/dev/null/missing"}, (), ""),
     "read-only installation": ({}, (), "read-only"),
 }
-MISSING = GONE | {"HOME": "/missing", "TMPDIR": "/missing", "PATH": "/missing"}
-TOGETHER: Surroundings = (MISSING | ASCII | {"LC_ALL": "C", "PYTHONWARNINGS": "error"}, (2,), "reader leaves")
+MISSING = GONE | {"HOME": "/dev/null/missing", "TMPDIR": "/dev/null/missing", "PATH": "/dev/null/missing"}
+STRICT = {"LC_ALL": "C", "PYTHONWARNINGS": "error", "PYTHONUNBUFFERED": "1"}  # with the last, each line is written
+TOGETHER: Surroundings = (MISSING | ASCII | STRICT, (2,), "reader leaves")
 
 
 @pytest.fixture(scope="module")
