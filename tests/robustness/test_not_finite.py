@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -244,9 +245,9 @@ def test_two_ranks_withhold_the_same_step(full, flags, tmp_path, fingerprint, re
     if not full:
         pytest.skip("starting ranks takes longer than all other cases")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    done = subprocess.run(
-        [*command, str(tmp_path), *flags, *STEADY.split()], capture_output=True, text=True, timeout=500
-    )
+    command += [str(tmp_path), *flags, *STEADY.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     for number in range(4):
         bad, short = tmp_path / f"bad-{number}", tmp_path / f"short-{number}"
