@@ -30,8 +30,12 @@ SIZES: dict[str, Any] = dict(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=4
 SMALL = ModelConfig(**SIZES)
 TOKENS = torch.randint(29, (3, 4, 11), generator=torch.Generator().manual_seed(0))  # steps, B, T + 1
 CELLS = [(kind, placement) for kind in KINDS for placement in PLACEMENTS if supports(placement, kind)]
-DEFAULT = [(kind, placement) for kind, placement in CELLS if placement == "pre" or kind == "rmsnorm"]
-DEFAULT += [("powernorm", "sandwich"), ("batchnorm", "residual")]
+# Of these, by default: each placement with one kind, in turn, so that each kind is there as well.
+DEFAULT = [("powernorm", "sandwich"), ("batchnorm", "residual")]
+for number, placement in enumerate(PLACEMENTS):
+    supported = [kind for kind in KINDS if supports(placement, kind)]
+    DEFAULT.append((supported[number % len(supported)], placement))
+DEFAULT += [(kind, "pre") for kind in KINDS.keys() - {kind for kind, _ in DEFAULT}]
 
 
 def settings(kind: str, placement: str = "pre") -> ModelConfig:

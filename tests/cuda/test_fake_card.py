@@ -130,7 +130,7 @@ def test_what_is_planted_in_a_training_step_is_found(results):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_training_steps_neither_mix_devices_nor_wait(results, dtype):
-    """Every kind in every placement, in one of the dtypes; every kind and every placement with a choice in both."""
+    """Every kind and every placement that has a choice, in both dtypes. Not yet every kind in every placement."""
     cases = results[f"train {dtype}"]
     assert not failures(cases)
     kinds = {kind for kind in KINDS if not TRAITS[kind].identity}
@@ -141,17 +141,15 @@ def test_training_steps_neither_mix_devices_nor_wait(results, dtype):
         assert any(option in case for case in cases)
 
 
-def test_every_cell_is_trained(results):
-    supported = sum(supports(name, kind) for kind in KINDS for name in PLACEMENTS)
-    assert len(results["train bfloat16"]) + len(results["train float32"]) == supported > 100
-
-
 @pytest.mark.slow
-def test_the_other_cells_neither_mix_devices_nor_wait(library, tmp_path):
-    """Every kind in every placement, in the other dtype."""
+def test_the_other_cells_neither_mix_devices_nor_wait(library, results, tmp_path):
+    """Every kind in every placement, in both dtypes."""
+    supported = sum(supports(name, kind) for kind in KINDS for name in PLACEMENTS)
     names = ["train the rest in bfloat16", "train the rest in float32"]
-    for cases in run_parts(library, tmp_path, *([name] for name in names)).values():
-        assert len(cases) > 40 and not failures(cases)
+    rest = run_parts(library, tmp_path, *([name] for name in names))
+    for dtype in ("bfloat16", "float32"):
+        cases = rest[f"train the rest in {dtype}"]
+        assert not failures(cases) and len(cases) + len(results[f"train {dtype}"]) == supported > 100
 
 
 def test_the_training_loop_waits_at_logs(results):
