@@ -386,7 +386,7 @@ def test_text_that_was_held_back_is_shown_at_the_end(model):
 @pytest.mark.parametrize("placement", ["pre", "ngpt"])
 def test_only_matrices_are_cast(placement):
     """The scales of nGPT, the norms and the embedding stay in fp32."""
-    changes = {"placement": "ngpt", "norm": "rmsnorm"} if placement == "ngpt" else {}
+    changes: dict[str, Any] = {"placement": "ngpt", "norm": "rmsnorm"} if placement == "ngpt" else {}
     model = Llama(dataclasses.replace(CONFIG, **changes))
     cast_matrices(model, torch.bfloat16)
     kinds = {(weight.ndim, weight.dtype) for name, weight in model.named_parameters() if name != "embed_tokens.weight"}

@@ -286,6 +286,12 @@ def test_checkpoints_with_our_names_are_read_and_resumed(tmp_path):
         assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
 
 
+@pytest.mark.parametrize(("norm", "field"), [("rmsnorm", "rms_norm_eps"), ("layernorm", "layer_norm_eps")])
+def test_the_default_eps_of_the_norm_is_written(norm, field):
+    config = dataclasses.replace(LLAMA, norm=norm, norm_args={})
+    assert to_theirs(config)[field] == Llama(config).get_submodule("layers.0.attention_residual.norm").eps
+
+
 @pytest.mark.parametrize("model_type", [*OTHERS, "llama"])
 def test_missing_fields_have_the_defaults_of_transformers(model_type):
     transformers = pytest.importorskip("transformers")
