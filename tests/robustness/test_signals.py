@@ -311,29 +311,34 @@ def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_pat
     process = started(["--out", str(tmp_path / "whole")])
     errors = process.communicate(timeout=300)[1]
     assert process.returncode == 0, errors
-    seconds, in_loop, moments = time.monotonic() - began, 0, 8
+    seconds, stopped, in_loop, moments = time.monotonic() - began, 0, 0, 8
     for moment in range(moments):
         process, number = started([]), draw.choice(signals.STOP_SIGNALS)
         wait_until(partial(both_ranks_catch, process), 60)
         time.sleep(draw.uniform(0, 0.8 * seconds))
         os.kill(process.pid if moment % 2 else draw.choice(ranks_of(process)), number)
-        errors = process.communicate(timeout=120)[1]
+        output, errors = process.communicate(timeout=120)
         # A rank that did not get the signal gets SIGTERM from torchrun, if it is not in the training loop.
         lines = re.findall(r"^error: stopped by .*$", errors, re.M)
-        assert process.returncode != 0 and len(lines) == 1, (moment, number, errors)
+        finished = "generate text:" in output  # and the signal came when Python was about to exit
+        assert (process.returncode != 0 and len(lines) == 1) or finished, (moment, number, errors)
         assert not any(str(run).encode() in line for line in command_lines())
-        in_loop += "continue with --resume" in lines[0]
+        stopped += not finished
+        in_loop += "continue with --resume" in "".join(lines)
         process = started(["--resume"] if (run / "run.json").exists() else [])
         errors = process.communicate(timeout=300)[1]
         assert process.returncode == 0, errors
         assert results(run) == results(tmp_path / "whole")
         shutil.rmtree(run)
-    record(signals=moments, saved=in_loop, one_line=moments, orphans=0)
+    assert stopped > moments // 2
+    record(signals=moments, stopped=stopped, saved=in_loop, one_line=stopped, orphans=0)
 
 
 def both_ranks_catch(launcher: subprocess.Popen) -> bool:
+    """Whether both run train.py and have handlers. Until a rank's program starts, it has those of torchrun."""
     ranks = ranks_of(launcher)
-    return len(ranks) == 2 and all(caught(rank, signal.SIGTERM) for rank in ranks)
+    started = [b"torch.distributed.run" not in Path(f"/proc/{rank}/cmdline").read_bytes() for rank in ranks]
+    return started == [True, True] and all(caught(rank, signal.SIGTERM) for rank in ranks)
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
