@@ -200,7 +200,8 @@ class Trainer:
         config, folder = self.run.config, self.run.folder
         if self.step > config.steps or (self.step == config.steps and self.evaluated):
             if distributed.is_main():
-                write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
+                if self.evaluated:
+                    write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
                 print(f"the run in {folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:

@@ -194,6 +194,8 @@ def test_a_log_that_is_cut_off_is_said(run, capsys):
     """The steps that it lacks were trained, so the run goes on; half a character in the samples does not matter."""
     (run / "metrics.jsonl").write_text("")
     (run / "samples.txt").write_bytes(b"----- step 0 -----\n\xc3")
+    code, output, _ = command(train.main, ["--resume", "--out", str(run), "--steps", "10"], capsys)
+    assert code == 0 and "already finished" in output
     code, _, errors = command(train.main, ["--resume", "--out", str(run), "--steps", "22"], capsys)
     assert code == 0
     assert f"warning: {run / 'metrics.jsonl'} is cut off: steps 1 to 20 are not in it" in errors
