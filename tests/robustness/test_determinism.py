@@ -33,7 +33,7 @@ def test_three_runs_have_the_same_bits(full, cases, record, flags, tmp_path, sta
     arms = random.Random(0).sample(ARMS, cases(1, len(ARMS)))
     for number, arm in enumerate(arms):
         runs = [tmp_path / f"{number}-{name}" for name in "abc"]
-        options = f"{arm} --steps {cases(5, 60)} --dropout 0.1 --eval-tokens 500 --out".split()
+        options = f"{arm} --steps {cases(5, 40)} --dropout 0.1 --eval-tokens 500 --out".split()
         for run in runs:
             if full and run == runs[0]:
                 own = start("train.py", *flags, *options, run)
