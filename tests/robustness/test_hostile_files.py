@@ -89,19 +89,23 @@ HUGE: list[tuple[str, dict[str, Any]]] = [  # what is changed in the config.json
     ("ours", {"head_dim": 10**8, "context": 1}), ("ours", {"placement": "mix", "layers": 9999}),
 ]  # fmt: skip
 MEASURE = """
-import json, resource, sys, time
+import json, sys, time
 from runtime.checkpoint import load_pretrained
-directories = sys.argv[1:]
-load_pretrained(directories[0])  # what is imported on first use
-for directory in directories[1:]:
-    before, started, error = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter(), ""
+from tests.robustness.memory import megabytes_for
+load_pretrained(sys.argv[1])  # what is imported on first use
+
+def refused(directory):
+    global error
     try:
         load_pretrained(directory)
     except ValueError as problem:
         error = str(problem)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(json.dumps([error, time.perf_counter() - started, grown / (1 if sys.platform == "darwin" else 1024)]))
-"""  # memory in MB: ru_maxrss is in KiB on Linux; on macOS, in bytes
+
+for directory in sys.argv[2:]:
+    started, error = time.perf_counter(), ""
+    grown = megabytes_for(lambda: refused(directory))
+    print(json.dumps([error, time.perf_counter() - started, grown]))
+"""
 
 
 def test_huge_sizes(tmp_path, theirs, cases, record):
@@ -505,14 +509,17 @@ def test_what_is_called_like_an_unfinished_checkpoint(run, ends, tmp_path):
 # --- compressed text -------------------------------------------------------------------------------------------------
 
 READ = """
-import resource, sys
-from pathlib import Path
+import sys
 from contextlib import suppress
+from pathlib import Path
 from data.corpus import open_corpus
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with suppress(ValueError):  # lines of .jsonl have a limit
-    open_corpus([sys.argv[1]], Path(sys.argv[2]))
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (2**20 if sys.platform == "darwin" else 2**10))
+from tests.robustness.memory import megabytes_for
+
+def read():
+    with suppress(ValueError):  # lines of .jsonl have a limit
+        open_corpus([sys.argv[1]], Path(sys.argv[2]))
+
+print(megabytes_for(read))
 """
 
 
