@@ -191,7 +191,10 @@ def test_what_attention_leaves_to_the_formula(calls):
     ours(x[:, :1], rope(0, 1), cache)  # the first token makes the cache
     ours(x[:, 1:], rope(1, 2), cache)  # several tokens
     assert not calls and cache.length == 3
-    cache.keys = cache.keys.double()
+    cache.length = 8  # it is full: the kernel would write beyond its end
+    ours(x[:, :1], rope(7, 1), cache)
+    assert not calls
+    cache.length, cache.keys = 3, cache.keys.double()
     with pytest.raises(RuntimeError):  # as the formula does
         ours(x[:, :1], rope(3, 1), cache)
     assert not calls
