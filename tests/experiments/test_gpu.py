@@ -50,6 +50,21 @@ def test_a_relative_folder_is_relative_to_the_caller(tmp_path, monkeypatch):
     assert row["ended"] == "exit 0" and (tmp_path / "out" / "made").exists()
 
 
+def test_the_commands_of_a_part_share_its_time(tmp_path, monkeypatch):
+    """Each takes 300 of the 480 seconds, and one that begins too late still gets one."""
+    now, given = [0.0], []
+
+    def run(command, output, seconds, requests) -> str:
+        given.append(seconds)
+        now[0] += 300
+        return "exit 0"
+
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gpu, "run", run)
+    rows = gpu.run_parts({"one": ["-c pass"] * 3, "other": ["-c pass"]}, tmp_path)
+    assert given == [480, 180, 1, 480] and [row["seconds"] for row in rows] == [300] * 4
+
+
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_a_part_out_of_time_leaves_no_process(tmp_path, monkeypatch):
     """Neither the command nor a process it has started, although both ignore SIGTERM."""

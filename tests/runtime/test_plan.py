@@ -205,13 +205,32 @@ def test_ranks_share_the_batch_and_shards_the_weights():
         assert getattr(sharded, part) == getattr(four, part) // 4
     accumulating = make_plan(f"{SMALL} --micro-batch-size 1 --ranks 4 --shard")
     assert accumulating.gradients == 4 * accumulating.weights  # whole until the last micro-batch
-    assert sharded.activations == four.activations and sharded.gathered > 0 == four.gathered
+    assert sharded.activations == four.activations and four.gathered == 0
+    model = Llama(configs_from(train.parse(SMALL.split()), "cpu")[0])
+    block = sum(weight.numel() for weight in model.layers[0].parameters())  # weights and gradients of two are whole
+    assert sharded.gathered == four.weights - 4 * 2 * block + 4 * 4 * block
+
+
+def test_micro_batches_repeat_and_ranks_share_the_update_of_a_shard():
+    """With 2, 4 and 8 micro-batches, all that grows is by the same for each. The rest is the update."""
+    two, four, eight = (
+        make_plan(f"{SMALL} --layers 1 --micro-batch-size 2 --batch-size {rows}") for rows in (4, 8, 16)
+    )
+    assert [plan.micro_batches for plan in (two, four, eight)] == [2, 4, 8]
+    for name in ("launches", "eager_seconds", "compiled_seconds"):
+        small, middle, large = (getattr(plan, name) for plan in (two, four, eight))
+        assert large - middle == pytest.approx(2 * (middle - small)) and 0 < middle < 2 * small
+    update = 2 * two.eager_seconds - four.eager_seconds
+    shard = make_plan(
+        f"{SMALL} --layers 1 --micro-batch-size 2 --batch-size 16 --ranks 4 --shard"
+    )  # 2 micro-batches each
+    assert shard.eager_seconds == pytest.approx(two.eager_seconds - update * 3 / 4)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_norm_has_a_plan(kind):
     placement = "rezero" if TRAITS[kind].identity else "pre"
-    plan = make_plan(f"--preset tiny --layers 1 --norm {kind} --placement {placement} --dropout 0.1")
+    plan = make_plan(f"{SMALL} --layers 1 --norm {kind} --placement {placement} --dropout 0.1")
     assert plan.memory > plan.weights + plan.optimizer_state > plan.weights
 
 

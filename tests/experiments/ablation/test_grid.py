@@ -21,6 +21,7 @@ from data.batches import evaluation_batches
 from experiments.ablation.factors import parse_factors
 from experiments.ablation.grid import Cell, Grid, next_lr, settings_digest
 from experiments.ablation.outcome import Arm
+from experiments.ablation.page import ablation_page, plot_title
 from experiments.ablation.processes import end_with_parent, resolve_devices, start_process
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation, write_probes
 from experiments.probe import probe
@@ -117,14 +118,30 @@ def test_arms_never_mix_compiled_and_plain_runs_unawares(resolve, monkeypatch):
 # --- learning rates --------------------------------------------------------------------------------------------------
 
 
-def finish(ablation: Ablation, cell: Cell, val_bpb: float) -> None:
-    """Write the log of a run that has ended."""
+def finish(ablation: Ablation, cell: Cell, val_bpb: float, val_loss: float = 2.0) -> None:
+    """Write the log of a run that has ended, after 1 second and 640 tokens."""
     folder = ablation.grid.cell_folder(cell)
     folder.mkdir(parents=True)
-    rows = [{"train_loss": 2.0, "tokens_per_second": 1.0, "seconds": 1.0}, {"val_loss": 2.0, "val_bpb": val_bpb}]
+    training = {"train_loss": 2.0, "tokens_per_second": 1.0, "seconds": 1.0, "tokens": 640}
+    rows = [training, {"val_loss": val_loss, "val_bpb": val_bpb}]
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": ablation.common.steps} | row) + "\n" for row in rows)
     )
+
+
+@pytest.mark.parametrize(("val_loss", "diverged"), [(5.5, False), (5.6, True)])
+def test_a_run_that_ends_above_a_uniform_prediction_has_diverged(val_loss, diverged, resolve):
+    """ln 257 = 5.549 nats."""
+    ablation = resolve("--seeds 1")
+    (cell,) = ablation.reported
+    finish(ablation, cell, 2.0, val_loss)
+    assert ablation.grid.outcomes([cell])[cell].diverged == diverged
+
+
+def test_arms_may_differ_in_their_steps(resolve):
+    grid = resolve("--factor steps=20,40 --seeds 1").grid
+    names = [grid.checkpoint(Cell(arm, 0.01, 0)).name for arm in grid.settings]
+    assert names == ["step-000020", "step-000040"]
 
 
 def test_the_shared_rate_is_part_of_the_sweep(resolve):
@@ -146,7 +163,8 @@ def test_the_grid_is_widened_while_the_best_rate_is_at_its_edge(resolve):
 
 def test_each_arm_is_reported_at_its_own_rate_which_other_seeds_selected(resolve, monkeypatch):
     """All runs have ended, so nothing is trained. On the reported seeds, the other rate would be the better one."""
-    ablation = resolve("--norms rmsnorm dyt --lr 0.01 --lrs 0.02 --seed 5 --seeds 2")
+    ablation = resolve("--norms rmsnorm dyt --lr 0.01 --lrs 0.02 --seed 5 --seeds 2 --jobs 3")
+    ablation = replace(ablation, grid=replace(ablation.grid, devices=("cpu", "auto")))
     dyt = Arm.of(norm="dyt", placement="pre")
     losses = {(ARM, 0.01): 2.0, (ARM, 0.02): 3.0, (dyt, 0.01): 3.5, (dyt, 0.02): 2.5}
     for cell in ablation.selection:
@@ -169,6 +187,39 @@ def test_each_arm_is_reported_at_its_own_rate_which_other_seeds_selected(resolve
         ("best", "rmsnorm", "0.01", ""),
         ("best", "dyt", "0.02", "-0.5"),
     ]
+    with open(ablation.folder / "runs.csv", newline="") as file:
+        runs = [(row["norm"], row["lr"], row["seed"]) for row in csv.DictReader(file)]
+    assert len(runs) == len(set(runs)) == 4 + 8 + 2 and ("dyt", "0.02", "6") in runs
+    table = (ablation.folder / "table.md").read_text()
+    shared_table, sweep_table, best_table = table.split("\n## ")[1:]
+    assert "seeds 5 to 6, on " in table and "6 runs at a time on 2 cards" in table
+    assert "(edge)" not in shared_table and "| 0.02 (edge) |" in best_table and "(edge)" in sweep_table
+    assert "| val_bpb at 1 seconds (n) |" in shared_table
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_last_sample_of_each_arms_first_seed(resolve):
+    ablation = resolve("--norms rmsnorm dyt --seeds 2")
+    for number, cell in enumerate(ablation.reported):
+        finish(ablation, cell, 2.0)
+        samples = f"----- step 1 -----\nearly {number}\n----- step 2 -----\nlate {number}\n"
+        (ablation.grid.cell_folder(cell) / "samples.txt").write_text(samples)
+    html = ablation_page(ablation.grid, ablation.reported, "tables", {})
+    assert re.findall("(?:early|late) .", html) == ["late 0", "late 1"]
+    assert "<h3>rmsnorm pre</h3>" in html and "<h3>dyt pre</h3>" in html
+
+
+def test_the_title_of_a_plot_says_what_was_run(resolve):
+    """By hand: 257 × 16, per block 4 × 16² and 3 × 16 × 64, and five norms, of which each has 16 gains."""
+    ablation = resolve("--factor steps=20,40 --factor tie-embeddings=true,false --seed 5 --seeds 2")
+    for cell in ablation.reported:
+        finish(ablation, cell, 2.0)
+    runs = ablation.grid.outcomes(ablation.reported).values()
+    size = 257 * 16 + 2 * (4 * 16**2 + 3 * 16 * 64) + 5 * 16
+    title = plot_title(ablation.grid.settings, runs, "some rate")
+    assert title == f"{size:,} to {size + 257 * 16:,} parameters, 20 to 40 steps, some rate, seeds 5 to 6"
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def test_differences_show_seeds_mean_interval_and_n():
     axes = plot_differences([*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, 2.6, 3.4)], "title").axes[0]
     seeds, average = lines(axes, "o")
     assert [x for x, _ in seeds] == pytest.approx([-0.5, -0.4, -0.6])
+    assert axes.get_xlabel() == "val_bpb minus that of rmsnorm pre, paired by seed (left is better)"
     heights = [y for _, y in seeds]
     assert len(set(heights)) == 3 and max(map(abs, heights)) < 0.5 and mean(heights) == pytest.approx(0)
     assert average == [(pytest.approx(-0.5), 0)]

@@ -184,6 +184,18 @@ def test_the_csv_has_all_digits_and_the_same_numbers():
     assert float(layernorm["p"]) == pytest.approx(3 * test.pvalue)
 
 
+def test_the_csv_counts_runs_and_has_quality_at_equal_cost():
+    ended = dict(list(TIMED.items())[:-1])
+    found = costs(TIMED, ended, settings("rmsnorm", "layernorm", "batchnorm"))
+    rows = aggregates("shared", compare(TIMED, ended), found, at_equal("seconds", TIMED, ended), {RMSNORM})
+    columns = ("seeds", "ended", "diverged", "lr_at_edge", "val_bpb_at_equal_seconds", "seconds", "tokens")
+    assert [[row[name] for name in columns] for row in rows] == [
+        [2, 2, 0, True, 3.25, 3.0, 2000],
+        [2, 2, 0, False, pytest.approx(2.875), 4.0, 2000],
+        [2, 1, 0, False, None, 19.0, 2000],
+    ]
+
+
 # --- interactions ----------------------------------------------------------------------------------------------------
 
 
@@ -385,3 +397,4 @@ def test_the_whole_table_of_learning_rates():
         "| dyt pre | 3.2500 (2) | **2.1250 (2)** | 2 of 2 diverged | 1 of 2 ended |",
     ]
     assert at_edge(runs, best) == {RMSNORM}
+    assert at_edge(runs, {RMSNORM: 0.01, other: 0.03}) == {RMSNORM, other}  # the highest that each has tried
