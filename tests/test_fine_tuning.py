@@ -200,7 +200,8 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path):
     cut = flags.index("--init-from")
     sizes = "--dim 32 --layers 1 --heads 2 --context 32 --placement post --tokenizer bytes --steps 4"
     train.main([*flags[:cut], *sizes.split(), "--out", str(base)])
-    train.main([*flags[:cut], "--init-from", str(base), "--steps", "4", "--lr", "1e-9"])
+    own = ["--steps", "4", "--lr", "1e-9", "--context", "16", "--dropout", "0.1"]
+    train.main([*flags[:cut], "--init-from", str(base), *own])
     recorded = json.loads((tmp_path / "run/run.json").read_text())
     assert recorded["training"]["tokenizer"] == "bytes" and recorded["model"]["placement"] == "post"
     assert recorded["weights_from"]["directory"] == str(base / "checkpoints/step-000004")
@@ -210,6 +211,8 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path):
     repeated = [*flags[:cut], "--config", str(tmp_path / "run/run.json"), "--steps", "4", "--lr", "1e-9"]
     train.main([*repeated, "--out", str(tmp_path / "again")])
     assert hashes(tmp_path / "again") == hashes(tmp_path / "run")
+    model = json.loads((tmp_path / "again/run.json").read_text())["model"]
+    assert model == recorded["model"] and (model["context"], model["dropout"]) == (16, 0.1)
 
 
 def test_lora_changes_the_output_and_trains():
