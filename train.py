@@ -184,17 +184,20 @@ class Trainer:
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
         self.step, self.seconds, self.skipped = 0, 0.0, 0
+        unlogged: list[Any] = [0, 0.0]
         if checkpoint:
             with distributed.together():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
+                unlogged = state.get("unlogged", unlogged)
                 valid = is_a(state.get("seconds"), float) and is_a(state.get("scaler"), dict[str, float])
-                require(valid, f"{checkpoint}/trainer.json: seconds or scaler are missing or damaged")
+                valid = valid and is_a(unlogged, list[float]) and len(unlogged) == 2
+                require(valid, f"{checkpoint}/trainer.json: seconds, scaler or unlogged are missing or damaged")
             self.step, self.seconds, self.skipped = state["step"], state["seconds"], state.get("skipped", 0)
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
         self.saved = self.step
         self.evaluated = resume and distributed.from_main(has_evaluation, run.folder, self.step)  # at this step
-        self.meter = Meter(run.device, run.config.skip_nonfinite - self.skipped)
+        self.meter = Meter(run.device, run.config.skip_nonfinite - self.skipped, *unlogged)
 
     def train(self) -> None:
         config, folder = self.run.config, self.run.folder
@@ -303,7 +306,8 @@ class Trainer:
             description["weights_from"] = weight_hashes(run.config.init_from)
         write_run_file(run_file, description)
         keep_copies(run.folder)
-        self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
+        tracker = make_tracker(run.config.log, run.folder, description)
+        self.log = Log(run.folder, self.step, tracker, unlogged=self.meter.unread_loss()[0])
         named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
         modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
@@ -397,6 +401,7 @@ class Trainer:
                 "seconds": self.clock.seconds(),
                 "scaler": self.scaler.state_dict(),
                 "skipped": self.skipped,
+                "unlogged": self.meter.unread_loss(),  # for the next row, if a signal stops the run
             }
             save_checkpoint(
                 run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, keep or run.config.keep

@@ -11,12 +11,13 @@ from torch import Tensor
 class Meter:
     """Loss and gradient norm since the last reading, and which steps were bad: not finite, for no good reason.
 
-    They stay on the device, since reading them synchronizes. `allowed` bad steps are skipped.
+    They stay on the device, since reading them synchronizes. `allowed` bad steps are skipped. It continues from `steps`
+    and `loss`, the `unread_loss` of an earlier one.
     """
 
-    def __init__(self, device: torch.device, allowed: int = 0):
-        self.steps = torch.zeros((), dtype=torch.int64, device=device)
-        self.loss = torch.zeros((), device=device)
+    def __init__(self, device: torch.device, allowed: int = 0, steps: int = 0, loss: float = 0.0):
+        self.steps = torch.tensor(steps, dtype=torch.int64, device=device)
+        self.loss = torch.tensor(loss, dtype=torch.float32, device=device)
         self.grad_norm = torch.zeros((), device=device)
         self.allowed, self.bad = max(0, allowed), torch.zeros((), dtype=torch.int64, device=device)
         self.unread: dict[int, Tensor] = {}  # step -> whether it was bad
@@ -35,6 +36,10 @@ class Meter:
         unread, self.unread = self.unread, {}
         bad = torch.stack(list(unread.values())).tolist() if unread else []
         return [step for step, is_bad in zip(unread, bad, strict=True) if is_bad]
+
+    def unread_loss(self) -> tuple[int, float]:
+        """Steps since the last reading without the bad ones, and the sum of their losses."""
+        return int(self.steps), float(self.loss)
 
     def read(self) -> tuple[int, float, float]:
         """Steps since the last reading without the bad ones, their mean loss, and the last gradient norm."""

@@ -124,15 +124,16 @@ class Log:
     """`metrics.jsonl` of a run, one JSON object a line, also passed to the `tracker`; and `samples.txt`.
 
     Resuming from `step` drops what was logged after it, since those steps run again. A sample is written before the
-    row of its evaluation, so one without a row is dropped as well.
+    row of its evaluation, so one without a row is dropped as well. The last `unlogged` of those steps had no row yet.
     """
 
-    def __init__(self, folder: Path, step: int, tracker: Tracker):
+    def __init__(self, folder: Path, step: int, tracker: Tracker, unlogged: int = 0):
         self.path, self.tracker = folder / "metrics.jsonl", tracker
         self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
-        if step and not any(row["step"] == step for row in self.rows):
-            last = self.rows[-1]["step"] if self.rows else 0
-            print(f"warning: {self.path} is cut off: steps {last + 1} to {step} are not in it", file=sys.stderr)
+        last = self.rows[-1]["step"] if self.rows else 0
+        if last < step - unlogged:
+            missing = f"steps {last + 1} to {step - unlogged}"
+            print(f"warning: {self.path} is cut off: {missing} are not in it", file=sys.stderr)
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.samples = folder / "samples.txt"
         if self.samples.exists():

@@ -44,10 +44,10 @@ def command(flags: list[str], tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(flags_in, tmp_path_factory) -> Iterator[Path]:
-    """The same run, not stopped. It logs every step, and so do those that are forked from here."""
+    """The same run, not stopped. It logs every second step, and so do those that are forked from here."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "LOG_EVERY", 1)
+        patch.setattr(train, "LOG_EVERY", 2)
         train.main([*flags_in(folder), *STEPS.split()])
         yield folder / "run"
 
@@ -68,7 +68,7 @@ def check_stopped(child: Any, number: int, run: Path) -> bool:
     assert child.code == STOPS[number] and errors in ([f"error: stopped by {name}"], [in_loop]), child.text
     if errors == [in_loop]:  # saved after the step in which it arrived
         saved = json.loads((find_checkpoint(run) / "trainer.json").read_text())["step"]
-        assert saved == read_rows(run / "metrics.jsonl")[-1]["step"]
+        assert saved - max([row["step"] for row in read_rows(run / "metrics.jsonl")], default=0) in (0, 1)
     return True
 
 
@@ -200,6 +200,29 @@ def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path)
     assert find_checkpoint(tmp_path / "run").name == "step-000004"
     train.main(["--resume", "--out", str(tmp_path / "run")])
     assert results(tmp_path / "run") == results(undisturbed)
+
+
+def test_a_row_of_the_log_goes_on_where_a_signal_stopped_the_run(command, undisturbed, fork, capsys, tmp_path):
+    """Its loss is the mean since the row before, not since the signal, and no row is missed."""
+
+    def train_until_step_7() -> None:
+        update = train.Trainer.update
+
+        def update_and_stop(trainer: train.Trainer, rate: float) -> None:
+            update(trainer, rate)
+            if trainer.step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        train.Trainer.update = update_and_stop  # type: ignore[assignment,method-assign]
+        train.main(command)
+
+    child = fork(train_until_step_7)
+    assert child.wait() == 143, child.text
+    assert find_checkpoint(tmp_path / "run").name == "step-000007"
+    assert read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 6
+    train.main(["--resume", "--out", str(tmp_path / "run")])
+    assert results(tmp_path / "run") == results(undisturbed)
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_no_descendant_is_left(fork, tmp_path):
