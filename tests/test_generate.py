@@ -43,6 +43,7 @@ from generate import (
 )
 from model import Llama
 from runtime.checkpoint import save_checkpoint
+from runtime.device import has_bfloat16
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
@@ -456,6 +457,22 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, capsys):
     expected = join_pieces(stream_text(model, ByteTokenizer(), list(b"def "), GREEDY))
     assert output.out == f"def {expected}\n"
     assert "12 tokens in" in output.err and "tokens/s" in output.err and "step-000001 on cpu in float32" in output.err
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fast", ["--no-fast", ""])
+def test_text_in_half_precision(run, dtype, fast, capsys):
+    """The likeliest tokens of this model are those of float32: its logits differ by several nats."""
+    if dtype == "bfloat16" and not has_bfloat16(torch.device("cpu")):
+        pytest.skip("this processor does not compute in bfloat16")
+    texts = []
+    for each in (dtype, "float32"):
+        flags = f"--checkpoint {run} --prompt def --tokens 6 --temperature 0 --device cpu --dtype {each} {fast}"
+        command.main(flags.split())
+        output = capsys.readouterr()
+        texts.append(output.out)
+        assert f" on cpu in {each}" in output.err
+    assert texts[0] == texts[1] and len(texts[0]) > 4
 
 
 @pytest.mark.parametrize("compiled", [False, True])
