@@ -43,6 +43,7 @@ from generate import (
 )
 from model import Llama
 from runtime.checkpoint import save_checkpoint
+from runtime.device import has_bfloat16
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
@@ -139,7 +140,8 @@ def test_tokens_kept_by_each_filter():
     assert [len(row) for row in kept_tokens(keep_top_p(logits, 0.5))] == [1, 2]  # reaching p exactly is enough
     assert kept_tokens(keep_top_p(logits, 1e-9))[0] == [1]
     assert kept_tokens(keep_min_p(logits, 0.31)) == [[1, 3], [0, 1, 2, 3]]
-    assert kept_tokens(keep_min_p(logits, 0.59))[0] == [1, 3] and kept_tokens(keep_min_p(logits, 0.61))[0] == [1]
+    assert kept_tokens(keep_min_p(logits, 0.59)) == [[1, 3], [0, 1, 2, 3]]  # relative to each row's highest
+    assert kept_tokens(keep_min_p(logits, 0.61))[0] == [1]
     for filtered in (keep_top_k(logits, 2), keep_top_p(logits, 0.6), keep_min_p(logits, 0.5)):
         finite = filtered.isfinite()
         assert torch.equal(filtered[finite], logits[finite])  # kept logits are unchanged
@@ -154,6 +156,13 @@ def test_top_p_on_a_large_vocabulary(spread, p):
         order = np.argsort(-row)
         count = 1 + int((np.cumsum(softmax(row)[order]) < p).sum())
         assert sorted(order[:count]) == indices
+
+
+def test_a_token_of_probability_0_is_never_drawn():
+    """Not even by the number 0, which a generator can return."""
+    logits = torch.tensor([[5.0, 0.0, 6.0, 1.0]])
+    points = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]
 
 
 def test_tiny_temperatures_are_greedy():
@@ -234,9 +243,11 @@ def test_samples_stop_at_end_of_document():
     assert len(set(lengths)) > 1  # samples end at different steps
     assert all(set(row[length:]) == {END} for row, length in zip(rows, lengths, strict=True))
     assert len(rows[0]) == max(lengths) + 1 < 40  # generation stops when all samples have ended
-    texts = [""] * 5
-    for pieces in stream_text(model, ByteTokenizer(), [7], Sampling(tokens=40, temperature=1.0), 5):
-        texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
+    streamed = zip(*stream_text(model, ByteTokenizer(), [7], Sampling(tokens=40, temperature=1.0), 5), strict=True)
+    texts = []
+    for pieces, length in zip(streamed, lengths, strict=True):
+        assert None not in pieces[: length + 1] and set(pieces[length + 1 :]) <= {None}
+        texts.append("".join(pieces[: length + 1]))
     decoded = [bytes(token for token in row if token != END).decode(errors="replace") for row in rows]
     for text, full in zip(texts, decoded, strict=True):
         assert full.startswith(text) and full.removeprefix(text) in ("", "\ufffd")  # an incomplete character at the end
@@ -296,7 +307,7 @@ def test_generate_appends_the_sampled_ids(model):
     assert len(generate(model, [7])) == CONFIG.context  # as many as fit
 
 
-def test_generate_ends_rows_and_restores_the_mode():
+def test_generate_ends_rows():
     model = random_weights_model(dataclasses.replace(CONFIG, norm="layernorm", dropout=0.5)).train()
     with torch.no_grad():  # raise the probability of END to about 10% per token
         model.get_parameter("finish.bias").copy_(model.lm_head.weight[END] * 1.5)
@@ -305,7 +316,18 @@ def test_generate_ends_rows_and_restores_the_mode():
     assert len(set(lengths)) > 1 and max(lengths) + 1 == len(rows[0]) < 40
     assert all(set(row[length:]) == {END} for row, length in zip(rows, lengths, strict=True))
     assert generate(model, [[7]] * 5, tokens=40, temperature=1.0).shape == (5, 41)  # by default, no row ends
-    assert model.training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generation_restores_the_mode_and_records_no_gradients(training):
+    """Also when it fails."""
+    model, recorded = random_weights_model().train(training), set()
+    model.finish.register_forward_hook(lambda module, inputs, output: recorded.add(output.requires_grad))
+    generate(model, [7], tokens=3)
+    assert model.training is training and recorded == {False}
+    with pytest.raises(ValueError, match="--tokens 99"):
+        generate(model, [7], tokens=99)
+    assert model.training is training
 
 
 @pytest.mark.parametrize(
@@ -435,6 +457,22 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, capsys):
     expected = join_pieces(stream_text(model, ByteTokenizer(), list(b"def "), GREEDY))
     assert output.out == f"def {expected}\n"
     assert "12 tokens in" in output.err and "tokens/s" in output.err and "step-000001 on cpu in float32" in output.err
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fast", ["--no-fast", ""])
+def test_text_in_half_precision(run, dtype, fast, capsys):
+    """The likeliest tokens of this model are those of float32: its logits differ by several nats."""
+    if dtype == "bfloat16" and not has_bfloat16(torch.device("cpu")):
+        pytest.skip("this processor does not compute in bfloat16")
+    texts = []
+    for each in (dtype, "float32"):
+        flags = f"--checkpoint {run} --prompt def --tokens 6 --temperature 0 --device cpu --dtype {each} {fast}"
+        command.main(flags.split())
+        output = capsys.readouterr()
+        texts.append(output.out)
+        assert f" on cpu in {each}" in output.err
+    assert texts[0] == texts[1] and len(texts[0]) > 4
 
 
 @pytest.mark.parametrize("compiled", [False, True])
