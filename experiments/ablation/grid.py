@@ -37,6 +37,7 @@ from runtime.signals import stop_requests
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
+LONGEST_ROW = 1000  # bytes of a metrics.jsonl in which there is at least one whole row
 NOT_COMPARED = {"out", "cache_dir", "log", "keep", "save_every"}  # fields of TrainConfig that change no result
 
 
@@ -230,8 +231,14 @@ class Grid:
         return outcome
 
     def steps_done(self, cell: Cell) -> int:
-        rows = read_rows(self.cell_folder(cell) / "metrics.jsonl")
-        return rows[-1]["step"] if rows else 0
+        """The last step in a running cell's log, of which only the end is read: this is done several times a second."""
+        log = self.cell_folder(cell) / "metrics.jsonl"
+        if not log.exists():
+            return 0
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LONGEST_ROW))
+            steps = re.findall(rb'"step": (\d+),', file.read())
+        return int(steps[-1]) if steps else 0
 
     # Learning rates.
 

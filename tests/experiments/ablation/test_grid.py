@@ -314,6 +314,21 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
     assert list(outcomes) == wanted and not any(outcome.diverged for outcome in outcomes.values())
 
 
+def test_progress_is_read_from_the_end_of_a_log(resolve):
+    """Not from its beginning, which is not even JSON here, and not from a line that is still being written."""
+    ablation = resolve("--seeds 1")
+    (cell,) = ablation.reported
+    assert ablation.grid.steps_done(cell) == 0
+    rows = [json.dumps({"step": step, "train_loss": 2.0 / 3, "seconds": step / 3}) for step in range(1, 10_001)]
+    ablation.grid.cell_folder(cell).mkdir(parents=True)
+    log = ablation.grid.cell_folder(cell) / "metrics.jsonl"
+    for end in ("", '{"step": 1', '{"step": 10001, "tr'):
+        log.write_text("not JSON\n" + "".join(row + "\n" for row in rows) + end)
+        assert ablation.grid.steps_done(cell) in (10_000, 10_001)
+    log.write_text("")
+    assert ablation.grid.steps_done(cell) == 0
+
+
 def test_the_folder_does_not_depend_on_the_card(resolve):
     settings = resolve().grid.settings
     digests = [
