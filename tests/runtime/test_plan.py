@@ -14,7 +14,7 @@ from experiments.plan import PlanConfig, bench_plan
 from model import Llama
 from norms import KINDS, TRAITS
 from runtime.device import CARDS, Card
-from runtime.plan import Launch, Plan, compiled_seconds, eager_seconds, fused, simulated
+from runtime.plan import Launch, Plan, Trace, compiled_seconds, eager_seconds, fused, simulated
 
 ROOT = Path(__file__).parents[2]
 CARD = Card("a card", flops=1000.0, bandwidth=10.0, memory=1.0)
@@ -124,9 +124,17 @@ def make_plan(flags: str) -> train.Plan:
 SMALL = "--preset tiny --layers 2 --optimizer adamw"
 
 
-def test_a_plan_counts_parameters_and_arithmetic():
+def test_a_plan_counts_parameters_arithmetic_and_memory(monkeypatch):
+    peaks, start = [], Trace.start
+
+    def note_peak(trace: Trace, *args) -> None:
+        peaks.append(trace.peak)  # so far
+        start(trace, *args)
+
+    monkeypatch.setattr(Trace, "start", note_peak)
     flags = "--preset tiny --layers 3 --qk-norm full --optimizer adamw"
     plan = make_plan(flags)
+    assert plan.memory == peaks[1]  # of the step between the two starts
     model_config, config = configs_from(train.parse(flags.split()), "cpu")
     model = Llama(model_config)
     tokens = config.batch_size * model_config.context
