@@ -94,6 +94,15 @@ def test_a_trace_knows_what_is_alive():
         ]
 
 
+def test_a_lookup_reads_as_much_as_it_returns():
+    """Five of a thousand rows, by int64 ids."""
+    with simulated() as trace:
+        torch.nn.functional.embedding(torch.zeros(5, dtype=torch.int64), torch.zeros(1000, 8))
+    lookup = trace.launches[-1]
+    assert lookup.name == "embedding" and lookup.flops == 0
+    assert sorted(lookup.reads.values()) == [5 * 8, 5 * 8 * 4] and list(lookup.writes.values()) == [5 * 8 * 4]
+
+
 def test_time_is_that_of_the_slower_of_memory_and_arithmetic():
     product = Launch("mm", 3000.0, {1: 4, 2: 4}, {3: 2})  # 10 bytes in 1 s, 3000 FLOPs in 3 s
     add = Launch("add", 0.0, {3: 20, 4: 20}, {5: 10})
