@@ -24,6 +24,8 @@ from runtime.settings import resolve, resolve_run
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 STEPS = 20
 TRAINING = (
     "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --lr 3e-3 --warmup 3 --eval-every 20"

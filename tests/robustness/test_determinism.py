@@ -11,6 +11,8 @@ import torch
 import train
 from runtime.run_file import changed_machine
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ARMS = (
     "--dtype float32",
     "--dtype bfloat16 --no-fast --norm layernorm --optimizer adamw",

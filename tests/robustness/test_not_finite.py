@@ -25,6 +25,8 @@ from runtime.checkpoint import find_checkpoint, list_checkpoints, load_pretraine
 from runtime.exit_codes import NotFinite
 from runtime.settings import resolve_run
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROOT = Path(__file__).parents[2]
 WHAT = ("loss", "gradient", "weight")
 ARMS = ("", "--norm batchnorm", "--norm powernorm", "--placement ngpt", "--norm layernorm --no-tie-embeddings")

@@ -14,7 +14,7 @@ from experiments.plan import PlanConfig, bench_plan
 from model import Llama
 from norms import KINDS, TRAITS
 from runtime.device import CARDS, Card
-from runtime.plan import Launch, Plan, compiled_seconds, eager_seconds, fused, simulated
+from runtime.plan import Launch, Plan, Trace, compiled_seconds, eager_seconds, fused, simulated
 
 ROOT = Path(__file__).parents[2]
 CARD = Card("a card", flops=1000.0, bandwidth=10.0, memory=1.0)
@@ -94,6 +94,15 @@ def test_a_trace_knows_what_is_alive():
         ]
 
 
+def test_a_lookup_reads_as_much_as_it_returns():
+    """Five of a thousand rows, by int64 ids."""
+    with simulated() as trace:
+        torch.nn.functional.embedding(torch.zeros(5, dtype=torch.int64), torch.zeros(1000, 8))
+    lookup = trace.launches[-1]
+    assert lookup.name == "embedding" and lookup.flops == 0
+    assert sorted(lookup.reads.values()) == [5 * 8, 5 * 8 * 4] and list(lookup.writes.values()) == [5 * 8 * 4]
+
+
 def test_time_is_that_of_the_slower_of_memory_and_arithmetic():
     product = Launch("mm", 3000.0, {1: 4, 2: 4}, {3: 2})  # 10 bytes in 1 s, 3000 FLOPs in 3 s
     add = Launch("add", 0.0, {3: 20, 4: 20}, {5: 10})
@@ -124,9 +133,17 @@ def make_plan(flags: str) -> train.Plan:
 SMALL = "--preset tiny --layers 2 --optimizer adamw"
 
 
-def test_a_plan_counts_parameters_and_arithmetic():
+def test_a_plan_counts_parameters_arithmetic_and_memory(monkeypatch):
+    peaks, start = [], Trace.start
+
+    def note_peak(trace: Trace, *args) -> None:
+        peaks.append(trace.peak)  # so far
+        start(trace, *args)
+
+    monkeypatch.setattr(Trace, "start", note_peak)
     flags = "--preset tiny --layers 3 --qk-norm full --optimizer adamw"
     plan = make_plan(flags)
+    assert plan.memory == peaks[1]  # of the step between the two starts
     model_config, config = configs_from(train.parse(flags.split()), "cpu")
     model = Llama(model_config)
     tokens = config.batch_size * model_config.context
