@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import train
 from config import FIELDS, ModelConfig, TrainConfig
+from data.tokenizer import train_tokenizer
 from model import Llama, weights_by_role
 from norms import KINDS, TRAITS, register
 from norms.placement import PLACEMENTS, supports
@@ -29,8 +30,16 @@ from optim import learning_rate, make_optimizers
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.device import has_bfloat16
 from runtime.meter import Meter
+from runtime.run_dir import last_sample
 from runtime.run_report import shown
-from runtime.settings import FIXED_ON_RESUME, changed_options, check_same_settings, resolve, resolve_run
+from runtime.settings import (
+    FIXED_ON_RESUME,
+    changed_options,
+    check_same_settings,
+    check_same_text,
+    resolve,
+    resolve_run,
+)
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
@@ -98,7 +107,7 @@ def test_run_learns_and_writes_all_files(command, capsys):
 
 
 def test_val_bpb_matches_float64_log_probabilities(command):
-    """val_bpb against a float64 sum over the windows, computed from the logits."""
+    """val_bpb against a float64 sum over the windows, computed from the logits. The sample begins as the text does."""
     run = command("--steps 3")
     flags = train.parse(["--eval-only", "--out", str(run)])
     run_settings = resolve_run(flags)
@@ -111,6 +120,7 @@ def test_val_bpb_matches_float64_log_probabilities(command):
         nats -= float(log_probabilities.gather(1, window[1:, None]).sum())
     byte_count = sum(1 for token in ids[1:].tolist() if token < 256)  # end-of-document tokens have no bytes
     assert read_metrics(run)[-1]["val_bpb"] == pytest.approx(nats / math.log(2) / byte_count, rel=1e-6)
+    assert last_sample(run).startswith(run_settings.data.tokenizer.decode(ids[:16].tolist()))
 
 
 def test_gradient_accumulation_matches_the_whole_batch(command):
@@ -127,6 +137,32 @@ def test_muon_averages_over_micro_batches(command):
     for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
         for name in expected.keys() & {"train_loss", "grad_norm", "val_loss"}:
             assert expected[name] == pytest.approx(actual[name], rel=1e-2)
+
+
+@pytest.mark.parametrize("name, other", [("seed", "1"), ("recompute", "")])
+def test_an_option_of_the_trainer_takes_effect(name, other, text, tmp_path):
+    """The seed changes initial weights and batches. Gradient checkpointing keeps less for the backward pass."""
+    weights, batches, kept = [], [], []
+    for flags in ("", f"--{name} {other}"):
+        common = f"{SIZES} --layers 6 --no-fast --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'} {flags}"
+        trainer, sizes = train.Trainer(resolve_run(train.parse(common.split()))), list[int]()
+
+        def loss(inputs, targets, loss=trainer.loss):
+            batches.append(inputs)
+            return loss(inputs, targets)
+
+        def keep(tensor, sizes=sizes):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        trainer.loss = loss
+        weights.append(trainer.model.layers[0].mlp.up_proj.weight.detach())
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trainer.accumulate_gradients()
+        kept.append(sum(sizes))
+    same = name == "recompute"
+    assert torch.equal(*weights) is same and torch.equal(*batches) is same
+    assert (kept[1] < kept[0] / 2) is same
 
 
 def test_the_logged_loss_is_the_mean_since_the_last_entry():
@@ -692,6 +728,11 @@ def test_resuming_with_other_settings_or_text_is_refused(command, capsys, text):
         with pytest.raises(SystemExit) as excinfo:
             command(f"--resume {flags}")
         assert excinfo.value.code == 2 and message in capsys.readouterr().err
+    data = resolve_run(train.parse(["--eval-only", "--out", str(run)])).data
+    other = dataclasses.replace(data, tokenizer=train_tokenizer(["another text\n"] * 99, 270))
+    check_same_text(run / "run.json", data)
+    with pytest.raises(ValueError, match="the tokenizer of the run in"):
+        check_same_text(run / "run.json", other)
     text.write_text(text.read_text() + "one more line\n")
     for flags in ("--resume", "--eval-only"):
         with pytest.raises(SystemExit) as excinfo:
