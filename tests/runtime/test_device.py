@@ -4,7 +4,15 @@ import platform
 import pytest
 import torch
 
-from runtime.device import deterministic, has_bfloat16, pick_device, pick_dtype, prefers_bfloat16, to_device
+from runtime.device import (
+    compile_by_default,
+    deterministic,
+    has_bfloat16,
+    pick_device,
+    pick_dtype,
+    prefers_bfloat16,
+    to_device,
+)
 
 CPU = torch.device("cpu")
 
@@ -24,6 +32,20 @@ def test_a_dtype_that_is_named_is_taken():
     else:
         with pytest.raises(ValueError, match="--dtype float32"):
             pick_dtype("bfloat16", CPU)
+
+
+@pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_card_has_bfloat16_from_ampere_on(capability, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_bfloat16(torch.device("cuda")) == has
+
+
+def test_long_runs_on_a_card_are_compiled_by_default(monkeypatch):
+    monkeypatch.setattr("runtime.device.find_spec", lambda name: name == "triton" or None)
+    assert compile_by_default(torch.device("cuda"), 500) and not compile_by_default(torch.device("cuda"), 499)
+    assert not compile_by_default(CPU, 500)
+    monkeypatch.setattr("runtime.device.find_spec", lambda name: None)
+    assert not compile_by_default(torch.device("cuda"), 500)
 
 
 NO_DEVICES = ["", "gpu", "cuda:", "cuda:-1", "cuda:01", "cuda:x", "cpu:0", "CPU", " cuda", "cuda:1\n"]
