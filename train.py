@@ -43,6 +43,7 @@ from runtime.checkpoint import (
     load_training_state,
     read_checkpoint,
     save_checkpoint,
+    set_aside_after,
     weight_hashes,
 )
 from runtime.device import (
@@ -166,6 +167,8 @@ class Trainer:
         self.run = run
         allow_tf32(run.config.tf32)
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
+        if checkpoint:
+            distributed.from_main(set_aside_after, run.folder, checkpoint)
         with distributed.together():
             if checkpoint:
                 open_model(checkpoint, run.model_config)  # refuses weights of another model before this one is built
@@ -333,7 +336,7 @@ class Trainer:
         for step in self.meter.bad_steps():
             rows = range(config.batch_size)
             starts = row_starts(tokens, config.seed, step - 1, rows, self.run.model_config.context).tolist()
-            if self.skipped == config.skip_nonfinite:
+            if self.skipped >= config.skip_nonfinite:
                 self.step = step - 1
                 if self.step > self.saved and self.finite():
                     self.save(keep=config.keep + 1)  # and delete none that may be better

@@ -90,6 +90,9 @@ def save_checkpoint(
 
 def check_space(run: Path, model: ModelConfig, training: TrainConfig) -> None:
     """Raise OSError unless the disk has space for the checkpoints that a run keeps and one that it is writing."""
+    last = latest_checkpoint(run)
+    if last and _step(last) >= training.steps:
+        return
     in_blocks = model.weights - (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
     states = OPTIMIZER_STATES[training.optimizer] * in_blocks + OPTIMIZER_STATES["adamw"] * (model.weights - in_blocks)
     size = 4 * (model.weights + states)
@@ -190,6 +193,16 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
     if problem:
         raise ValueError(f"{problem}; no other checkpoint of {run} is intact")
     return None
+
+
+def set_aside_after(run: Path, checkpoint: Path) -> None:
+    """Rename the checkpoints after `checkpoint`, so that damaged ones do not count among those that a run keeps."""
+    for later in list_checkpoints(run):
+        if _step(later) > _step(checkpoint):
+            aside = later.with_name(f"damaged-{later.name}")
+            if aside.exists():
+                shutil.rmtree(aside)
+            later.rename(aside)
 
 
 @cache

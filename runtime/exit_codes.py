@@ -31,7 +31,7 @@ class NotFinite(ValueError):
         rows = ", ".join(map(str, row_starts[:SHOWN_ROWS])) + (", ..." if len(row_starts) > SHOWN_ROWS else "")
         message = f"{what} not finite" + (f" at step {step}; try a lower --lr" if step else "")
         if row_starts:
-            message += f", or --skip-nonfinite; rows of its batch begin at training tokens {rows}"
+            message += f", or a higher --skip-nonfinite; rows of its batch begin at training tokens {rows}"
         super().__init__(message)
         self.step, self.row_starts = step, row_starts
 

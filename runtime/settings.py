@@ -15,12 +15,12 @@ from data.batches import Prepared, prepare
 from norms import TRAITS, is_a
 from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
-from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint
+from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint, latest_checkpoint
 from runtime.device import compile_by_default, pick_device, pick_dtype
 from runtime.exit_codes import RunInUse
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import warn_of_imports
-from runtime.run_dir import RUNS, check_not_in_use, check_run_dir, check_tracker, make_run_dir, newest_run
+from runtime.run_dir import RUNS, check_not_in_use, check_run_dir, check_tracker, make_run_dir, newest_run, read_rows
 from runtime.run_file import read_run_file
 from runtime.run_report import shown
 
@@ -81,6 +81,7 @@ def resolve_settings(
         if flags.resume and "fast" not in read_run(flags.config):
             raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
         check_history(flags.config)
+        check_checkpoints(flags.config.parent)
         if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
             print(f"changed: {', '.join(changes)}", file=sys.stderr)
     if not flags.eval_only:
@@ -178,6 +179,16 @@ def check_history(run_file: Path) -> None:
     run = load_json(run_file)
     for name, kind in {"command": list[str], "resumed": list[dict[str, Any]], "weights_from": dict[str, Any]}.items():
         require(name not in run or is_a(run[name], kind), f"{run_file}: {name!r} is damaged")
+
+
+def check_checkpoints(folder: Path) -> None:
+    """Raise ValueError if the run in `folder` has no checkpoint, and its log goes beyond the first that was due."""
+    rows, first = read_rows(folder / "metrics.jsonl"), read_run(folder / "run.json").get("save_every", 0)
+    if rows and rows[-1]["step"] > first and not latest_checkpoint(folder):
+        raise ValueError(
+            f"{folder / 'checkpoints'} holds no checkpoint, but the log reaches step {rows[-1]['step']}; restore the "
+            "checkpoints, or delete metrics.jsonl to begin again"
+        )
 
 
 def changed_options(run_file: Path, config: TrainConfig) -> list[str]:

@@ -9,12 +9,14 @@ shell's background job.
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SAME_STOP = 1.0  # seconds
 temporary_folders: list[str] = []  # removed when a signal ends this process
 
 
@@ -59,13 +61,17 @@ def say_nothing_more() -> None:
 def stop_requests() -> Iterator[list[int]]:
     """Collect signals in a list. The loop inside finishes its step, saves and stops.
 
-    A second signal stops immediately, but not with several ranks, where each may get those of the terminal and of
-    torchrun, which kills them after 30 s.
+    A signal that comes later than `SAME_STOP` stops immediately; one that comes sooner is of the same stop, as when a
+    shell and the system both pass on that a terminal was closed. With several ranks none does: each may get those of
+    the terminal and of torchrun, which kills them after 30 s.
     """
     requests: list[int] = []
+    first = 0.0
 
     def request(number: int, frame: FrameType | None) -> None:
-        if requests and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        nonlocal first
+        first = first or time.monotonic()
+        if time.monotonic() - first > SAME_STOP and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             stop_now(number)
         requests.append(number)
 

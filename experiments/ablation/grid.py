@@ -136,7 +136,8 @@ class Grid:
 
     def outcomes(self, cells: Iterable[Cell]) -> dict[Cell, Outcome]:
         """The outcomes of those of `cells` that have ended."""
-        return {cell: outcome for cell in cells if (outcome := self.outcome(cell))}
+        with bad_input():  # a damaged log
+            return {cell: outcome for cell in cells if (outcome := self.outcome(cell))}
 
     def check(self, cells: Iterable[Cell]) -> None:
         """Raise ValueError if the folder is not for runs like these, or holds a cell trained with other settings."""

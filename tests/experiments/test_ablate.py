@@ -231,6 +231,13 @@ def test_the_kind_of_card_is_compared_and_its_index_is_not(grid, text, tmp_path)
         ablation.grid.check(ablation.reported)
 
 
+def test_a_damaged_log_of_a_cell_is_named(grid, command, capsys, tmp_path):
+    folder = shutil.copytree(grid, tmp_path / "out")
+    with (folder / "cells" / "rmsnorm-pre-lr0.01-seed1" / "metrics.jsonl").open("a") as log:
+        log.write("garbage\n")
+    assert "metrics.jsonl is damaged" in error_line(capsys, 2, command, GRID, folder)
+
+
 def test_two_commands_do_not_share_a_folder(grid, command, capsys):
     with locked(grid):
         assert "in use" in error_line(capsys, 4, command, GRID, grid)

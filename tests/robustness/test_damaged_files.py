@@ -213,3 +213,27 @@ def test_an_edited_run_is_resumed_once_its_checksum_is_removed(run, capsys):
     lines = edited.splitlines()
     path.write_text("\n".join([*lines[:-3], lines[-3].rstrip(","), "}"]))
     assert command(train.main, ["--resume", "--out", str(run)], capsys)[0] == 0
+
+
+def test_an_intact_checkpoint_is_not_deleted_before_a_damaged_one(flags, tmp_path):
+    checkpoints, steps = tmp_path / "run/checkpoints", ["--save-every", "3", "--keep", "2", "--steps"]
+    train.main([*flags, *steps, "9"])
+    (checkpoints / "step-000009/model.safetensors").write_bytes(b"")
+    train.main([*flags, "--resume", "--save-every", "10", "--steps", "10"])
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["damaged-step-000009", "step-000006", "step-000010"]
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(flags, tmp_path, capsys):
+    """Its log would be lost. They may be on a disk that is not mounted."""
+    train.main([*flags, "--save-every", "3", "--steps", "6"])
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    rows = (run / "metrics.jsonl").read_text()
+    (run / "checkpoints").rename(elsewhere)
+    for link in (False, True):
+        if link:
+            (run / "checkpoints").symlink_to(tmp_path / "not mounted")
+        with pytest.raises(SystemExit) as stopped:
+            train.main([*flags, "--resume", "--steps", "9"])
+        assert stopped.value.code == 2 and "holds no checkpoint, but the log reaches step 6" in capsys.readouterr().err
+        assert (run / "metrics.jsonl").read_text() == rows

@@ -229,5 +229,9 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(flags, text, runs, tmp_pa
     code, line = end([*arguments, *endless], capsys)
     assert code == 1 and "bytes free, and this run's checkpoints need" in line and "lower --keep" in line
     assert list(tmp_path.iterdir()) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: (2**30, 2**30, 0))
+        finished = end(["--resume", f"--out={runs / '4'}"], capsys)  # has nothing left to save
+    assert finished[0] == 0
     asked = int(line.rpartition(" of ")[2].partition(";")[0].replace(",", ""))
     assert 0.9 * size < asked <= size

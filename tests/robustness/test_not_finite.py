@@ -162,6 +162,13 @@ def test_the_run_ends_at_the_state_before_it_and_goes_on(flags, tmp_path, capsys
     assert fingerprint(tmp_path / "short") == kept
 
 
+def test_a_limit_below_what_was_skipped_already_ends_the_run_at_the_next(flags, tmp_path):
+    with bad_at({3, 5, 12}):
+        train.main([*flags, "--steps", "10", "--skip-nonfinite", "2"])
+        assert exit_code([*flags, "--resume", "--steps", "16", "--skip-nonfinite", "1"]) == 5
+    assert find_checkpoint(tmp_path / "run").name == "step-000011"
+
+
 @pytest.mark.parametrize("name", ["running_mean", "running_var"])
 def test_poisoned_running_statistics_are_not_saved(flags, tmp_path, capsys, name):
     """In training, BatchNorm's output does not depend on them."""

@@ -181,7 +181,10 @@ def test_signals_at_file_system_calls(
 
 
 def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path):
-    """Without finishing the step or saving. The last checkpoint is complete."""
+    """Without finishing the step or saving. The last checkpoint is complete.
+
+    Signals in quick succession are one: a closed terminal may cause several.
+    """
 
     def train_with_two() -> None:
         update = train.Trainer.update
@@ -189,6 +192,8 @@ def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path)
         def update_and_stop(trainer: train.Trainer, rate: float) -> None:
             if trainer.step == 5:
                 os.kill(os.getpid(), signal.SIGHUP)
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(1.1)
                 os.kill(os.getpid(), signal.SIGTERM)
             update(trainer, rate)
 
