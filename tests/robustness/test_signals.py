@@ -326,7 +326,7 @@ def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_pat
         pytest.skip("takes minutes; tests/runtime/test_distributed.py stops a run of two ranks once")
     draw, run = random.Random(0), tmp_path / "run"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch += [train.__file__, *command, "--steps", "60"]
+    launch += [train.__file__, *command, "--steps", "150"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def started(flags: list[str]) -> subprocess.Popen:
@@ -344,7 +344,8 @@ def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_pat
         process, number = started([]), draw.choice(signals.STOP_SIGNALS)
         wait_until(partial(both_ranks_catch, process), 60)
         time.sleep(draw.uniform(0, 0.8 * seconds))
-        os.kill(process.pid if moment % 2 else draw.choice(ranks_of(process)), number)
+        ranks = [] if moment % 2 else ranks_of(process)  # none if the run has ended
+        os.kill(draw.choice(ranks or [process.pid]), number)
         output, errors = process.communicate(timeout=120)
         # A rank that did not get the signal gets SIGTERM from torchrun, if it is not in the training loop.
         lines = re.findall(r"^error: stopped by .*$", errors, re.M)
