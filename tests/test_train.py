@@ -156,7 +156,7 @@ def test_an_option_of_the_trainer_takes_effect(name, other, text, tmp_path):
             return tensor
 
         trainer.loss = loss
-        weights.append(trainer.model.layers[0].mlp.up_proj.weight.detach())
+        weights.append(trainer.model.get_parameter("layers.0.mlp.up_proj.weight").detach())
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             trainer.accumulate_gradients()
         kept.append(sum(sizes))
