@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from runtime.device import (
+    CARDS,
     compile_by_default,
+    describe,
     deterministic,
     has_bfloat16,
     pick_device,
@@ -32,6 +34,16 @@ def test_a_dtype_that_is_named_is_taken():
     else:
         with pytest.raises(ValueError, match="--dtype float32"):
             pick_dtype("bfloat16", CPU)
+
+
+def test_a_device_is_described_with_its_threads():
+    assert describe(CPU).endswith(f"(cpu, {torch.get_num_threads()} threads)") and torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_limits_of_cards_are_in_the_same_units(card):
+    """So many FLOPs for each byte of its memory's bandwidth have the cards of these years."""
+    assert 70 < card.flops / card.bandwidth < 500 and 20e9 < card.memory < 200e9
 
 
 @pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])

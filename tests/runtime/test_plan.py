@@ -141,9 +141,10 @@ def test_a_plan_counts_parameters_arithmetic_and_memory(monkeypatch):
         start(trace, *args)
 
     monkeypatch.setattr(Trace, "start", note_peak)
-    flags = "--preset tiny --layers 3 --qk-norm full --optimizer adamw"
+    flags = "--preset tiny --layers 3 --qk-norm full --optimizer adamw --micro-batch-size 4"
     plan = make_plan(flags)
     assert plan.memory == peaks[1]  # of the step between the two starts
+    assert plan.gradients == plan.weights  # in the second micro-batch, where the peak is
     model_config, config = configs_from(train.parse(flags.split()), "cpu")
     model = Llama(model_config)
     tokens = config.batch_size * model_config.context
