@@ -46,6 +46,6 @@ def end_with_parent() -> tuple[str, ...]:
     prefix = ("setpriv", "--pdeathsig", "TERM")
     try:
         supported = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
-    except FileNotFoundError:
+    except OSError:
         supported = False
     return prefix if supported else ()

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +57,7 @@ def installation(read_only: bool, folder: Path) -> Iterator[Path]:
     if not read_only:
         yield ROOT
         return
-    copy = folder / "installed"
+    copy = Path(tempfile.mkdtemp(dir=folder)) / "installed"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "runs"))
     remount = ["mount", "--bind", "-o", "ro", str(copy), str(copy)]
     if os.geteuid() == 0 and (not shutil.which("mount") or subprocess.run(remount, capture_output=True).returncode):
