@@ -1,11 +1,13 @@
 """Two commands that want one folder: one gets it, the other ends with exit code 4; a corpus is prepared once."""
 
+import itertools
 import os
 import random
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,19 +36,42 @@ def undisturbed(flags_in, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_two_runs_in_one_folder(cases, record, command, undisturbed, fork, fingerprint, tmp_path):
-    """Started together or up to a second apart, with imports done: one trains as if alone, the other ends at once."""
+@pytest.fixture
+def train_suspended_at(command, before_file_event, tmp_path) -> Callable[..., None]:
+    """`train_suspended_at(pattern, k)` trains, and waits for SIGCONT before the k-th call that writes once a file of
+    this name exists."""
+
+    def run(pattern: str, event: int = 0, *flags: str) -> None:
+        events = itertools.count()
+
+        def suspend(number: int) -> None:
+            if any(tmp_path.glob(pattern)) and next(events) == event:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        before_file_event(suspend)
+        train.main([*command, *flags])
+
+    return run
+
+
+def test_two_runs_in_one_folder(cases, record, train_suspended_at, undisturbed, fork, fingerprint, tmp_path):
+    """Started together or up to half a second apart, with imports done: one trains as if alone, the other ends at once.
+
+    The winner waits in a save until the other has ended, so that no machine is too fast for this. The other makes fewer
+    than 20 calls that write.
+    """
     draw, run, slowest, pairs = random.Random(0), tmp_path / "run", 0.0, cases(1, 20)
     for pair in range(pairs):
-        first = fork(train.main, command)
+        first = fork(train_suspended_at, "run/metrics.jsonl", 20)
         time.sleep(draw.choice([0, draw.uniform(0, 0.5)]))
-        second = fork(train.main, command)
-        while not (first.ended() or second.ended()):
-            time.sleep(0.002)
+        second = fork(train_suspended_at, "run/metrics.jsonl", 20)
+        wait_until(lambda first=first, second=second: first.ended() or second.ended())
         loser, winner = (first, second) if first.ended() else (second, first)
         slowest = max(slowest, time.monotonic() - loser.started)
         assert loser.code == 4, (pair, loser.text, winner.text)
         assert loser.text.endswith(f"error: {run} is in use by another process\n"), loser.text
+        wait_until(partial(suspended, winner.pid))
+        winner.send(signal.SIGCONT)
         assert winner.wait() == 0, winner.text
         assert fingerprint(run) == fingerprint(undisturbed)
         shutil.rmtree(run)
@@ -79,17 +104,12 @@ def wait_until(condition, seconds: float = 60) -> None:
 
 
 def test_one_corpus_prepared_twice_at_once(
-    cases, record, command, undisturbed, fork, fingerprint, before_file_event, tmp_path
+    cases, record, command, train_suspended_at, undisturbed, fork, fingerprint, tmp_path
 ):
     """The second process waits for the first, which is suspended while it prepares, and then goes on or is killed."""
     draw, cache, pairs, killed = random.Random(0), tmp_path / "cache", cases(2, 20), 0
-
-    def train_suspended_at(event: int) -> None:
-        before_file_event(lambda now: os.kill(os.getpid(), signal.SIGSTOP) if now == event else None)
-        train.main([*command, "--out", str(tmp_path / "a")])
-
     for pair in range(pairs):
-        first = fork(train_suspended_at, draw.randrange(3, 8))  # 0 to 2: its folder, its lock, the folder to fill
+        first = fork(train_suspended_at, "cache/*.part", draw.randrange(5), "--out", str(tmp_path / "a"))
         wait_until(partial(suspended, first.pid))
         second = fork(train.main, [*command, "--out", str(tmp_path / "b")])
         wait_until(lambda second=second: "waiting for another process" in second.text)
@@ -116,8 +136,7 @@ def test_two_ablations_in_one_folder(cases, record, flags, fork, tmp_path):
     for pair in range(pairs):
         command = [*flags, "--steps", "4", "--eval-tokens", "64", "--seeds", "1"]
         first, second = fork(ablate.main, command), fork(ablate.main, command)
-        while not (first.ended() or second.ended()):
-            time.sleep(0.002)
+        wait_until(lambda first=first, second=second: first.ended() or second.ended())
         loser, winner = (first, second) if first.ended() else (second, first)
         slowest = max(slowest, time.monotonic() - loser.started)
         assert loser.code == 4, (pair, loser.text, winner.text)
