@@ -1,5 +1,6 @@
 """Standard output and error that a command can do without: they may be closed, or their reader may leave."""
 
+import errno
 import io
 import os
 import sys
@@ -7,12 +8,20 @@ from typing import Any
 
 
 class _Lossy(io.FileIO):
-    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed."""
+    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed.
+
+    If the reason is another one, such as a full disk, a line on standard error says so.
+    """
+
+    warned = False
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EPIPE and self.fileno() == 1 and not self.warned:
+                self.warned = True
+                print(f"warning: standard output is lost: {error.strerror}", file=sys.stderr)
             return memoryview(data).nbytes
 
 
