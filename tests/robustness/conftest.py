@@ -23,6 +23,7 @@ import torch
 from experiments.claims.results import commit
 from runtime.checkpoint import find_checkpoint
 from runtime.device import describe
+from runtime.run_dir import read_rows
 from runtime.signals import stop_at_signals
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,17 @@ def fingerprint() -> Callable[[Path], dict[str, str]]:
         return {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
 
     return hashes
+
+
+@pytest.fixture(scope="session")
+def logged() -> Callable[[Path], list[dict[str, Any]]]:
+    """`logged(run)`: the rows of its metrics.jsonl without times."""
+    timed = ("seconds", "tokens_per_second")
+
+    def rows(run: Path) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
+
+    return rows
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +23,7 @@ ARMS = (
 )
 
 
-def last_rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without what depends on the clock."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: row[name] for name in row.keys() - {"seconds", "tokens_per_second"}} for row in rows]
-
-
-def test_three_runs_have_the_same_bits(full, cases, record, flags, tmp_path, start, fingerprint):
+def test_three_runs_have_the_same_bits(full, cases, record, flags, tmp_path, start, fingerprint, logged):
     """Weights, optimizer state, log and sample; in full, one of them in a process of its own."""
     arms = random.Random(0).sample(ARMS, cases(1, len(ARMS)))
     for number, arm in enumerate(arms):
@@ -45,7 +38,7 @@ def test_three_runs_have_the_same_bits(full, cases, record, flags, tmp_path, sta
                 train.main([*flags, *options, str(run)])
         for run in runs[1:]:
             assert fingerprint(run) == fingerprint(runs[0]), arm
-            assert last_rows(run) == last_rows(runs[0])
+            assert logged(run) == logged(runs[0])
             assert (run / "samples.txt").read_text() == (runs[0] / "samples.txt").read_text()
     record(arms=len(arms), runs_each=3, equal_bit_for_bit=len(arms))
 

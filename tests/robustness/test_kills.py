@@ -28,12 +28,6 @@ SAVE_EVERY = 3
 STEPS = f"--steps 9 --save-every {SAVE_EVERY} --eval-every 9 --eval-tokens 64 --dropout 0.1"
 
 
-def results(run: Path) -> list[dict[str, Any]]:
-    """What a run has logged, without times."""
-    timed = ("seconds", "tokens_per_second")
-    return [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
-
-
 @pytest.fixture
 def command(flags: list[str], tmp_path: Path) -> list[str]:
     """A run in tmp_path/run."""
@@ -66,10 +60,10 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.suffix == ".part" or path.name.startswith(".step-")]
 
 
-def test_kills_at_random_moments(cases, record, command, undisturbed, fork, fingerprint, tmp_path):
+def test_kills_at_random_moments(cases, record, command, undisturbed, fork, fingerprint, tmp_path, logged):
     """Of preparation, training, saving and the end. Imports write nothing, so they are left out."""
     draw, run, cache, number = random.Random(0), tmp_path / "run", tmp_path / "cache", cases(2, 200)
-    expected, rows = fingerprint(undisturbed), results(undisturbed)
+    expected, rows = fingerprint(undisturbed), logged(undisturbed)
     child = fork(train.main, [*command, "--out", str(tmp_path / "timed")])
     assert child.wait() == 0, child.text
     seconds = time.monotonic() - child.started
@@ -88,7 +82,7 @@ def test_kills_at_random_moments(cases, record, command, undisturbed, fork, fing
             assert most_lost <= SAVE_EVERY
         else:
             assert child.code == 0, child.text
-            assert fingerprint(run) == expected and results(run) == rows and not leftovers(run)
+            assert fingerprint(run) == expected and logged(run) == rows and not leftovers(run)
             finished += 1
             shutil.rmtree(run)
     record(kills=kills, before_run_json=before_run_json, runs=finished, identical=finished, most_steps_lost=most_lost)
@@ -96,11 +90,11 @@ def test_kills_at_random_moments(cases, record, command, undisturbed, fork, fing
 
 
 def test_kills_at_file_system_calls(
-    cases, record, command, undisturbed, fork, fingerprint, before_file_event, tmp_path
+    cases, record, command, undisturbed, fork, fingerprint, before_file_event, tmp_path, logged
 ):
     """SIGKILL before each call of a new run that writes to the disk, from the preparation to the report."""
     run, cache, counted = tmp_path / "run", tmp_path / "cache", tmp_path / "events"
-    expected, rows = fingerprint(undisturbed), results(undisturbed)
+    expected, rows = fingerprint(undisturbed), logged(undisturbed)
 
     def train_and_count() -> None:
         last = [0]
@@ -126,7 +120,7 @@ def test_kills_at_file_system_calls(
         most_lost = max(most_lost, steps_lost(run))
         child = fork(train.main, again(command, run))
         assert child.wait() == 0, (event, child.text)
-        assert fingerprint(run) == expected and results(run) == rows and not leftovers(run), event
+        assert fingerprint(run) == expected and logged(run) == rows and not leftovers(run), event
     assert most_lost <= SAVE_EVERY
     record(calls=events, kills=len(chosen), identical=len(chosen), most_steps_lost=most_lost)
     shutil.rmtree(tmp_path)

@@ -30,12 +30,6 @@ STEPS = "--steps 9 --save-every 4 --eval-every 9 --eval-tokens 64 --dropout 0.1"
 STOPS = {number: 128 + number for number in signals.STOP_SIGNALS}
 
 
-def results(run: Path) -> list[dict[str, Any]]:
-    """What a run has logged, without times."""
-    timed = ("seconds", "tokens_per_second")
-    return [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
-
-
 @pytest.fixture
 def command(flags: list[str], tmp_path: Path) -> list[str]:
     """A run in tmp_path/run."""
@@ -113,10 +107,10 @@ def default_signals() -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def test_signals_at_random_moments(cases, record, command, undisturbed, fork, fingerprint, tmp_path):
+def test_signals_at_random_moments(cases, record, command, undisturbed, fork, fingerprint, tmp_path, logged):
     """Of preparation, training, saving and the end."""
     draw, run, cache, number = random.Random(0), tmp_path / "run", tmp_path / "cache", cases(2, 50)
-    expected, rows = fingerprint(undisturbed), results(undisturbed)
+    expected, rows = fingerprint(undisturbed), logged(undisturbed)
     child = fork(train.main, [*command, "--out", str(tmp_path / "timed")])
     assert child.wait() == 0, child.text
     seconds = time.monotonic() - child.started
@@ -137,18 +131,18 @@ def test_signals_at_random_moments(cases, record, command, undisturbed, fork, fi
             in_loop += "continue with --resume" in child.text
             slowest = max(slowest, time.monotonic() - began)
         else:
-            assert fingerprint(run) == expected and results(run) == rows
+            assert fingerprint(run) == expected and logged(run) == rows
             finished += 1
             shutil.rmtree(run)
     record(signals=sent, saved=in_loop, runs=finished, identical=finished, slowest_seconds=round(slowest, 2))
 
 
 def test_signals_at_file_system_calls(
-    cases, record, command, undisturbed, fork, fingerprint, before_file_event, tmp_path
+    cases, record, command, undisturbed, fork, fingerprint, before_file_event, tmp_path, logged
 ):
     """A signal before each call of a new run that writes to the disk: while it prepares, evaluates, saves, reports."""
     run, cache, counted = tmp_path / "run", tmp_path / "cache", tmp_path / "events"
-    expected, rows = fingerprint(undisturbed), results(undisturbed)
+    expected, rows = fingerprint(undisturbed), logged(undisturbed)
 
     def train_and_count() -> None:
         last = [0]
@@ -176,11 +170,11 @@ def test_signals_at_file_system_calls(
             stopped += 1
             child = fork(train.main, again(command, run))
             assert child.wait() == 0, (event, child.text)
-        assert fingerprint(run) == expected and results(run) == rows, event
+        assert fingerprint(run) == expected and logged(run) == rows, event
     record(calls=events, signals=len(chosen), stopped=stopped, identical=len(chosen))
 
 
-def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path):
+def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path, logged):
     """Without finishing the step or saving. The last checkpoint is complete.
 
     Signals in quick succession are one: a closed terminal may cause several.
@@ -204,10 +198,10 @@ def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path)
     assert child.wait() == 143 and child.text.endswith("\nerror: stopped by SIGTERM\n"), child.text
     assert find_checkpoint(tmp_path / "run").name == "step-000004"
     train.main(["--resume", "--out", str(tmp_path / "run")])
-    assert results(tmp_path / "run") == results(undisturbed)
+    assert logged(tmp_path / "run") == logged(undisturbed)
 
 
-def test_a_row_of_the_log_goes_on_where_a_signal_stopped_the_run(command, undisturbed, fork, capsys, tmp_path):
+def test_a_row_of_the_log_goes_on_where_a_signal_stopped_the_run(command, undisturbed, fork, capsys, tmp_path, logged):
     """Its loss is the mean since the row before, not since the signal, and no row is missed."""
 
     def train_until_step_7() -> None:
@@ -226,7 +220,7 @@ def test_a_row_of_the_log_goes_on_where_a_signal_stopped_the_run(command, undist
     assert find_checkpoint(tmp_path / "run").name == "step-000007"
     assert read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 6
     train.main(["--resume", "--out", str(tmp_path / "run")])
-    assert results(tmp_path / "run") == results(undisturbed)
+    assert logged(tmp_path / "run") == logged(undisturbed)
     assert "warning" not in capsys.readouterr().err
 
 
@@ -261,7 +255,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 10) -> None:
         time.sleep(0.01)
 
 
-def test_ignored_signals_stay_ignored(command, undisturbed, fork, tmp_path):
+def test_ignored_signals_stay_ignored(command, undisturbed, fork, tmp_path, logged):
     """SIGHUP under nohup and SIGINT in a background job, before the training loop and in it."""
 
     def train_in_background() -> None:
@@ -282,7 +276,7 @@ def test_ignored_signals_stay_ignored(command, undisturbed, fork, tmp_path):
 
     child = fork(train_in_background)
     assert child.wait() == 0, child.text
-    assert results(tmp_path / "run") == results(undisturbed)
+    assert logged(tmp_path / "run") == logged(undisturbed)
 
 
 def test_the_library_installs_no_handlers():
@@ -316,7 +310,7 @@ def command_lines() -> Iterator[bytes]:
             continue
 
 
-def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_path):
+def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_path, logged):
     """To torchrun or to one rank, from the rank's first line on. All ranks end, rank 0 alone says why, and a resumed
     run logs the same rows. Of the rest of the output, torchrun writes its own report.
 
@@ -357,7 +351,7 @@ def test_signals_to_two_ranks(cases, record, command, undisturbed, fork, tmp_pat
         process = started(["--resume"] if (run / "run.json").exists() else [])
         errors = process.communicate(timeout=300)[1]
         assert process.returncode == 0, errors
-        assert results(run) == results(tmp_path / "whole")
+        assert logged(run) == logged(tmp_path / "whole")
         shutil.rmtree(run)
     assert stopped > moments // 2
     record(signals=moments, stopped=stopped, saved=in_loop, one_line=stopped, orphans=0)
