@@ -18,7 +18,7 @@ from runtime.acceleration import resolve_fast, unavailable
 from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint, latest_checkpoint
 from runtime.device import compile_by_default, pick_device, pick_dtype
 from runtime.exit_codes import RunInUse
-from runtime.huggingface.directory import open_model, read_tokenizer
+from runtime.huggingface.directory import check_context, open_model, read_tokenizer
 from runtime.plugins import warn_of_imports
 from runtime.run_dir import RUNS, check_not_in_use, check_run_dir, check_tracker, make_run_dir, newest_run, read_rows
 from runtime.run_file import read_run_file
@@ -156,6 +156,7 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
         raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:
         raise ValueError(f"--norm {norm} trains on one rank: others would have other statistics")
+    check_context(model_config, 4 * model_config.weights, "--context is")
     distributed.check_batch(config.batch_size, config.micro_batch_size, ranks)
 
 

@@ -123,17 +123,25 @@ def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.
     return model
 
 
+def check_context(config: ModelConfig, weight_bytes: int, where: str) -> None:
+    """Raise ValueError if the table of rotary positions takes more memory than is worth reserving for these weights.
+
+    The message begins with `where`, what names the context.
+    """
+    table = 4 * config.context * config.head_dim
+    require(
+        table <= max(MAX_ROPE_BYTES, weight_bytes),
+        f"{where} {config.context}, for which RoPE alone needs {table / 1e9:.2f} GB, more than the weights; "
+        "make it smaller",
+    )
+
+
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
     tensors = len(stored_tensors(directory))
     weight_bytes = sum(path.stat().st_size for path in weight_files(directory))
-    table = 4 * config.context * config.head_dim
-    require(
-        table <= max(MAX_ROPE_BYTES, weight_bytes),
-        f"{directory / CONFIG} has a context of {config.context}, for which RoPE alone needs "
-        f"{table / 1e9:.1f} GB, more than the weights; make it smaller",
-    )
+    check_context(config, weight_bytes, f"{directory / CONFIG} has a context of")
     require(
         config.layers * TENSORS_PER_LAYER <= tensors,
         f"{directory / CONFIG} describes {config.layers} layers, and the weights are {tensors} tensors",
