@@ -8,8 +8,8 @@ import errno
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -61,11 +61,13 @@ def prepare(
     cache_dir: Path,
     context: int,
     tokenizer: Tokenizer | None = None,
+    earlier_cache: Path | None = None,
 ) -> Prepared:
     """Tokenize the corpus behind `names`, or reuse the token files an earlier run left in `cache_dir`.
 
-    With a `tokenizer`, it is used as it is, and `tokenizer_kind` and `vocab_size` are ignored. Otherwise one of that
-    kind and size is trained; the byte tokenizer has 257 ids whatever `vocab_size` says.
+    Those in `earlier_cache` are reused too, and nothing is written there. With a `tokenizer`, it is used as it is, and
+    `tokenizer_kind` and `vocab_size` are ignored. Otherwise one of that kind and size is trained; the byte tokenizer
+    has 257 ids whatever `vocab_size` says.
 
     Raises ValueError for an invalid corpus or vocabulary size, and for a split shorter than one window of
     `context` + 1 tokens.
@@ -74,15 +76,17 @@ def prepare(
         tokenizer_kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
     elif tokenizer_kind == ByteTokenizer.kind:
         vocab_size = ByteTokenizer.vocab_size
-    corpus = open_corpus(names, cache_dir)
+    corpus = open_corpus(names, cache_dir, earlier_cache)
     for split in SPLITS:  # checked early: the size in bytes is an upper bound on the tokens
         _check_length(split, names, corpus.sizes[split], context)
     made_from = (FORMAT_VERSION, corpus.hash, tokenizer_kind, vocab_size, *([tokenizer.hash] if tokenizer else []))
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
-    folder = cache_dir / f"{corpus.name}-{tokenizer_kind}-{vocab_size}-{key[:12]}"
+    name = f"{corpus.name}-{tokenizer_kind}-{vocab_size}-{key[:12]}"
+    folder, earlier = cache_dir / name, (earlier_cache or cache_dir) / name
     try:
-        prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
+        prepared = _open_first((earlier, folder), corpus, tokenizer_kind, tokenizer)
     except NotPrepared:
+        _refuse_links(folder)
         with _locked(folder):
             try:  # another process may have built it while this one waited
                 prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
@@ -156,7 +160,7 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tenso
 def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process is preparing `folder`. The OS releases the lock when its process exits."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+    with open(_lock(folder), "a") as lock:
         if fcntl:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,6 +189,18 @@ def _part(folder: Path) -> Path:
     return folder.with_name(folder.name + ".part")
 
 
+def _lock(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".lock")
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise ValueError if preparing `folder` would write through a link, or wait for a pipe."""
+    part = _part(folder)
+    for path in (folder, part, _lock(folder), *(part.iterdir() if part.is_dir() else ())):
+        if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+            raise ValueError(f"{path} is a link, a pipe or a device; delete it")
+
+
 def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
 
@@ -207,6 +223,14 @@ def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, t
             write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
+
+
+def _open_first(folders: Iterable[Path], corpus: Corpus, tokenizer_kind: str, tokenizer: Tokenizer | None) -> Prepared:
+    """Open the first of `folders` that is complete and consistent. Raises NotPrepared if none is."""
+    for folder in folders:
+        with suppress(NotPrepared):
+            return _open(folder, corpus, tokenizer_kind, tokenizer)
+    raise NotPrepared
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer_kind: str, tokenizer: Tokenizer | None) -> Prepared:

@@ -27,13 +27,13 @@ SILENT_BITS = 25  # of the size of a text that is read without a word: up to 32 
 BAR_DELAY = 1  # seconds before a progress bar appears; small corpora are read sooner
 
 
-def open_corpus(names: list[str], cache_dir: Path) -> "Corpus":
+def open_corpus(names: list[str], cache_dir: Path, earlier_cache: Path | None = None) -> "Corpus":
     """Find the text behind `names` (`python`, `shakespeare`, or paths) and read it once, to hash and split it.
 
-    Downloads are kept in `cache_dir`. Raises ValueError, with a one-line message, for text that is missing, empty,
-    damaged, or not UTF-8.
+    Downloads are kept in `cache_dir`; those in `earlier_cache` are used too. Raises ValueError, with a one-line
+    message, for text that is missing, empty, damaged, or not UTF-8.
     """
-    sources = [(name, find_files(name, cache_dir)) for name in names]
+    sources = [(name, find_files(name, cache_dir, earlier_cache)) for name in names]
     return Corpus(corpus_name(names), sources)
 
 

@@ -27,7 +27,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def find_files(name: str, cache_dir: Path) -> list[Path]:
+def find_files(name: str, cache_dir: Path, earlier_cache: Path | None = None) -> list[Path]:
     """The files behind `python`, `shakespeare` or a path, in an order that is deterministic.
 
     A folder is searched recursively. Names that begin with a dot are skipped, and so are binary files other than
@@ -36,7 +36,7 @@ def find_files(name: str, cache_dir: Path) -> list[Path]:
     if name == "python":
         return standard_library()
     if name == "shakespeare":
-        return [download_shakespeare(cache_dir)]
+        return [download_shakespeare(cache_dir, earlier_cache)]
     path = Path(name)
     if path.is_dir():
         files = [file for file in _walk(path) if file.suffix == ".parquet" or _looks_like_text(file)]
@@ -74,11 +74,11 @@ def standard_library() -> list[Path]:
     return files
 
 
-def download_shakespeare(cache_dir: Path) -> Path:
-    """The path of tiny Shakespeare in `cache_dir`, downloaded unless a file with the right SHA-256 is there."""
-    target = cache_dir / "tinyshakespeare.txt"
-    if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHAKESPEARE_SHA256:
-        return target
+def download_shakespeare(cache_dir: Path, earlier_cache: Path | None = None) -> Path:
+    """The path of tiny Shakespeare: where a file with the right SHA-256 is, or else downloaded to `cache_dir`."""
+    for target in (cache / "tinyshakespeare.txt" for cache in (earlier_cache or cache_dir, cache_dir)):
+        if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHAKESPEARE_SHA256:
+            return target
     cache_dir.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix="download-") as folder:

@@ -12,6 +12,7 @@ import torch
 
 from config import ModelConfig, TrainConfig, configs_from, load_json, read_run, require
 from data.batches import Prepared, prepare
+from data.tokenizer import Tokenizer
 from norms import TRAITS, is_a
 from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
@@ -92,12 +93,19 @@ def resolve_settings(
         # A run that has started no longer needs DIR.
         saved = intact_checkpoint(out, TRAINING_STATE) if out and existing else None
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
-    data = prepare(
-        config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context, tokenizer
-    )
+    data = prepare_text(flags, model_config, config, tokenizer)
     if existing:
         check_same_text(flags.config, data)
     return out, model_config, config, device, data
+
+
+def prepare_text(
+    flags: argparse.Namespace, model: ModelConfig, config: TrainConfig, tokenizer: Tokenizer | None = None
+) -> Prepared:
+    """The text of a run. Only --cache-dir says where to write: from a cache that a file names, text is only read."""
+    cache = Path(getattr(flags, "cache_dir", TrainConfig().cache_dir))
+    earlier = Path(config.cache_dir)
+    return prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, tokenizer, earlier)
 
 
 def started_by_this_launch(run_file: Path) -> bool:

@@ -2,14 +2,14 @@
 
 import argparse
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from config import TrainConfig, check_sizes, require
-from data.batches import evaluation_batches, prepare
+from data.batches import evaluation_batches
 from experiments.ablation.comparison import ended
 from experiments.ablation.factors import check_comparable, resolve_factors
 from experiments.ablation.formats import to_csv
@@ -25,6 +25,7 @@ from runtime.checkpoint import load_pretrained
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, check_not_in_use, write_atomically
 from runtime.run_report import save_plot
+from runtime.settings import prepare_text
 
 MAX_PROCESSES = 1024  # at a time, or threads of each
 
@@ -99,7 +100,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         folder=folder,
         settings=settings,
         train_flags=train_flags,
-        data=prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), context),
+        data=prepare_text(flags, replace(model_config, context=context), config),
         jobs=flags.jobs or (max(1, cores // flags.threads) if config.device == "cpu" else 1),
         threads=flags.threads,
         devices=devices,

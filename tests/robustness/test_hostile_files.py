@@ -370,6 +370,13 @@ def test_values_in_run_json_have_the_right_types(run, ends):
         ("model", "rope_theta", 10**400), ("model", "rope_scaling", {"factor": "8"}), ("model", "norm_args", []),
         ("model", "dim", True), ("model", "tie_embeddings", 1),
     ]  # fmt: skip
+    made_up: list[Any] = [None, [], {"torch": 2}]
+    for versions in made_up:
+        change_json(run / "run.json", versions=versions)
+        code, error = ends(train.main, ["--resume", "--out", str(run), "--steps", "3"])
+        assert one_line(code, error) and "run.json is missing or damaged" in error
+    change_json(run / "run.json", versions={})
+    assert ends(train.main, ["--resume", "--out", str(run), "--steps", "3"])[0] == 0
     for part, name, value in wrong:
         change_json(run / "run.json", **{part: whole[part] | {name: value}})
         code, error = ends(check, ["--config", str(run / "run.json"), "--device", "cpu"])
@@ -381,11 +388,11 @@ def test_mutated_run_json(run, tmp_path, ends, cases, record, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = json.loads((run / "run.json").read_text())
     draw, refused = random.Random(0), 0
-    elsewhere = tmp_path / "elsewhere"
+    cache, elsewhere = whole["training"]["cache_dir"], tmp_path / "elsewhere"
     for _ in range(cases(60, 3000)):
         changed = mutated(whole, draw)
         if isinstance(changed.get("training"), dict):
-            changed["training"] |= {"out": str(elsewhere), "cache_dir": whole["training"]["cache_dir"]}
+            changed["training"] |= {"out": str(elsewhere), "cache_dir": str(draw.choice([cache, elsewhere]))}
         (run / "run.json").write_text(json.dumps(changed))
         wanted = draw.choice(
             [["--resume", "--out", str(run)], ["--eval-only", "--out", str(run)], ["--config", str(run / "run.json")]]
@@ -398,15 +405,21 @@ def test_mutated_run_json(run, tmp_path, ends, cases, record, monkeypatch):
     record(files=cases(60, 3000), refused=refused)
 
 
-def test_out_is_never_that_of_a_file(run, tmp_path, ends, monkeypatch):
+def test_nothing_is_written_where_a_file_says(run, tmp_path, ends, monkeypatch):
+    """Neither `out` nor `cache_dir`; a cache is only read."""
     monkeypatch.chdir(tmp_path)
     whole = json.loads((run / "run.json").read_text())
-    elsewhere = tmp_path / "elsewhere"
-    change_json(run / "run.json", training=whole["training"] | {"out": str(elsewhere), "steps": 3, "warmup": 0})
+    elsewhere, shorter = str(tmp_path / "elsewhere"), {"steps": 3, "warmup": 0}
+    change_json(run / "run.json", training=whole["training"] | shorter | {"out": elsewhere})
+    assert ends(train.main, ["--eval-only", "--out", str(run)])[0] == 0
+    assert not (tmp_path / ".cache").exists()  # the text was found where it had been prepared
+    change_json(run / "run.json", training=whole["training"] | shorter | {"out": elsewhere, "cache_dir": elsewhere})
     assert ends(train.main, ["--resume", "--out", str(run)])[0] == 0
-    assert find_checkpoint(run).name == "step-000003" and not elsewhere.exists()
+    assert find_checkpoint(run).name == "step-000003" and not Path(elsewhere).exists()
     assert ends(train.main, ["--config", str(run / "run.json")])[0] == 0
-    assert list((tmp_path / "runs").iterdir()) and not elsewhere.exists()
+    assert (
+        list((tmp_path / "runs").iterdir()) and list((tmp_path / ".cache").iterdir()) and not Path(elsewhere).exists()
+    )
 
 
 def test_a_run_json_of_another_model(run, ends, tmp_path):
@@ -485,10 +498,35 @@ def test_links_in_a_run(run, ends, tmp_path):
     (tmp_path / "empty/.lock").symlink_to(tmp_path / "new")  # in the folder of a new run
     code, error = ends(train.main, ["--out", str(tmp_path / "empty"), "--steps", "3"])
     assert one_line(code, error) and not (tmp_path / "new").exists()
+    os.mkfifo(run / "samples.txt.part")
+    code, error = ends(train.main, ["--resume", "--out", str(run), "--steps", "3"])
+    assert one_line(code, error) and "samples.txt.part is neither a file nor a directory" in error
+    os.remove(run / "samples.txt.part")
     shutil.move(run / "checkpoints", tmp_path / "disk")
     (run / "checkpoints").symlink_to(tmp_path / "disk")
     assert ends(train.main, ["--resume", "--out", str(run), "--steps", "3"])[0] == 0
     assert (tmp_path / "disk/step-000003").is_dir()
+
+
+def test_links_and_pipes_in_a_cache(text, tmp_path, ends):
+    """Whatever preparation would write to or wait for."""
+    command = [*f"--data {text} --tokenizer bytes --context 16 --cache-dir {tmp_path / 'cache'} --device cpu".split()]
+    assert ends(check, command)[0] == 0
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    part, target = folder.with_name(folder.name + ".part"), tmp_path / "precious"
+    target.write_text("precious")
+    shutil.rmtree(folder)
+    folder.with_name(folder.name + ".lock").unlink()
+    for make in (lambda path: path.symlink_to(target), lambda path: path.symlink_to(tmp_path / "new"), os.mkfifo):
+        for path in (folder.with_name(folder.name + ".lock"), part / "train.bin", part, folder):
+            path.parent.mkdir(exist_ok=True)
+            make(path)
+            code, error = ends(check, command)
+            assert one_line(code, error) and f"{path} is a link, a pipe or a device" in error
+            assert target.read_text() == "precious" and not (tmp_path / "new").exists()
+            path.unlink()
+            shutil.rmtree(part, ignore_errors=True)
+    assert ends(check, command)[0] == 0
 
 
 def test_what_is_called_like_an_unfinished_checkpoint(run, ends, tmp_path):
@@ -504,6 +542,36 @@ def test_what_is_called_like_an_unfinished_checkpoint(run, ends, tmp_path):
     assert ends(train.main, ["--resume", "--out", str(run), "--steps", "3"])[0] == 0
     assert find_checkpoint(run).name == "step-000003" and (folder / "file").read_text() == "precious"
     assert [path.name for path in checkpoints.glob(".step-*")] == [".step-notes"]
+
+
+HUGE_FILES = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from runtime.checkpoint import intact_checkpoint
+from runtime.run_dir import read_rows, read_samples
+from tests.robustness.memory import megabytes_for
+
+def read():
+    for work in (intact_checkpoint, read_samples, lambda run: read_rows(run / "metrics.jsonl")):
+        try:
+            work(Path(sys.argv[1]))
+        except ValueError as error:
+            print(error)
+
+print(megabytes_for(read))
+"""
+
+
+def test_huge_files_in_a_run(run):
+    """Files of 3 GB of zeros that take no space on the disk. They are not read as a whole."""
+    for name in ("checkpoints/step-000002/manifest.json", "samples.txt", "metrics.jsonl"):
+        os.truncate(run / name, 3 << 30)
+    command = [sys.executable, "-c", HUGE_FILES, str(run)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    manifest, rows, megabytes = result.stdout.splitlines()
+    assert "manifest.json is missing or damaged" in manifest and "metrics.jsonl is damaged: line 3 is" in rows
+    assert float(megabytes) < 250
 
 
 # --- compressed text -------------------------------------------------------------------------------------------------

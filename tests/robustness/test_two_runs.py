@@ -92,7 +92,8 @@ def test_resuming_a_run_in_use(command, undisturbed, fork, tmp_path):
     assert not (tmp_path / "cache").exists()
     first.send(signal.SIGKILL)
     first.wait()
-    third = fork(train.main, ["--resume", "--out", str(run), "--steps", "6"])
+    resume = ["--resume", "--out", str(run), "--steps", "6", "--cache-dir", str(tmp_path / "cache")]
+    third = fork(train.main, resume)
     assert third.wait() == 0, third.text
 
 
