@@ -29,7 +29,7 @@ from config import DEVICES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.acceleration import accelerate, resolve_fast
-from runtime.checkpoint import find_checkpoint, read_checkpoint
+from runtime.checkpoint import open_checkpoint
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.exit_codes import NotFinite, bad_input, exit_codes
@@ -80,8 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
             dtype = pick_dtype(flags.dtype, device)
             fast = resolve_fast(flags.fast, device, flags.dtype, flags.compile)
             prompt = read_prompt(flags.prompt)
-            checkpoint = find_checkpoint(flags.checkpoint)
-            model, tokenizer = read_checkpoint(checkpoint, device)
+            checkpoint, model, tokenizer = open_checkpoint(flags.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, sampling, model.config.context)
         format = str(dtype).removeprefix("torch.") + (" with fast kernels" if fast else "")

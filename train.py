@@ -36,12 +36,11 @@ from runtime import distributed
 from runtime.acceleration import accelerate
 from runtime.checkpoint import (
     clear_unfinished,
-    find_checkpoint,
     intact_checkpoint,
     latest_checkpoint,
     load_pretrained_weights,
     load_training_state,
-    read_checkpoint,
+    open_checkpoint,
     save_checkpoint,
     set_aside_after,
     weight_hashes,
@@ -459,8 +458,7 @@ def evaluate_only(run: Run) -> None:
     """Print the loss of the newest checkpoint."""
     allow_tf32(run.config.tf32)
     with bad_input(), distributed.together():
-        checkpoint = find_checkpoint(str(run.folder))
-        model, _ = read_checkpoint(checkpoint, run.device)
+        checkpoint, model, _ = open_checkpoint(run.folder, run.device)
         require(model.config == run.model_config, f"{checkpoint} is of another model than {run.folder / 'run.json'}")
         if run.config.fast:
             accelerate(model)

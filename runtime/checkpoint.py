@@ -129,12 +129,16 @@ def clear_unfinished(run: Path) -> None:
     A link of such a name is deleted, and not what it leads to.
     """
     for leftover in (run / "checkpoints").glob(".step-*"):
-        if not re.fullmatch(r"\.step-\d+-(unfinished|retired)", leftover.name):
-            continue
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+        if re.fullmatch(r"\.step-\d+-(unfinished|retired)", leftover.name):
+            _delete(leftover)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, a file or a link, but not what the link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -185,6 +189,8 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
         try:
             verify(checkpoint, leave_out, ours=True)
         except (OSError, ValueError) as error:
+            if not checkpoint.exists():  # the run goes on: it has saved a later one, and deleted this
+                return intact_checkpoint(run, leave_out)
             problem = problem or str(error)
         else:
             if problem and distributed.is_main():
@@ -200,8 +206,7 @@ def set_aside_after(run: Path, checkpoint: Path) -> None:
     for later in list_checkpoints(run):
         if _step(later) > _step(checkpoint):
             aside = later.with_name(f"damaged-{later.name}")
-            if aside.exists():
-                shutil.rmtree(aside)
+            _delete(aside)
             later.rename(aside)
 
 
@@ -244,13 +249,23 @@ def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -
     The model is on `device` and in evaluation mode. Raises ValueError, naming the file, if one is missing, damaged, or
     inconsistent with the others.
     """
-    return read_checkpoint(find_checkpoint(directory), device)
+    _, model, tokenizer = open_checkpoint(directory, device)
+    return model, tokenizer
 
 
-def read_checkpoint(checkpoint: Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
-    """`load_pretrained` for a directory that `find_checkpoint` has found and verified."""
-    tokenizer = read_tokenizer(checkpoint)
-    return read_model(checkpoint).to(device).eval(), tokenizer
+def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu") -> tuple[Path, Llama, Tokenizer]:
+    """What `find_checkpoint` finds, and what `load_pretrained` returns for it.
+
+    The next one is taken if a training run deletes a checkpoint while it is read.
+    """
+    while True:
+        checkpoint = find_checkpoint(where)
+        try:
+            tokenizer = read_tokenizer(checkpoint)
+            return checkpoint, read_model(checkpoint).to(device).eval(), tokenizer
+        except (OSError, RuntimeError, ValueError):
+            if checkpoint.exists():
+                raise
 
 
 load_model = load_pretrained  # its name in earlier versions
@@ -341,11 +356,11 @@ def verify(checkpoint: Path, leave_out: Collection[str] = (), ours: bool = False
     if not (ours or path.is_file() or (checkpoint / TRAINER).is_file()):
         return
     try:
-        manifest = json.loads(path.read_text("utf-8"))
+        manifest: Any = load_json(path) if path.is_file() else None
         valid = isinstance(manifest, dict) and manifest.keys() >= {CONFIG, WEIGHTS, *TRAINING_STATE}
         valid = valid and all(Path(name).name == name for name in manifest)
         valid = valid and manifest.pop(MANIFEST, None) in (None, _hash_of(manifest))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         valid = False
     if not valid:
         raise ValueError(f"{path} is missing or damaged")

@@ -17,7 +17,7 @@ from config import ModelConfig, Parser, require
 from data.tokenizer import SPACE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from model import Llama
 from norms import KINDS
-from runtime.checkpoint import find_checkpoint, read_checkpoint
+from runtime.checkpoint import open_checkpoint
 from runtime.exit_codes import bad_input, exit_codes
 from runtime.plugins import NotImported
 
@@ -91,11 +91,11 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     with exit_codes("model"), bad_input():
         require_new(flags.out)  # before the weights are read
-        checkpoint = find_checkpoint(flags.checkpoint)
         try:
-            model, tokenizer = read_checkpoint(checkpoint)
+            checkpoint, model, tokenizer = open_checkpoint(flags.checkpoint)
         except NotImported:
-            raise ValueError(f"llama.cpp cannot express the norm or placement of {checkpoint}") from None
+            source = flags.checkpoint or "the newest run"
+            raise ValueError(f"llama.cpp cannot express the norm or placement of {source}") from None
         export(model, tokenizer, flags.out, flags.dtype)
         size = flags.out.stat().st_size / 1e6
         print(f"{flags.out}: {checkpoint} as {find_architecture(model.config)} in {flags.dtype}, {size:.1f} MB")

@@ -185,6 +185,7 @@ def keep_copies(run: Path) -> None:
     for path, plugin in IMPORTED.items():
         copy = run / COPIES / f"{path.stem}-{plugin.record['sha256'][:8]}.py"
         copy.parent.mkdir(exist_ok=True)
+        copy.unlink(missing_ok=True)  # it may be a link
         copy.write_bytes(plugin.source)
 
 

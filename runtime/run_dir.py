@@ -36,6 +36,8 @@ COLUMNS = {  # of metrics.jsonl: a row has those of a training entry, an evaluat
     "not_finite": bool,
     "row_starts": list[int],
 }
+MAX_ROW_BYTES = 16 << 20  # of a line of metrics.jsonl
+MAX_SAMPLES_BYTES = 64 << 20  # of samples.txt
 Tracker = Callable[[dict[str, Any]], None]
 
 
@@ -60,6 +62,10 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     elif folder.is_dir() and any(path.name not in (".lock", "run.json.part") for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--out {folder} is not UTF-8, and safetensors could not read the checkpoints") from None
     if writes:
         refuse_links(folder)
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -68,13 +74,16 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise ValueError if a file in `folder` is a symbolic link: what is written to it would go elsewhere.
+    """Raise ValueError if there is anything but regular files and directories in `folder`.
 
-    `checkpoints` may be one, to another disk.
+    What is written to a link would go elsewhere, and opening a pipe may wait forever. `checkpoints` may be a link, to
+    another disk.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink() and path.name != "checkpoints":
             raise ValueError(f"{path} is a symbolic link, and a run writes only to its own folder; delete it")
+        if not (path.is_file() or path.is_dir()) and path.exists():
+            raise ValueError(f"{path} is neither a file nor a directory; delete it")
 
 
 def make_run_dir(out: Path | None, name: str) -> Path:
@@ -101,7 +110,7 @@ def locked(folder: Path) -> Iterator[None]:
     The operating system frees the lock when the process ends, however it ends.
     """
     refuse_links(folder)
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / ".lock", "a") as lock:
         if fcntl:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +145,7 @@ class Log:
             print(f"warning: {self.path} is cut off: {missing} are not in it", file=sys.stderr)
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.samples = folder / "samples.txt"
-        if self.samples.exists():
+        if self.samples.exists() and self.samples.stat().st_size <= MAX_SAMPLES_BYTES:
             evaluated = max((row["step"] for row in self.rows if "val_loss" in row), default=0)
             write_atomically(self.samples, samples_until(evaluated, read_samples(folder)))
 
@@ -161,9 +170,16 @@ def last_sample(folder: Path) -> str:
 
 
 def read_samples(folder: Path) -> str:
-    """The `samples.txt` of the run in `folder`, or nothing. It is only to look at: damage in it is shown as U+FFFD."""
+    """The end of the `samples.txt` of the run in `folder`, or nothing.
+
+    It is only to look at: damage in it is shown as U+FFFD.
+    """
     samples = folder / "samples.txt"
-    return samples.read_text("utf-8", errors="replace") if samples.exists() else ""
+    if not samples.is_file():
+        return ""
+    with samples.open("rb") as file:
+        file.seek(max(0, samples.stat().st_size - MAX_SAMPLES_BYTES))
+        return file.read().decode("utf-8", errors="replace")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -173,8 +189,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     become another digit is not noticed.
     """
     rows: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -183,6 +198,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path} is damaged: line {number} is not a row of the log; repair or remove the file")
         rows.append(row)
     return rows
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, if it exists, but not a last one without its end. Long ones come in parts."""
+    if path.is_file():
+        with path.open("rb") as file:
+            while line := file.readline(MAX_ROW_BYTES):
+                if line.endswith(b"\n") or len(line) == MAX_ROW_BYTES:
+                    yield line
 
 
 def _is_row(row: Any) -> bool:
@@ -238,6 +262,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     part = path.with_name(path.name + ".part")
     try:
         with explained(path, len(data)):
+            part.unlink(missing_ok=True)  # it may be a link
             part.write_bytes(data)
             sync(part)
             part.replace(path)

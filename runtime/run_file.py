@@ -11,7 +11,14 @@ from norms import is_a
 from runtime.run_dir import write_atomically
 
 CHECKSUM = "sha256"  # of everything else in the file
-REQUIRED = {"model": dict, "training": dict, "corpus": dict, "tokenizer": dict, "command": list[str]}
+REQUIRED = {
+    "model": dict,
+    "training": dict,
+    "corpus": dict,
+    "tokenizer": dict,
+    "command": list[str],
+    "versions": dict[str, str],
+}
 
 
 def write_run_file(path: Path, description: dict[str, Any]) -> None:
@@ -54,10 +61,10 @@ def continued(earlier: dict[str, Any], description: dict[str, Any], step: int) -
 def changed_machine(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What of the machine in a `run.json` may change the last digits and has changed, as "device A, now B"."""
     then, here = (
-        {name: run[name] for name in ("device", "instruction_set") if name in run} | {"torch": run["versions"]["torch"]}
+        {name: run.get(name) for name in ("device", "instruction_set")} | {"torch": run["versions"].get("torch")}
         for run in (earlier, now)
     )
-    return [f"{name} {value}, now {here[name]}" for name, value in then.items() if value != here[name]]
+    return [f"{name} {value}, now {here[name]}" for name, value in then.items() if value not in (None, here[name])]
 
 
 def _checksum(description: dict[str, Any]) -> str:

@@ -695,6 +695,7 @@ INVALID_FLAGS = {
     "--device cuda:1": "--device cuda:1: torch",
     "--device cuda1": "--device 'cuda1': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
     "--nonsense": "--nonsense",
+    "--out \udcff": "is not UTF-8",
     "--norm batchnorm --context 1 --batch-size 1": "at least 2 tokens",
     "--tokenizer sentencepiece --vocab-size 1": "--vocab-size 1 cannot hold every byte",
 }

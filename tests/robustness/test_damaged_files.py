@@ -54,7 +54,8 @@ def damages(content: bytes, draw: random.Random, flips: int, cuts: int) -> Itera
 
 def resumed(run: Path) -> dict[str, Any]:
     """What `--resume` goes on with: settings, text, weights and optimizer state."""
-    trainer = train.Trainer(resolve_run(train.parse(["--resume", "--out", str(run)])), resume=True)
+    flags = train.parse(["--resume", "--out", str(run), "--cache-dir", str(run.parent / "cache")])
+    trainer = train.Trainer(resolve_run(flags), resume=True)
     Log(run, trainer.step, lambda row: None)
     config, data = trainer.run.config, trainer.run.data
     state = dict(trainer.model.state_dict())
@@ -136,6 +137,25 @@ def test_damaged_checkpoints(run, tmp_path, cases, record, capsys):
     record(flips=len(files) * flips, truncations=len(files) * cuts, unnoticed=0, files=[path.name for path in files])
 
 
+@pytest.mark.parametrize("moment", ["before it is verified", "before it is read"])
+def test_a_checkpoint_that_its_run_deletes_is_not_damaged(moment, run, monkeypatch, capsys):
+    """Another one is read, without a word."""
+    older, newest = list_checkpoints(run)
+    verify = checkpoints.verify
+
+    def delete_and_verify(checkpoint: Path, *options: Any, **named: Any) -> None:
+        if moment == "before it is verified":
+            shutil.rmtree(newest, ignore_errors=True)
+        verify(checkpoint, *options, **named)
+        shutil.rmtree(newest, ignore_errors=True)
+
+    monkeypatch.setattr(checkpoints, "verify", delete_and_verify)
+    assert checkpoints.open_checkpoint(run)[0] == older
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ValueError, match="is not a directory"):
+        checkpoints.open_checkpoint(newest)  # never another one than the one that was named
+
+
 def command(main: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
     """Exit code, output and error lines of a command in this process."""
     checkpoints._warn.cache_clear()
@@ -158,6 +178,7 @@ def damage(checkpoint: Path) -> Path:
 def test_commands_go_back_to_an_intact_checkpoint(folder, run, fingerprint, capsys):
     older, newest = list_checkpoints(run)
     path = damage(newest)
+    (newest.parent / f"damaged-{newest.name}").symlink_to(folder)  # which is in the way
     for main, arguments in (
         (train.main, ["--eval-only", "--out", str(run)]),
         (generate.main, ["--checkpoint", str(run), "--tokens", "2", "--no-fast"]),
@@ -167,6 +188,7 @@ def test_commands_go_back_to_an_intact_checkpoint(folder, run, fingerprint, caps
         assert code == 0 and f"going back to {older.name}" in errors[0] and str(path) in errors[0]
         assert "going back" not in "".join(errors[1:])
         assert older.name in output + "".join(errors)
+    assert (newest.parent / f"damaged-{newest.name}").is_dir() and folder.is_dir()
     assert fingerprint(run) == fingerprint(folder / "run")  # the lost steps were trained again
     assert (run / "samples.txt").read_text() == (folder / "run/samples.txt").read_text()
 

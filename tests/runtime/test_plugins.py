@@ -154,6 +154,10 @@ def test_a_run_keeps_name_hash_and_a_copy_that_is_never_executed(trained):
     assert copy.read_text() == NORM
     copy.write_text("raise SystemExit('executed')")
     call("python generate.py --checkpoint run --tokens 2 --import mynorm.py")
+    copy.unlink()
+    copy.symlink_to("elsewhere.py")
+    call("python train.py --resume --out run --steps 4 --import mynorm.py")
+    assert copy.read_text() == NORM and not Path("elsewhere.py").exists()
 
 
 @pytest.mark.parametrize(
