@@ -29,7 +29,9 @@ def stated_license(package: str) -> str:
     """As an SPDX expression, as a classifier, or else in a field of text."""
     fields = metadata(package)
     classifiers = [each for each in fields.get_all("Classifier") or [] if each.startswith("License ::")]
-    return fields["License-Expression"] or (classifiers[-1].split(" :: ")[-1] if classifiers else fields["License"])
+    if "License-Expression" in fields:  # from Python 3.12 on, reading a missing field is deprecated
+        return fields["License-Expression"]
+    return classifiers[-1].split(" :: ")[-1] if classifiers else fields["License"]
 
 
 def test_requirements_are_pinned_and_their_licenses_are_listed():
