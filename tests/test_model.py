@@ -345,6 +345,17 @@ def test_cached_forward_matches_uncached(chunks, changes):
         torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_cache_has_the_dtype_of_the_model(dtype):
+    model = random_weights_model(SMALL).to(dtype)
+    cache = model.new_cache()
+    with torch.no_grad():
+        parts = [model(part, cache) for part in TOKENS.split([5, 1, 2], dim=1)]
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-12
+        torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=tolerance, atol=tolerance)
+    assert all(layer.keys.dtype == layer.values.dtype == dtype for layer in cache)
+
+
 def test_cache_is_filled_with_gradient_checkpointing_too():
     model = random_weights_model(SMALL)
     model.recompute = True

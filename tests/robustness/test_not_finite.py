@@ -162,11 +162,16 @@ def test_the_run_ends_at_the_state_before_it_and_goes_on(flags, tmp_path, capsys
     assert fingerprint(tmp_path / "short") == kept
 
 
-def test_a_limit_below_what_was_skipped_already_ends_the_run_at_the_next(flags, tmp_path):
+@pytest.mark.parametrize("limit", ["1", "2"])
+def test_steps_skipped_before_a_resume_count(limit, flags, tmp_path, fingerprint):
+    """The next one ends the run in the state before it, also if the limit is lower than before."""
+    steady = [*flags, *STEADY.split()]
     with bad_at({3, 5, 12}):
-        train.main([*flags, "--steps", "10", "--skip-nonfinite", "2"])
-        assert exit_code([*flags, "--resume", "--steps", "16", "--skip-nonfinite", "1"]) == 5
+        train.main([*steady, "--steps", "10", "--skip-nonfinite", "2"])
+        assert exit_code([*steady, "--resume", "--steps", "16", "--skip-nonfinite", limit]) == 5
+        train.main([*steady, "--steps", "11", "--skip-nonfinite", "2", "--out", str(tmp_path / "short")])
     assert find_checkpoint(tmp_path / "run").name == "step-000011"
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "short")
 
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var"])
