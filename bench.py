@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from config import Parser, add_options, require
+from config import Parser, add_options
 from experiments import gpu
 from experiments.benchmarks import (
     GenerateConfig,
@@ -25,6 +25,7 @@ from experiments.benchmarks import (
     bench_norms,
     bench_train,
 )
+from experiments.destinations import check_file
 from experiments.growth import GrowthConfig, bench_growth
 from experiments.plan import PlanConfig, bench_plan
 from experiments.preparation import PrepareConfig, bench_prepare
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             out = Path(config.out) if config.out else RUNS / f"bench-{flags.command}.json"
             files = [out, Path(getattr(config, "plot", out))]
             for file in files:
-                require(not file.is_dir(), f"{file} is a folder; name a file for the result")
+                check_file(file)
             for file in files:
                 file.parent.mkdir(parents=True, exist_ok=True)
         report: Report = {

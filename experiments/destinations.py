@@ -1,0 +1,12 @@
+"""Checks of where a command will write, before it measures for minutes or hours."""
+
+import os
+from pathlib import Path
+
+from config import require
+
+
+def check_file(file: Path) -> None:
+    """Raise ValueError if something other than a file is there, such as a device: a result would take its place."""
+    require(not file.is_dir(), f"{file} is a folder; name a file for the result")
+    require(file.is_file() or not os.path.lexists(file), f"{file} is not a regular file; name another for the result")
