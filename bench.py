@@ -1,9 +1,12 @@
 """Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
+    import os
+
     from runtime.signals import stop_at_signals
 
     stop_at_signals()
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which may be missing here; plots are only drawn into files
 
 import argparse
 import json
@@ -14,7 +17,7 @@ from typing import Any
 
 import torch
 
-from config import Parser, add_options, require
+from config import Parser, add_options
 from experiments import gpu
 from experiments.benchmarks import (
     GenerateConfig,
@@ -25,6 +28,7 @@ from experiments.benchmarks import (
     bench_norms,
     bench_train,
 )
+from experiments.destinations import check_file
 from experiments.growth import GrowthConfig, bench_growth
 from experiments.plan import PlanConfig, bench_plan
 from experiments.preparation import PrepareConfig, bench_prepare
@@ -57,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
             out = Path(config.out) if config.out else RUNS / f"bench-{flags.command}.json"
             files = [out, Path(getattr(config, "plot", out))]
             for file in files:
-                require(not file.is_dir(), f"{file} is a folder; name a file for the result")
+                check_file(file)
             for file in files:
                 file.parent.mkdir(parents=True, exist_ok=True)
         report: Report = {

@@ -33,7 +33,7 @@ from runtime.checkpoint import open_checkpoint
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.exit_codes import NotFinite, bad_input, exit_codes
-from runtime.output import replace_closed
+from runtime.output import outlive_readers, write
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
@@ -68,7 +68,7 @@ class Sampling:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    replace_closed()
+    outlive_readers(["stderr"])
     flags = parse(arguments)
     with exit_codes("--samples or --tokens"):
         with bad_input():
@@ -169,22 +169,20 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int,
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
         if samples == 1:
-            print(prompt, end="", flush=True)
+            write(prompt)
         for index, pieces in enumerate(stream):
             tokens += len(pieces) - pieces.count(None)
             if compiled and index == 1:
                 uncounted, clock = tokens, time.perf_counter()
             if samples == 1:
-                print(pieces[0], end="", flush=True)
+                write(pieces[0] or "")
             else:
                 texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
         ended = time.perf_counter()
         for number, text in enumerate(texts, 1):
             heading = f"----- sample {number} of {samples} -----\n{prompt}" if samples > 1 else ""
-            print(heading + text)
-        sys.stdout.flush()
+            write(heading + text + "\n")
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
         return
     speed = ""
     if clock and tokens > uncounted:

@@ -164,7 +164,7 @@ def resident_kib(pid: int) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:  # the process has ended
         return ""
 

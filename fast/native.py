@@ -100,19 +100,22 @@ def build(compiler: str, flags: list[str], directory: Path) -> Path:
     Processes may build at the same time: each writes its own file, then renames it.
     Raises CalledProcessError if the compiler fails, OSError if `directory` cannot be written to.
     """
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    recipe = [version, *flags, *(source.read_text("utf-8") for source in (HEADER, *SOURCES))]
+    recipe = [run(compiler, "--version"), *flags, *(source.read_text("utf-8") for source in (HEADER, *SOURCES))]
     library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)
         part = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
-            command = [compiler, *map(str, SOURCES), *flags, "-o", str(part)]
-            subprocess.run(command, capture_output=True, check=True, text=True)
+            run(compiler, *map(str, SOURCES), *flags, "-o", str(part))
             part.replace(library)
         finally:
             part.unlink(missing_ok=True)
     return library
+
+
+def run(*command: str) -> str:
+    """The output of a command, whatever its encoding. Raises CalledProcessError if it fails."""
+    return subprocess.run(command, capture_output=True, check=True, text=True, errors="replace").stdout
 
 
 def cache_directory() -> Path:

@@ -48,7 +48,7 @@ class PowerNorm(nn.Module):
             y = h * torch.rsqrt(self.running_square.to(h.dtype) + self.eps)
         else:
             check_replaceable(h)
-            r = torch.rsqrt(self.track(h.detach().flatten(0, -2).square().mean(0)) + self.eps)
+            r = torch.rsqrt(self.track(h.detach().reshape(-1, h.shape[-1]).square().mean(0)) + self.eps)
             y = DivideByRunningRMS.apply(h, r, self.running_projection, 1 - self.momentum)
         return (y * self.weight + self.bias).to(x.dtype)
 
@@ -84,7 +84,7 @@ class DivideByRunningRMS(torch.autograd.Function):
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, None, None, None]:
         n, r = ctx.saved_tensors
         rest = grad_n - ctx.projection * n
-        updated = ctx.projection + ctx.rate * (rest * n).flatten(0, -2).mean(0)
+        updated = ctx.projection + ctx.rate * (rest * n).reshape(-1, n.shape[-1]).mean(0)
         # Skip the update when float16 gradients overflow, as the optimizer does.
         ctx.projection.copy_(torch.where(updated.isfinite(), updated, ctx.projection))
         return r * rest, None, None, None

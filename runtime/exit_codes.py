@@ -45,11 +45,16 @@ class Stopped(Exception):
 
 
 class CellFailed(Exception):
-    """A run that this command started has failed with exit code `code`."""
+    """A run that this command started has failed with exit code `code` and this last line, usually of an error."""
 
-    def __init__(self, cell: str, code: int, message: str):
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else message
-        super().__init__(f"{cell}: {reason.removeprefix('error: ')}")
+    def __init__(self, cell: str, code: int, line: str):
+        if code < 0:
+            reason = f"killed by {signal.Signals(-code).name}"
+        elif "error: " in line:
+            reason = line.removeprefix("error: ")
+        else:
+            reason = f"exit code {code}" + (f"; its last line is {line}" if line else "")
+        super().__init__(f"{cell}: {reason}")
         self.code = max(1, code)
 
 

@@ -1,9 +1,10 @@
-"""Standard output and error that a command can do without: they may be closed, or their reader may leave."""
+"""Standard output and error: they may be closed, their reader may leave, or their disk may be full."""
 
 import errno
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -35,13 +36,13 @@ def replace_closed() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (stays open)
 
 
-def outlive_readers() -> None:
-    """Go on when nobody reads the output any more. What the locale cannot encode is printed as an escape.
+def outlive_readers(names: Sequence[str] = ("stdout", "stderr")) -> None:
+    """Go on when nobody reads these streams any more. What the locale cannot encode is printed as an escape.
 
     A stream that is not the process's own, as in a notebook or a test, stays as it is.
     """
     replace_closed()
-    for name in ("stdout", "stderr"):
+    for name in names:
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):
             stream.flush()
@@ -50,3 +51,17 @@ def outlive_readers() -> None:
                 lossy = io.BufferedWriter(lossy)
             buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", **buffering))
+
+
+def write(text: str) -> None:
+    """Write to standard output, for a command whose result that is.
+
+    Raises BrokenPipeError if its reader has left, and OSError with the reason if it cannot be written.
+    """
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"standard output cannot be written: {error.strerror}") from None

@@ -612,7 +612,7 @@ def test_device_cuda_without_cuda_is_refused(run, capsys):
 
 def start_process(run: Path, *flags: str, **options) -> subprocess.Popen:
     arguments = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(run), "--device", "cpu", *flags]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **options)
+    return subprocess.Popen(arguments, cwd=ROOT, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names an instruction set of x86")
@@ -643,3 +643,17 @@ def test_closed_stdout_pipe_is_not_an_error(run):
     process.stdout.close()
     assert b"Error" not in process.stderr.read()
     assert process.wait() == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of Linux that is always full")
+@pytest.mark.parametrize("samples", ["1", "2"])
+def test_a_full_disk_under_standard_output_is_an_error_and_under_standard_error_is_not(run, samples):
+    """The text is the result. What is on standard error is only about it."""
+    streams = "stdout", "stderr"
+    with open("/dev/full", "wb") as full:
+        started = [start_process(run, "--samples", samples, "--prompt=xyz", **{name: full}) for name in streams]
+        (_, errors), (text, _) = (process.communicate() for process in started)
+    assert [process.returncode for process in started] == [1, 0]
+    last = errors.splitlines()[-1]
+    assert last == b"error: standard output cannot be written: No space left on device"
+    assert b"xyz" in text and text.endswith(b"\n")

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +23,7 @@ import train
 from config import ModelConfig, TrainConfig, require
 from data.batches import Prepared
 from experiments.ablation.outcome import Arm, Outcome, best_lr, read_outcome
-from experiments.ablation.processes import start_process
+from experiments.ablation.processes import Process
 from norms.placement import Unsupported
 from runtime.device import describe
 from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
@@ -178,7 +177,7 @@ class Grid:
         waiting = [cell for cell in dict.fromkeys(cells) if cell not in outcomes]
         steps = {cell: self.settings[cell.arm][1].steps for cell in cells}
         free = list(self.devices) * self.jobs
-        running: dict[Cell, tuple[subprocess.Popen, str]] = {}
+        running: dict[Cell, tuple[Process, str]] = {}
         with stop_requests() as stop, tqdm(
             total=sum(steps.values()), initial=sum(steps[cell] for cell in outcomes), unit="step",
             smoothing=0, disable=None, dynamic_ncols=True,  # the remaining time is estimated from the mean speed
@@ -198,7 +197,7 @@ class Grid:
                             if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
                                 waiting.append(cell)
                                 continue
-                            outcomes[cell] = self.finished_outcome(cell, process.returncode)
+                            outcomes[cell] = self.finished_outcome(cell, process.returncode, process.finish())
                             bar.write(str(outcomes[cell]))
                             on_end(outcomes)
                     done = sum(steps[cell] for cell in outcomes) + sum(self.steps_done(cell) for cell in running)
@@ -207,14 +206,14 @@ class Grid:
                 for process, _ in running.values():
                     process.terminate()
                 for process, _ in running.values():
-                    process.wait()
+                    process.finish()
         return {cell: outcomes[cell] for cell in cells}
 
-    def start(self, cell: Cell, device: str = "") -> subprocess.Popen:
+    def start(self, cell: Cell, device: str = "") -> Process:
         """Start or resume a cell in a process of its own. Its output goes to a log file next to its folder."""
         folder = self.cell_folder(cell)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return start_process(self.command(cell, device), Path(f"{folder}.log"), self.threads)
+        return Process(self.command(cell, device), Path(f"{folder}.log"), self.threads)
 
     def command(self, cell: Cell, device: str = "") -> list[str]:
         """The command that starts a cell on `device`, or resumes it."""
@@ -223,12 +222,14 @@ class Grid:
         flags += ["--device", device] if device else []
         return [sys.executable, train.__file__, *flags, "--out", str(folder)]
 
-    def finished_outcome(self, cell: Cell, code: int) -> Outcome:
-        """The outcome of a cell whose process ended with exit code `code`. Raises CellFailed if the run failed."""
+    def finished_outcome(self, cell: Cell, code: int, reason: str = "") -> Outcome:
+        """The outcome of a cell whose process ended with exit code `code`. Raises CellFailed if the run failed.
+
+        `reason` is its error line or its last line.
+        """
         outcome = self.outcome(cell)
         if outcome is None or code not in (0, NOT_FINITE):
-            log = Path(f"{self.cell_folder(cell)}.log")
-            raise CellFailed(str(log), code, log.read_text().strip().rpartition("\n")[2])
+            raise CellFailed(f"{self.cell_folder(cell)}.log", code, reason)
         return outcome
 
     def steps_done(self, cell: Cell) -> int:

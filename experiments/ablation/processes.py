@@ -2,11 +2,15 @@
 
 import os
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 from config import require
 from runtime.device import describe, pick_device
+
+LAST_LINES_SECONDS = 5  # for what a process has printed, should a process that it started keep its standard error open
 
 
 def resolve_devices(device: str) -> tuple[str, ...]:
@@ -22,18 +26,43 @@ def resolve_devices(device: str) -> tuple[str, ...]:
     return devices
 
 
-def start_process(command: list[str], log: Path, threads: int) -> subprocess.Popen:
-    """Start a command with that many CPU threads. Its output is appended to `log`."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    with open(log, "a") as file:
-        return subprocess.Popen(
-            [*end_with_parent(), *command],
-            env=os.environ | dict.fromkeys(names, str(threads)),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
-        )
+class Process(subprocess.Popen):
+    """A command with that many CPU threads, whose output is appended to `log`.
+
+    Why it failed is also kept in memory, because the log may be on a disk that is full.
+    """
+
+    def __init__(self, command: list[str], log: Path, threads: int):
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        with open(log, "a") as file:
+            super().__init__(
+                [*end_with_parent(), *command],
+                env=os.environ | dict.fromkeys(names, str(threads)),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+            )
+        self.reason = ""
+        self.reader = Thread(target=self.read_errors, args=(log,), daemon=True)
+        self.reader.start()
+
+    def read_errors(self, log: Path) -> None:
+        """Copy standard error to `log`. The reason is its error line or, without one, its last line."""
+        assert self.stderr
+        with self.stderr:
+            for line in self.stderr:
+                text = line.decode(errors="replace").strip()
+                if text and not self.reason.startswith("error: "):
+                    self.reason = text
+                with suppress(OSError), open(log, "ab") as file:
+                    file.write(line)
+
+    def finish(self) -> str:
+        """Wait for its end. Returns the reason if it failed."""
+        self.wait()
+        self.reader.join(LAST_LINES_SECONDS)
+        return self.reason
 
 
 @cache

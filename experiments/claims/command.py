@@ -9,6 +9,7 @@ from experiments.claims import load_claims
 from experiments.claims.claim import SCALES, Lab
 from experiments.claims.document import to_html, to_markdown
 from experiments.claims.results import draw, read_entries, results_file, run_claim
+from experiments.destinations import check_file, make_folder
 from runtime.device import pick_device
 from runtime.exit_codes import bad_input
 from runtime.run_dir import RUNS, locked, write_atomically
@@ -47,8 +48,18 @@ def main(arguments: list[str]) -> None:
         require(scale != "gpu" or devices[0].type == "cuda" or flags.report, "--scale gpu needs a GPU")
         # With a mistyped folder, CLAIMS.md would say that no claim was run.
         require(flags.results.is_dir() or not flags.report, f"--results {flags.results}: no such directory")
+        document, page = (flags.results.parent / name for name in ("CLAIMS.md", "claims.html"))
+        for file in (document, page):
+            check_file(file)
+        if not flags.report:
+            make_folder("--runs", flags.runs)
+            make_folder("--results", flags.results)
+            for claim in chosen:
+                file = results_file(flags.results, claim, scale)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                check_file(file)
+                check_file(file.with_suffix(".png"))
     if not flags.report:
-        flags.runs.mkdir(parents=True, exist_ok=True)
         with locked(flags.runs):
             for claim in chosen:
                 lab = Lab(flags.runs, scale, flags.jobs, flags.threads, tuple(map(str, devices)), flags.cache_dir)
@@ -56,10 +67,10 @@ def main(arguments: list[str]) -> None:
                 print(f"{claim.number}. {claim.statement}: {judgment.verdict} ({judgment.ours}; {judgment.reason})")
                 sys.stdout.flush()
     with bad_input():
-        entries, folder = read_entries(claims, flags.results), flags.results.parent
+        entries = read_entries(claims, flags.results)
         for entry in entries if flags.report else []:
             if entry.content:
                 draw(entry.claim, entry.content["measured"], results_file(flags.results, entry.claim, entry.scale))
-        write_atomically(folder / "claims.html", to_html(entries))
-        write_atomically(folder / "CLAIMS.md", to_markdown(entries, flags.results.name))
-        print(f"see {folder / 'CLAIMS.md'}")
+        write_atomically(page, to_html(entries))
+        write_atomically(document, to_markdown(entries, flags.results.name))
+        print(f"see {document}")

@@ -47,7 +47,7 @@ def commit() -> str | None:
     """The commit of this code, marked if files differ from it. None without git or outside a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace")
     except OSError:
         return None
     return done.stdout.strip() or None

@@ -1,6 +1,7 @@
 """bench.py: every candidate is measured, the printed report is the written one, and bad flags end with one line."""
 
 import json
+import os
 import statistics
 from typing import Any
 
@@ -258,3 +259,19 @@ def test_bad_flags_end_with_2_and_one_line(flags, message, capsys):
     assert exit.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
+
+
+def test_only_files_are_replaced(monkeypatch, tmp_path, capsys):
+    """Nothing is measured for a place that holds something else, nor for a link that leads to it or to nothing."""
+    for name in ("norms", "growth"):
+        monkeypatch.setitem(bench.COMMANDS, name, (lambda *_: pytest.fail("measured"), bench.COMMANDS[name][1]))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "dangling").symlink_to("nothing")
+    for place in ("pipe", "link", "dangling"):
+        for flags in ("norms --out", f"growth --out {tmp_path}/new --plot"):
+            with pytest.raises(SystemExit) as exit:
+                bench.main([*flags.split(), str(tmp_path / place)])
+            assert exit.value.code == 2
+            assert f"error: {tmp_path / place} is not a regular file" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 3

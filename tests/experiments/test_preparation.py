@@ -104,7 +104,7 @@ def test_memory_is_that_of_the_process_and_its_children(tmp_path, monkeypatch):
 FAMILY = """
 import os, subprocess, sys
 wait = "import sys; sys.stdin.read()"
-child = subprocess.Popen([sys.executable, "-c", wait])
+child = subprocess.Popen([sys.executable, "-c", wait, b"not UTF-8: \\xe9"])
 if os.fork():
     print(child.pid, flush=True)
 sys.stdin.read()

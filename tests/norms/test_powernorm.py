@@ -120,6 +120,19 @@ def test_running_square_forgets_its_initial_value():
     torch.testing.assert_close(norm.running_square, x.square().mean((0, 1)), rtol=1e-12, atol=0)
 
 
+def test_a_single_token_needs_no_batch_axis():
+    """(dim,) is (1, dim), also in training, where eight such steps leave the same output, gradients and statistics."""
+    norms = randomized(warmup=3), randomized(warmup=3)
+    for step in range(8):
+        found = []
+        for norm, shape in zip(norms, ((8,), (1, 8)), strict=True):
+            x = random(8, seed=step).requires_grad_()
+            y = norm(x.view(shape))
+            found.append((y.flatten(), *torch.autograd.grad(y, (x, norm.weight, norm.bias), random(*shape, seed=9))))
+        assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, norms[0].buffers(), norms[1].buffers()))
+
+
 def test_running_statistics_are_fp32_and_do_not_require_grad():
     norm, x = PowerNorm(8), random(64, 64, 8).bfloat16().requires_grad_()
     norm(x).sum().backward()

@@ -1,6 +1,6 @@
 """Odd surroundings: closed standard streams, a reader that leaves, no home or temporary folder, a locale without UTF-8,
-another working directory, optimized Python, warnings as errors, no compiler, a read-only installation. All four
-commands work there.
+another working directory, optimized Python, warnings as errors, no compiler, a read-only installation, the plotting
+backend of a notebook. All four commands work there.
 """
 
 import json
@@ -23,6 +23,7 @@ Surroundings = tuple[dict[str, str | None], tuple[int, ...], str]
 ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
 GONE = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR", "TEMP", "TMP", "MPLCONFIGDIR"))
+NOTEBOOK: dict[str, str | None] = {"MPLBACKEND": "missing"}  # as for !python train.py
 ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": None}
 SURROUNDINGS: dict[str, Surroundings] = {
     "closed output": ({}, (1,), ""),
@@ -37,10 +38,11 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "warnings are errors": ({"PYTHONWARNINGS": "error"}, (), ""),
     "no compiler": ({"PATH": "/dev/null/missing", "XDG_CACHE_HOME": "/dev/null/missing"}, (), ""),
     "read-only installation": ({}, (), "read-only"),
+    "in a notebook": (NOTEBOOK, (), ""),
 }
 MISSING = GONE | {"HOME": "/dev/null/missing", "TMPDIR": "/dev/null/missing", "PATH": "/dev/null/missing"}
 STRICT = {"LC_ALL": "C", "PYTHONWARNINGS": "error", "PYTHONUNBUFFERED": "1"}  # with the last, each line is written
-TOGETHER: Surroundings = (MISSING | ASCII | STRICT, (2,), "reader leaves")
+TOGETHER: Surroundings = (MISSING | ASCII | STRICT | NOTEBOOK, (2,), "reader leaves")
 
 
 @pytest.fixture(scope="module")

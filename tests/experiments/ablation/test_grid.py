@@ -22,12 +22,12 @@ from experiments.ablation.factors import parse_factors
 from experiments.ablation.grid import Cell, Grid, next_lr, settings_digest
 from experiments.ablation.outcome import Arm
 from experiments.ablation.page import ablation_page, plot_title
-from experiments.ablation.processes import end_with_parent, resolve_devices, start_process
+from experiments.ablation.processes import Process, end_with_parent, resolve_devices
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation, write_probes
 from experiments.probe import probe
 from model import Llama
 from runtime.checkpoint import load_pretrained
-from runtime.exit_codes import IN_USE
+from runtime.exit_codes import IN_USE, exit_codes
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --tokenizer bytes --dtype float32 --no-fast --device cpu"
 ARM = Arm.of(norm="rmsnorm", placement="pre")
@@ -292,15 +292,15 @@ def test_each_run_gets_a_device_of_its_own_and_resumes_on_another(resolve):
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
     """Two at a time on each of two devices. The first one finds its folder locked at first, and is started again."""
     started: list[tuple[int, str]] = []
-    processes: list[subprocess.Popen] = []
+    processes: list[Process] = []
     at_once: list[int] = []
 
-    def start(grid: Grid, cell: Cell, device: str) -> subprocess.Popen:
+    def start(grid: Grid, cell: Cell, device: str) -> Process:
         started.append((cell.seed, device))
         code = IN_USE if len(started) == 1 else 0
         if code == 0:
             finish(ablation, cell, 2.0)
-        processes.append(subprocess.Popen(["sh", "-c", f"sleep 0.3; exit {code}"]))
+        processes.append(Process(["sh", "-c", f"sleep 0.3; exit {code}"], ablation.folder / "log", 1))
         at_once.append(sum(process.poll() is None for process in processes))
         return processes[-1]
 
@@ -345,8 +345,36 @@ def test_a_process_gets_its_threads_and_appends_to_its_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("before\n")
     script = 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo error >&2'
-    assert start_process(["sh", "-c", script], log, threads=3).wait() == 0
+    process = Process(["sh", "-c", script], log, threads=3)
+    assert process.finish() == "error" and process.returncode == 0
     assert log.read_text() == "before\n3 3\nerror\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of Linux that is always full")
+def test_why_a_process_failed_is_known_although_its_log_is_on_a_full_disk():
+    script = "echo started >&2; echo 'error: a.bin needs 5 bytes' >&2; echo 'warning: standard output is lost' >&2"
+    assert Process(["sh", "-c", script], Path("/dev/full"), 1).finish() == "error: a.bin needs 5 bytes"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 'error: a.bin needs 5 bytes' >&2; exit 1", "a.bin needs 5 bytes"),
+        ("echo 'train.py: error: no flag' >&2; exit 2", "train.py: error: no flag"),
+        ("echo 'step 3: val_loss 5.4'; exit 3", "exit code 3"),
+        ("echo 'warning: careful' >&2; echo >&2; exit 1", "exit code 1; its last line is warning: careful"),
+        (r"printf 'error: \351t\351' >&2; exit 1", "\ufffdt\ufffd"),  # not UTF-8
+        ("kill -9 $$", "killed by SIGKILL"),
+    ],
+)
+def test_the_reason_of_a_failed_cell(script, expected, resolve, monkeypatch, capsys):
+    monkeypatch.setattr(Grid, "command", lambda *_: ["sh", "-c", script])
+    ablation = resolve("--seeds 1")
+    with pytest.raises(SystemExit) as exit, exit_codes(""):
+        ablation.grid.run(ablation.reported)
+    log = f"{ablation.grid.cell_folder(ablation.reported[0])}.log"
+    assert capsys.readouterr().err.endswith(f"error: {log}: {expected}\n")
+    assert exit.value.code == (int(script[-1]) if "exit" in script else 1)
 
 
 @pytest.mark.skipif(not end_with_parent(), reason="needs setpriv, as on Linux")
@@ -355,8 +383,8 @@ def test_a_process_is_told_when_its_parent_was_killed(tmp_path):
     log = tmp_path / "log"
     child = "trap 'echo stopped; exit' TERM; echo ready; while true; do sleep 0.05; done"
     parent = (
-        "import os, signal, time; from pathlib import Path; from experiments.ablation.processes import start_process\n"
-        f"log = Path({str(log)!r}); start_process(['sh', '-c', {child!r}], log, 1)\n"
+        "import os, signal, time; from pathlib import Path; from experiments.ablation.processes import Process\n"
+        f"log = Path({str(log)!r}); process = Process(['sh', '-c', {child!r}], log, 1)\n"
         "while 'ready' not in log.read_text(): time.sleep(0.02)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+import ablate
 from experiments.ablation.grid import Cell
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.claims import (
@@ -304,6 +305,32 @@ def test_claim_16_is_refuted_with_the_p_of_the_order_that_is_better():
     """Of the other orders, one is better and one about equal."""
     judgment = affine_and_order.judge(with_orders(affine_and_order.ARMS, 0.005, -0.05, 0.0005))
     assert judgment.verdict == REFUTED and judgment.p is not None and judgment.p < 0.001
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--runs file", "--runs {}/file is not a folder"),
+        ("--runs file/runs", "Not a directory: '{}/file/runs'"),
+        ("--results file", "--results {}/file is not a folder"),
+        ("--results linked/results", "{}/linked/CLAIMS.md is not a regular file"),
+        ("--results other/results", "{}/other/results/quick/claims/outliers.png is a folder"),
+    ],
+)
+def test_where_it_writes_is_checked_before_it_measures(flags, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.claims.command.run_claim", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/CLAIMS.md").symlink_to("nothing")
+    (tmp_path / "other/results/quick/claims/outliers.png").mkdir(parents=True)
+    flag, path = flags.split()
+    with pytest.raises(SystemExit) as exit:
+        ablate.main(["claim", "outliers", "--runs", str(tmp_path / "runs"), flag, str(tmp_path / path)])
+    lines = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and len(lines) == 1 and named.format(tmp_path) in lines[0]
 
 
 # --- whole protocols at toy size -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -256,6 +257,15 @@ def test_results_name_the_commit_of_the_code():
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     named = commit()
     assert head.startswith(named.removesuffix("-dirty")) and len(named) >= 12 if head and named else named is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_there_is_no_commit_if_git_fails_with_a_line_that_is_not_utf8(tmp_path, monkeypatch):
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\nprintf 'fatal: d\\351p\\364t\\n' >&2; exit 128\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() is None
 
 
 @pytest.mark.slow
