@@ -63,8 +63,8 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
     elif folder.is_dir() and any(path.name not in (".lock", "run.json.part") for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
     try:
-        str(folder).encode()
-    except UnicodeEncodeError:
+        os.fsencode(folder).decode()
+    except UnicodeDecodeError:
         raise ValueError(f"--out {folder} is not UTF-8, and safetensors could not read the checkpoints") from None
     if writes:
         refuse_links(folder)

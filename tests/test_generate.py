@@ -624,7 +624,7 @@ def test_bfloat16_without_cpu_support_is_refused(run):
     assert err.count(b"\n") == 1 and b"--dtype bfloat16:" in err and b"try --dtype float32" in err
 
 
-@pytest.mark.parametrize("function", ["read_prompt", "find_checkpoint", "read_checkpoint", "print_samples"])
+@pytest.mark.parametrize("function", ["read_prompt", "open_checkpoint", "print_samples"])
 def test_keyboard_interrupt_is_one_line(run, capsys, monkeypatch, function):
     def interrupt(*_):
         raise KeyboardInterrupt
