@@ -398,11 +398,12 @@ def test_possible_stop_strings_are_held_back():
     assert text.add(b"the EN") == "the " and text.end() == "EN"
 
 
-def test_text_that_was_held_back_is_shown_at_the_end(model):
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0)], ids=["12 tokens", "a full context"])
+def test_text_that_was_held_back_is_shown_at_the_end(sampling, model):
     """The last character could begin the stop string."""
-    text = join_pieces(stream_text(model, ByteTokenizer(), [65], GREEDY))
+    text = join_pieces(stream_text(model, ByteTokenizer(), [65], sampling))
     assert len(text) > 1
-    assert join_pieces(stream_text(model, ByteTokenizer(), [65], GREEDY, stop=[text[-1] + "\N{SNOWMAN}"])) == text
+    assert join_pieces(stream_text(model, ByteTokenizer(), [65], sampling, stop=[text[-1] + "\N{SNOWMAN}"])) == text
 
 
 @pytest.mark.parametrize("placement", ["pre", "ngpt"])

@@ -78,6 +78,14 @@ def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, clock
     assert "done in 97 s" in capsys.readouterr().out
 
 
+def test_speed_of_a_stretch_shorter_than_others(tmp_path, clock):
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(500)))
+    flags = [*RUN.split(), "--data", str(text), "--cache-dir", str(tmp_path / "cache"), "--out", str(out)]
+    train.main([*flags, "--steps", "13"])
+    assert [(row["step"], row["tokens_per_second"]) for row in trained(out)] == [(10, TOKENS / 2), (13, TOKENS / 2)]
+
+
 def test_flops_per_token_by_hand():
     config = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=40, context=32, vocab_size=257)
     for tied in (True, False):

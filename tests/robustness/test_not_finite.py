@@ -162,6 +162,13 @@ def test_the_run_ends_at_the_state_before_it_and_goes_on(flags, tmp_path, capsys
     assert fingerprint(tmp_path / "short") == kept
 
 
+def test_the_state_before_it_replaces_no_checkpoint(flags, tmp_path):
+    """An older one may be better. With --keep 1 there are two then."""
+    with bad_at({8}):
+        assert exit_code([*flags, *STEADY.split(), "--save-every", "5", "--keep", "1", "--steps", "16"]) == 5
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000005", "step-000007"]
+
+
 @pytest.mark.parametrize("limit", ["1", "2"])
 def test_steps_skipped_before_a_resume_count(limit, flags, tmp_path, fingerprint):
     """The next one ends the run in the state before it, also if the limit is lower than before."""
