@@ -212,6 +212,14 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, capsys):
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
+def test_a_model_alone_needs_no_training_state(run):
+    """As when it was deleted to save space."""
+    newest = list_checkpoints(run)[-1]
+    for name in TRAINING_STATE:
+        (newest / name).unlink()
+    assert find_checkpoint(run) == checkpoints.open_checkpoint(newest)[0] == newest
+
+
 def test_a_log_that_is_cut_off_is_said(run, capsys):
     """The steps that it lacks were trained, so the run goes on; half a character in the samples does not matter."""
     (run / "metrics.jsonl").write_text("")
