@@ -184,6 +184,13 @@ def test_sign_flips_by_hand():
     assert sign_flip_p([1.0] * 5) > 0.05 > sign_flip_p([1.0] * 6)
 
 
+def test_sign_flips_count_ties_on_a_coarse_grid():
+    """Sums of tenths that are equal on paper differ in their last bit."""
+    for values in np.random.default_rng(0).integers(-6, 7, (50, 6)).tolist():
+        if sum(values):
+            assert sign_flip_p([value / 10 for value in values]) == sign_flip_p(values), values
+
+
 def test_sign_flips_reject_a_true_hypothesis_in_at_most_5_percent():
     """Normal values, and values on a grid of three, where the test is conservative."""
     rows = normal(4000, 8)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy import stats
 
 from experiments.claims import load_claims
 from experiments.claims.centered_rmsnorm import center
@@ -20,7 +21,7 @@ from experiments.claims.initial import initial_model, random_batch, with_norms, 
 from experiments.claims.outliers import effect
 from experiments.claims.residual_growth import exponents, variance_row
 from experiments.claims.results import commit, read_results, run_claim
-from experiments.claims.verdict import Comparison, all_of
+from experiments.claims.verdict import Comparison, all_of, equal_within
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
@@ -237,6 +238,19 @@ def test_effect_of_an_outlier():
     assert shift == pytest.approx(7 / n * math.sqrt((n - 2) / (n - 1)), rel=1e-5)
 
 
+@pytest.mark.parametrize("center, expected", [(0.0, CONFIRMED), (0.33, OPEN), (0.35, OPEN), (0.38, REFUTED)])
+def test_equal_within_a_margin_has_two_sides(center, expected):
+    """Refuted at 5% for both sides together: with 0.35 one side alone would be below it, at 4%."""
+    differences = [center + 3 * each for each in NOISE]
+    for sign in (1, -1):
+        found = equal_within([sign * value for value in differences], 0.3, diverged=0)
+        assert found.verdict == expected, found
+    outside = stats.ttest_1samp(differences, 0.3).pvalue
+    assert (outside < 0.05) == (expected == REFUTED) or expected == CONFIRMED
+    if expected == REFUTED:
+        assert found.p == pytest.approx(outside)
+
+
 # --- a run of each ---------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +264,10 @@ def test_a_smaller_run_is_judged_and_drawn_from_its_results_file(name, tmp_path)
     judgment = run_claim(claim, Lab(tmp_path, "quick"), tmp_path)
     assert judgment == claim.judge(read_results(tmp_path, claim, "quick")["measured"])
     assert (tmp_path / "quick" / "claims" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for changed in (replace(small, seeds=3), replace(small, settings=settings | {"new": 1})):
+        with pytest.raises(ValueError, match="was measured with another protocol"):
+            read_results(tmp_path, replace(claim, protocols={"quick": changed}), "quick")
+    read_results(tmp_path, replace(claim, protocols={"quick": replace(small, minutes=99)}), "quick")
 
 
 def test_results_name_the_commit_of_the_code():
