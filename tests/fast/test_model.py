@@ -92,6 +92,11 @@ def test_recompute_changes_no_bit(kind, dtype):
     assert all(map(torch.equal, ours.buffers(), kept.buffers()))
 
 
+def test_there_is_no_dropout_in_evaluation():
+    plain, ours = (model.eval() for model in models(dropout=0.3))
+    assert_near(loss_and_gradients(ours), loss_and_gradients(plain), 2e-5)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(None, 2e-5), (torch.bfloat16, 0.03)], ids=str)
 def test_dropout_is_that_of_the_plain_model(dtype, tolerance):
     """Of the embedding, attention and the MLP. In bf16, a few units of 2^-7: where dropout is missing, all changes."""
