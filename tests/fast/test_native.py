@@ -36,6 +36,6 @@ def test_a_library_is_built_again_when_anything_it_is_made_of_has_changed(tmp_pa
         path.write_text("// something")
         built.add(native.build(str(compiler), ["-O3"], tmp_path))
     built.add(native.build(str(compiler), ["-O2"], tmp_path))
-    compiler.write_text(compiler.read_text().replace("one", "two"))
+    compiler.write_text(compiler.read_text().replace("echo one", "echo two"))
     built.add(native.build(str(compiler), ["-O2"], tmp_path))
     assert len(built) == 1 + len(files) + 2 and built == set(tmp_path.glob("*.so"))
