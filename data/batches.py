@@ -7,6 +7,7 @@ inputs, targets = training_batch(data.train.tokens, seed=0, step=0, rows=range(3
 import errno
 import hashlib
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -82,12 +83,12 @@ def prepare(
     made_from = (FORMAT_VERSION, corpus.hash, tokenizer_kind, vocab_size, *([tokenizer.hash] if tokenizer else []))
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
     name = f"{corpus.name}-{tokenizer_kind}-{vocab_size}-{key[:12]}"
-    folder, earlier = cache_dir / name, (earlier_cache or cache_dir) / name
+    folder, caches = cache_dir / name, dict.fromkeys((earlier_cache or cache_dir, cache_dir))
     try:
-        prepared = _open_first((earlier, folder), corpus, tokenizer_kind, tokenizer)
+        prepared = _open_first([cache / name for cache in caches], corpus, tokenizer_kind, tokenizer)
     except NotPrepared:
-        _refuse_links(folder)
         with _locked(folder):
+            _refuse_links(folder, _part(folder), *_part(folder).glob("*"))
             try:  # another process may have built it while this one waited
                 prepared = _open(folder, corpus, tokenizer_kind, tokenizer)
             except NotPrepared:
@@ -160,7 +161,9 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tenso
 def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process is preparing `folder`. The OS releases the lock when its process exits."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(_lock(folder), "a") as lock:
+    path = folder.with_name(folder.name + ".lock")
+    _refuse_links(path)
+    with open(path, "a") as lock:
         if fcntl:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,16 +192,13 @@ def _part(folder: Path) -> Path:
     return folder.with_name(folder.name + ".part")
 
 
-def _lock(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".lock")
-
-
-def _refuse_links(folder: Path) -> None:
-    """Raise ValueError if preparing `folder` would write through a link, or wait for a pipe."""
-    part = _part(folder)
-    for path in (folder, part, _lock(folder), *(part.iterdir() if part.is_dir() else ())):
-        if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
-            raise ValueError(f"{path} is a link, a pipe or a device; delete it")
+def _refuse_links(*paths: Path) -> None:
+    """Raise ValueError if preparing text would write through a link, or wait for a pipe."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise ValueError(f"{path} is a link, a pipe or a device; delete it")
 
 
 def _build(folder: Path, corpus: Corpus, tokenizer_kind: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import urllib.request
 import zlib
 from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -76,9 +76,11 @@ def standard_library() -> list[Path]:
 
 def download_shakespeare(cache_dir: Path, earlier_cache: Path | None = None) -> Path:
     """The path of tiny Shakespeare: where a file with the right SHA-256 is, or else downloaded to `cache_dir`."""
-    for target in (cache / "tinyshakespeare.txt" for cache in (earlier_cache or cache_dir, cache_dir)):
-        if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHAKESPEARE_SHA256:
-            return target
+    for cache in dict.fromkeys((earlier_cache or cache_dir, cache_dir)):
+        target = cache / "tinyshakespeare.txt"
+        with suppress(OSError):
+            if target.is_file() and _sha256(target) == SHAKESPEARE_SHA256:
+                return target
     cache_dir.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix="download-") as folder:
@@ -98,8 +100,14 @@ def download_shakespeare(cache_dir: Path, earlier_cache: Path | None = None) -> 
                 f"--data shakespeare: the download failed ({' '.join(str(error).split())}); "
                 f"download {SHAKESPEARE_URL} yourself and pass --data FILE, or use --data python"
             ) from None
+        target = cache_dir / "tinyshakespeare.txt"
         part.replace(target)
     return target
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:

@@ -118,9 +118,9 @@ def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any], crc: int
 
 def _read_header(path: Path, magic: bytes) -> tuple[dict[str, Any], int]:
     """The fields of the header, and the CRC-32 of the ids. Raises NotPrepared unless they are what was written."""
-    if not path.is_file():
-        raise NotPrepared
     try:
+        if not path.is_file():
+            raise NotPrepared
         with open(path, "rb") as file:
             line, _, fields = file.read(HEADER_BYTES).partition(b"\n")
             header = json.loads(fields.rstrip(b"\0"))

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -189,7 +190,7 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
         try:
             verify(checkpoint, leave_out, ours=True)
         except (OSError, ValueError) as error:
-            if not checkpoint.exists():  # the run goes on: it has saved a later one, and deleted this
+            if not os.path.lexists(checkpoint):  # the run goes on: it has saved a later one, and deleted this
                 return intact_checkpoint(run, leave_out)
             problem = problem or str(error)
         else:
@@ -264,7 +265,7 @@ def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu"
             tokenizer = read_tokenizer(checkpoint)
             return checkpoint, read_model(checkpoint).to(device).eval(), tokenizer
         except (OSError, RuntimeError, ValueError):
-            if checkpoint.exists():
+            if os.path.lexists(checkpoint):
                 raise
 
 

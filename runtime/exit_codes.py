@@ -45,7 +45,7 @@ class Stopped(Exception):
 
 
 class CellFailed(Exception):
-    """A run that this command started has failed with exit code `code` and this last line, usually of an error."""
+    """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
 
     def __init__(self, cell: str, code: int, line: str):
         if code < 0:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Lossy(io.FileIO):
-    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed.
+    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed (on Windows, EINVAL).
 
     If the reason is another one, such as a full disk, a line on standard error says so.
     """
@@ -20,7 +20,7 @@ class _Lossy(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EPIPE and self.fileno() == 1 and not self.warned:
+            if error.errno not in (errno.EPIPE, errno.EINVAL) and self.fileno() == 1 and not self.warned:
                 self.warned = True
                 print(f"warning: standard output is lost: {error.strerror}", file=sys.stderr)
             return memoryview(data).nbytes

@@ -5,9 +5,10 @@ import math
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -62,15 +63,20 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     elif folder.is_dir() and any(path.name not in (".lock", "run.json.part") for path in folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty; choose a new folder")
-    try:
-        os.fsencode(folder).decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"--out {folder} is not UTF-8, and safetensors could not read the checkpoints") from None
+    check_name(folder)
     if writes:
         refuse_links(folder)
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if writes and not os.access(parent, os.W_OK):
         raise ValueError(f"--out {folder}: no permission to write in {parent}")
+
+
+def check_name(folder: Path) -> None:
+    """Raise ValueError if the path of a folder is not UTF-8, as a file system allows."""
+    try:
+        os.fsencode(folder).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"--out {folder}: its name is not UTF-8, so safetensors could not read it") from None
 
 
 def refuse_links(folder: Path) -> None:
@@ -80,10 +86,12 @@ def refuse_links(folder: Path) -> None:
     another disk.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_symlink() and path.name != "checkpoints":
-            raise ValueError(f"{path} is a symbolic link, and a run writes only to its own folder; delete it")
-        if not (path.is_file() or path.is_dir()) and path.exists():
-            raise ValueError(f"{path} is neither a file nor a directory; delete it")
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode) and path.name != "checkpoints":
+                raise ValueError(f"{path} is a symbolic link, and a run writes only to its own folder; delete it")
+            if not any(kind(mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
+                raise ValueError(f"{path} is neither a file nor a directory; delete it")
 
 
 def make_run_dir(out: Path | None, name: str) -> Path:

@@ -28,7 +28,7 @@ from norms.placement import Unsupported
 from runtime.device import describe
 from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
 from runtime.plugins import check_imports, import_flags
-from runtime.run_dir import read_rows, refuse_links
+from runtime.run_dir import check_name, read_rows, refuse_links
 from runtime.run_file import read_run_file
 from runtime.settings import check_same_settings, check_same_text, resolve
 from runtime.signals import stop_requests
@@ -141,6 +141,7 @@ class Grid:
     def check(self, cells: Iterable[Cell]) -> None:
         """Raise ValueError if the folder is not for runs like these, or holds a cell trained with other settings."""
         folder = self.folder
+        check_name(folder)
         if folder.exists() and not (folder / "cells").is_dir():
             require(
                 folder.is_dir() and not any(folder.iterdir()), f"--out {folder} is not empty; choose another folder"
@@ -160,7 +161,7 @@ class Grid:
                 for line in check_imports(run, run_file):
                     raise ValueError(f"the run in {run_file.parent}: {line}")
                 here = f"{describe(torch.device(config.device))} with torch {torch.__version__}"
-                there = f"{run['device']} with torch {run['versions']['torch']}"
+                there = f"{run.get('device')} with torch {run['versions'].get('torch')}"
                 require(there == here, f"the run in {run_file.parent} was trained on {there}, not {here}")
 
     # Running.
@@ -197,7 +198,7 @@ class Grid:
                             if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
                                 waiting.append(cell)
                                 continue
-                            outcomes[cell] = self.finished_outcome(cell, process.returncode, process.finish())
+                            outcomes[cell] = self.finished_outcome(cell, process.returncode, process.last_line())
                             bar.write(str(outcomes[cell]))
                             on_end(outcomes)
                     done = sum(steps[cell] for cell in outcomes) + sum(self.steps_done(cell) for cell in running)
@@ -206,7 +207,7 @@ class Grid:
                 for process, _ in running.values():
                     process.terminate()
                 for process, _ in running.values():
-                    process.finish()
+                    process.wait()
         return {cell: outcomes[cell] for cell in cells}
 
     def start(self, cell: Cell, device: str = "") -> Process:
@@ -218,18 +219,21 @@ class Grid:
     def command(self, cell: Cell, device: str = "") -> list[str]:
         """The command that starts a cell on `device`, or resumes it."""
         folder = self.cell_folder(cell)
-        flags = ["--resume", *import_flags()] if (folder / "run.json").exists() else [*self.train_flags, *cell.flags]
+        flags = [*self.train_flags, *cell.flags]
+        if (folder / "run.json").exists():
+            cache = getattr(train.parse(self.train_flags), "cache_dir", "")
+            flags = ["--resume", *import_flags(), *(["--cache-dir", cache] if cache else [])]
         flags += ["--device", device] if device else []
         return [sys.executable, train.__file__, *flags, "--out", str(folder)]
 
-    def finished_outcome(self, cell: Cell, code: int, reason: str = "") -> Outcome:
+    def finished_outcome(self, cell: Cell, code: int, line: str = "") -> Outcome:
         """The outcome of a cell whose process ended with exit code `code`. Raises CellFailed if the run failed.
 
-        `reason` is its error line or its last line.
+        `line` is its error line or its last line.
         """
         outcome = self.outcome(cell)
         if outcome is None or code not in (0, NOT_FINITE):
-            raise CellFailed(f"{self.cell_folder(cell)}.log", code, reason)
+            raise CellFailed(f"{self.cell_folder(cell)}.log", code, line)
         return outcome
 
     def steps_done(self, cell: Cell) -> int:

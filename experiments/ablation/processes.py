@@ -1,16 +1,15 @@
 """Runs of `train.py` in processes of their own, on one device or on several cards."""
 
 import os
+import shutil
 import subprocess
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from threading import Thread
 
 from config import require
 from runtime.device import describe, pick_device
 
-LAST_LINES_SECONDS = 5  # for what a process has printed, should a process that it started keep its standard error open
+LINE_BYTES = 4096  # an error line, and what the file system adds
 
 
 def resolve_devices(device: str) -> tuple[str, ...]:
@@ -27,42 +26,32 @@ def resolve_devices(device: str) -> tuple[str, ...]:
 
 
 class Process(subprocess.Popen):
-    """A command with that many CPU threads, whose output is appended to `log`.
-
-    Why it failed is also kept in memory, because the log may be on a disk that is full.
-    """
+    """A command with that many CPU threads, whose output is appended to `log`."""
 
     def __init__(self, command: list[str], log: Path, threads: int):
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-        with open(log, "a") as file:
+        with open(log, "ab") as file:
+            self.log, self.log_size = log, file.tell()
             super().__init__(
                 [*end_with_parent(), *command],
                 env=os.environ | dict.fromkeys(names, str(threads)),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
-                stderr=subprocess.PIPE,
+                stderr=file,
                 start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
             )
-        self.reason = ""
-        self.reader = Thread(target=self.read_errors, args=(log,), daemon=True)
-        self.reader.start()
 
-    def read_errors(self, log: Path) -> None:
-        """Copy standard error to `log`. The reason is its error line or, without one, its last line."""
-        assert self.stderr
-        with self.stderr:
-            for line in self.stderr:
-                text = line.decode(errors="replace").strip()
-                if text and not self.reason.startswith("error: "):
-                    self.reason = text
-                with suppress(OSError), open(log, "ab") as file:
-                    file.write(line)
-
-    def finish(self) -> str:
-        """Wait for its end. Returns the reason if it failed."""
-        self.wait()
-        self.reader.join(LAST_LINES_SECONDS)
-        return self.reason
+    def last_line(self) -> str:
+        """The error line that it printed, or else its last line. On a full disk there may be neither."""
+        with open(self.log, "rb") as file:
+            file.seek(self.log_size)
+            lines = file.read().decode(errors="replace").split("\n")
+        lines = [line for line in map(str.strip, lines) if line]
+        errors = [line for line in lines if line.startswith("error: ")]
+        free = shutil.disk_usage(self.log.parent).free
+        if not errors and free < LINE_BYTES:
+            return f"error: it failed, and could not say why: {self.log.parent} has {free} bytes free"
+        return (errors or lines or [""])[-1]
 
 
 @cache

@@ -152,6 +152,9 @@ def test_a_checkpoint_that_its_run_deletes_is_not_damaged(moment, run, monkeypat
     monkeypatch.setattr(checkpoints, "verify", delete_and_verify)
     assert checkpoints.open_checkpoint(run)[0] == older
     assert capsys.readouterr().err == ""
+    (newest.parent / "step-999999").symlink_to("on_a_disk_that_is_not_mounted")
+    assert checkpoints.open_checkpoint(run)[0] == older
+    assert "step-999999/manifest.json is missing" in capsys.readouterr().err
     with pytest.raises(ValueError, match="is not a directory"):
         checkpoints.open_checkpoint(newest)  # never another one than the one that was named
 

@@ -520,6 +520,7 @@ def test_links_and_pipes_in_a_cache(text, tmp_path, ends):
     for make in (lambda path: path.symlink_to(target), lambda path: path.symlink_to(tmp_path / "new"), os.mkfifo):
         for path in (folder.with_name(folder.name + ".lock"), part / "train.bin", part, folder):
             path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
             make(path)
             code, error = ends(check, command)
             assert one_line(code, error) and f"{path} is a link, a pipe or a device" in error

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,7 +287,10 @@ def test_each_run_gets_a_device_of_its_own_and_resumes_on_another(resolve):
     assert train.parse(command[2:]).device == "cuda:1" and train.parse(command[2:]).lr == 0.01
     grid.cell_folder(cell).mkdir()
     (grid.cell_folder(cell) / "run.json").touch()
-    assert grid.command(cell, "cuda:0")[2:] == ["--resume", "--device", "cuda:0", "--out", str(grid.cell_folder(cell))]
+    resumed = train.parse(grid.command(cell, "cuda:0")[2:])
+    cache = train.parse(grid.train_flags).cache_dir  # a run.json does not say where to write
+    assert vars(resumed).items() >= {"resume": True, "device": "cuda:0", "cache_dir": cache}.items()
+    assert resumed.out == str(grid.cell_folder(cell))
 
 
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
@@ -346,14 +350,16 @@ def test_a_process_gets_its_threads_and_appends_to_its_log(tmp_path):
     log.write_text("before\n")
     script = 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo error >&2'
     process = Process(["sh", "-c", script], log, threads=3)
-    assert process.finish() == "error" and process.returncode == 0
+    assert process.wait() == 0 and process.last_line() == "error"
     assert log.read_text() == "before\n3 3\nerror\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of Linux that is always full")
-def test_why_a_process_failed_is_known_although_its_log_is_on_a_full_disk():
-    script = "echo started >&2; echo 'error: a.bin needs 5 bytes' >&2; echo 'warning: standard output is lost' >&2"
-    assert Process(["sh", "-c", script], Path("/dev/full"), 1).finish() == "error: a.bin needs 5 bytes"
+def test_a_process_that_fails_on_a_full_disk(tmp_path, monkeypatch):
+    """It cannot even say so in its log."""
+    process = Process(["sh", "-c", "echo 'step 3: val_loss 5.4'; exit 1"], tmp_path / "log", 1)
+    assert process.wait() == 1
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    assert process.last_line() == f"error: it failed, and could not say why: {tmp_path} has 0 bytes free"
 
 
 @pytest.mark.parametrize(
@@ -361,7 +367,9 @@ def test_why_a_process_failed_is_known_although_its_log_is_on_a_full_disk():
     [
         ("echo 'error: a.bin needs 5 bytes' >&2; exit 1", "a.bin needs 5 bytes"),
         ("echo 'train.py: error: no flag' >&2; exit 2", "train.py: error: no flag"),
-        ("echo 'step 3: val_loss 5.4'; exit 3", "exit code 3"),
+        ("echo 'step 3: val_loss 5.4'; exit 3", "exit code 3; its last line is step 3: val_loss 5.4"),
+        ("echo 'error: a.bin needs 5 bytes' >&2; echo warning; exit 1", "a.bin needs 5 bytes"),
+        ("exit 3", "exit code 3"),
         ("echo 'warning: careful' >&2; echo >&2; exit 1", "exit code 1; its last line is warning: careful"),
         (r"printf 'error: \351t\351' >&2; exit 1", "\ufffdt\ufffd"),  # not UTF-8
         ("kill -9 $$", "killed by SIGKILL"),
