@@ -200,6 +200,12 @@ def test_short_names_are_safe_in_folder_names(tmp_path):
     assert [short_name(name) for name in names] == ["python", "tinyshakespeare", "my_novel", "a", "notes", "v1_2"]
 
 
+def test_a_folder_named_by_dots_has_its_own_name(tmp_path, monkeypatch):
+    (tmp_path / "notes" / "old").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "notes" / "old")
+    assert [short_name(name) for name in (".", "..")] == ["old", "notes"]
+
+
 # --- the standard library ---------------------------------------------------------------------------------------------
 
 
