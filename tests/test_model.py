@@ -499,6 +499,12 @@ def test_embedding_scale_starts_at_the_square_root_of_the_width():
     torch.testing.assert_close(scaled.embed_tokens(TOKENS), math.sqrt(SMALL.dim) * plain.embed_tokens(TOKENS))
 
 
+def test_the_learned_and_the_constant_scale_of_the_embedding_are_multiplied():
+    model = Llama(dataclasses.replace(SMALL, scaled_embedding=True, embedding_scale=3.0))
+    expected = 3 * math.sqrt(SMALL.dim) * model.embed_tokens.weight[TOKENS]
+    torch.testing.assert_close(model.embed_tokens(TOKENS), expected)
+
+
 def test_tied_lm_head_shares_the_embedding_weight():
     model = Llama(SMALL)
     assert model.lm_head.weight is model.embed_tokens.weight

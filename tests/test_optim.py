@@ -99,6 +99,19 @@ def test_weight_decay_and_optimizer_of_each_parameter():
             assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
 
 
+def test_weight_decay_follows_the_schedule():
+    """A gradient of 0 leaves the decay alone, here after the learning rate has fallen to a fifth."""
+    for optimizer in ("muon", "adamw"):
+        model = Llama(dim=8, layers=1)
+        weight = model.layers[0].get_parameter("mlp.up_proj.weight")
+        before, weight.grad = weight.detach().clone(), torch.zeros_like(weight)
+        for each in make_optimizers(model, TrainConfig(optimizer=optimizer, lr=0.5, weight_decay=0.3)):
+            for group in each.param_groups:
+                group["lr"] = 0.1
+            each.step()
+        torch.testing.assert_close(weight.detach(), before * (1 - 0.1 * 0.3))
+
+
 def test_weights_without_grad_are_not_updated():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     Muon([{"params": [weight], "weight_decay": 0.3}], lr=0.05, momentum=0.9).step()

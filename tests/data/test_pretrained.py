@@ -339,6 +339,15 @@ def test_the_end_of_a_document_is_saved_wherever_it_was_found(directories, tmp_p
     )
 
 
+def test_the_end_in_generation_config_comes_before_that_in_config(directories, tmp_path):
+    """As in models for chat, whose replies end with another token than their training texts."""
+    source = shutil.copytree(directories["byte-level"], tmp_path / "source")
+    (source / "tokenizer_config.json").unlink()
+    (source / "config.json").write_text('{"eos_token_id": 0}')
+    (source / "generation_config.json").write_text('{"eos_token_id": 502}')
+    assert load_pretrained_tokenizer(source).end_of_document == 502
+
+
 def test_tokens_added_to_a_sentencepiece_model(directories, tmp_path):
     folder = shutil.copytree(directories["llama"], tmp_path / "chat")
     added = {"502": {"content": "<|end|>", "special": True}, "503": {"content": "<tool>", "special": False}}

@@ -146,6 +146,12 @@ def test_a_folder_gives_its_text_files_in_sorted_order(tmp_path):
     assert found == ["b.md", "c.jsonl", "d.txt.gz", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
 
 
+def test_a_link_to_nothing_in_a_folder_is_skipped(tmp_path):
+    text = write(tmp_path / "a.txt", "x")
+    (tmp_path / "b.txt").symlink_to("missing")
+    assert find_files(str(tmp_path), tmp_path) == [text]
+
+
 @pytest.mark.parametrize("before", [0, 10, CHUNK, 2 * CHUNK + 3])
 @pytest.mark.parametrize("bad", [b"\xff\n", b"\xed\xa0\x80", b"\xc3"], ids=["byte", "surrogate", "cut off"])
 def test_invalid_utf8_is_refused_with_its_byte_offset(tmp_path, before, bad):
@@ -198,6 +204,12 @@ def test_missing_files_are_refused(tmp_path):
 def test_short_names_are_safe_in_folder_names(tmp_path):
     names = ["python", "shakespeare", "books/my novel.txt", "a.jsonl.gz", "notes/", "v1.2"]
     assert [short_name(name) for name in names] == ["python", "tinyshakespeare", "my_novel", "a", "notes", "v1_2"]
+
+
+def test_a_folder_named_by_dots_has_its_own_name(tmp_path, monkeypatch):
+    (tmp_path / "notes" / "old").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "notes" / "old")
+    assert [short_name(name) for name in (".", "..")] == ["old", "notes"]
 
 
 # --- the standard library ---------------------------------------------------------------------------------------------

@@ -252,6 +252,24 @@ def test_hooks_fire_and_replacements_take_effect(path):
     torch.testing.assert_close(cached_logits(ours.eval()), cached_logits(plain.eval()), rtol=1e-4, atol=1e-5)
 
 
+def test_hooks_for_all_modules_see_every_module():
+    """As profilers and summaries of models register them. A plain model and ours call the same modules."""
+    called: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *args: called.append(module))
+    seen = []
+    try:
+        for model in models(layers=1):
+            names = {module: name for name, module in model.named_modules()}
+            for function in (loss_and_gradients, cached_logits):
+                called.clear()
+                function(model.train(function is loss_and_gradients))
+                seen.append([names[module] for module in called])
+    finally:
+        handle.remove()
+    in_loss, cached, *ours = seen
+    assert ours == [in_loss, cached] and {"lm_head", "layers.0.mlp.down_proj"} <= set(in_loss) & set(cached)
+
+
 def test_float64_and_meta_are_the_formulas():
     plain, ours = models()
     expected = loss_and_gradients(copy.deepcopy(plain).double())

@@ -45,9 +45,14 @@ def test_instance_norm_normalizes_the_pixels_of_each_channel():
             torch.testing.assert_close(y[b, c], expected, rtol=0, atol=1e-13)
 
 
-def test_instance_norm_matches_torch():
-    norm, x = randomized(InstanceNorm(3)), image().requires_grad_()
-    theirs = nn.InstanceNorm2d(3, affine=True).double()
+@pytest.mark.parametrize(
+    ("shape", "their_class"),
+    [((2, 3, 20), nn.InstanceNorm1d), ((2, 3, 4, 5), nn.InstanceNorm2d), ((2, 3, 2, 2, 5), nn.InstanceNorm3d)],
+    ids=["sequence", "image", "volume"],
+)
+def test_instance_norm_matches_torch(shape, their_class):
+    norm, x = randomized(InstanceNorm(3)), image().reshape(shape).requires_grad_()
+    theirs = their_class(3, affine=True).double()
     theirs.load_state_dict(norm.state_dict(), strict=True)
     torch.testing.assert_close(norm(x), theirs(x), rtol=0, atol=1e-13)
     (grad,) = torch.autograd.grad(norm(x).pow(3).sum(), x)
