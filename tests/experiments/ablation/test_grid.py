@@ -162,6 +162,21 @@ def test_the_grid_is_widened_while_the_best_rate_is_at_its_edge(resolve):
     assert best == {ARM: 0.04} and {cell.lr for cell in found} == {0.01, 0.02, 0.04}
 
 
+def test_a_command_that_is_repeated_reports_the_rates_beyond_the_grid_again(resolve, monkeypatch):
+    """Nothing is trained the second time, so no run that ends says which rates were tried."""
+    ablation = resolve("--lr 0.01 --lrs 0.02 --widen 1 --seeds 1")
+    rates = {0.01: 3.0, 0.02: 2.5, 0.04: 2.0}
+    for lr, bpb in rates.items():
+        for cell in [*ablation.grid.selection([ARM], [lr], 0), Cell(ARM, lr, 0)]:
+            finish(ablation, cell, bpb)
+    monkeypatch.setattr("experiments.ablation.run.write_pictures", lambda grid, *runs: None)
+    run_ablation(ablation, "command")
+    assert "| arm | 0.01 | 0.02 | 0.04 |" in (ablation.folder / "table.md").read_text()
+    with open(ablation.folder / "runs.csv", newline="") as file:
+        selection = [float(row["lr"]) for row in csv.DictReader(file) if int(row["seed"]) >= 1000]
+    assert sorted(selection) == sorted(2 * list(rates))
+
+
 def test_each_arm_is_reported_at_its_own_rate_which_other_seeds_selected(resolve, monkeypatch):
     """All runs have ended, so nothing is trained. On the reported seeds, the other rate would be the better one."""
     ablation = resolve("--norms rmsnorm dyt --lr 0.01 --lrs 0.02 --seed 5 --seeds 2 --jobs 3")
