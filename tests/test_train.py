@@ -125,6 +125,14 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     assert last_sample(run).startswith(run_settings.data.tokenizer.decode(ids[:16].tolist()))
 
 
+def test_a_sample_leaves_half_of_a_small_context_to_the_model(command):
+    run = command("--context 8 --steps 1")
+    data = resolve_run(train.parse(["--eval-only", "--out", str(run)])).data
+    text = data.tokenizer.decode(data.val.tokens[:8].tolist())
+    sample = last_sample(run)
+    assert sample.startswith(text[:4]) and not sample.startswith(text)
+
+
 def test_gradient_accumulation_matches_the_whole_batch(command):
     flags = "--steps 5 --clip 0 --optimizer adamw"  # Muon would round to bfloat16
     whole, parts = command(flags, "whole"), command(f"{flags} --micro-batch-size 2", "parts")

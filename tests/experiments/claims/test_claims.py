@@ -277,7 +277,7 @@ def test_best_variant_is_the_lowest_on_the_selection_seeds():
 
 
 def test_a_claim_reports_the_seeds_of_its_protocol(tmp_path, monkeypatch):
-    """A second experiment has seeds that the first one did not see. Rates are selected on others. Nothing is trained."""
+    """A second experiment has seeds that the first one did not see. Nothing is trained."""
 
     def ended(grid: Grid, wanted: list[Cell], on_end: Any = None) -> dict[Cell, Outcome]:
         return {cell: Outcome(cell.arm, cell.lr, cell.seed, False, 4, 2.0, 2.0, 2.0, None, None, []) for cell in wanted}
