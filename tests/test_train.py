@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +123,14 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     byte_count = sum(1 for token in ids[1:].tolist() if token < 256)  # end-of-document tokens have no bytes
     assert read_metrics(run)[-1]["val_bpb"] == pytest.approx(nats / math.log(2) / byte_count, rel=1e-6)
     assert last_sample(run).startswith(run_settings.data.tokenizer.decode(ids[:16].tolist()))
+
+
+def test_a_sample_leaves_half_of_a_small_context_to_the_model(command):
+    run = command("--context 8 --steps 1")
+    data = resolve_run(train.parse(["--eval-only", "--out", str(run)])).data
+    text = data.tokenizer.decode(data.val.tokens[:8].tolist())
+    sample = last_sample(run)
+    assert sample.startswith(text[:4]) and not sample.startswith(text)
 
 
 def test_gradient_accumulation_matches_the_whole_batch(command):
@@ -489,6 +499,18 @@ def test_resuming_rewrites_the_log_after_the_checkpoint(command):
     assert (resumed / "samples.txt").read_text() == samples
 
 
+def test_a_run_counts_its_seconds_over_all_its_parts(command, monkeypatch):
+    """Three parts, on a clock that every reading moves on by a second. The later parts take fewer of them."""
+    readings = itertools.count(0.0)
+    monkeypatch.setattr("runtime.meter.time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    command("--steps 8 --save-every 2")
+    command("--resume --steps 9")
+    run = command("--resume --steps 10")
+    seconds = {row["step"]: row["seconds"] for row in read_metrics(run) if "seconds" in row}
+    saved = json.loads((find_checkpoint(run) / "trainer.json").read_text())["seconds"]
+    assert seconds[8] < seconds[9] < seconds[10] < saved
+
+
 def test_samples_are_utf8_in_every_locale(tmp_path):
     """Python's default encoding depends on the locale, and generated text is not always ASCII."""
     script = (
@@ -617,6 +639,7 @@ def test_non_finite_loss_stops_the_run_and_is_not_saved(command, capsys, tmp_pat
     assert excinfo.value.code == 5
     bad = [row["step"] for row in read_metrics(tmp_path / "run") if row.get("not_finite")]
     assert len(bad) == 1 and f"at step {bad[0]}" in capsys.readouterr().err
+    assert f"not finite at step {bad[0]}." in (tmp_path / "run/report.html").read_text("utf-8")
     kept = [load_pretrained(path, "cpu")[0] for path in (tmp_path / "run/checkpoints").iterdir()]
     assert len(kept) == bad[0] - 1  # a checkpoint of every step before it and none after
     assert all(weight.isfinite().all() for model in kept for weight in model.parameters())

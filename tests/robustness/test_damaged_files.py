@@ -257,6 +257,16 @@ def test_an_intact_checkpoint_is_not_deleted_before_a_damaged_one(flags, tmp_pat
     assert names == ["damaged-step-000009", "step-000006", "step-000010"]
 
 
+def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint):
+    """The row of that step is logged before the checkpoint is written, so there is a row and no checkpoint."""
+    run = tmp_path / "run"
+    train.main([*flags, "--save-every", "3", "--steps", "3"])
+    expected = fingerprint(run)
+    shutil.rmtree(run / "checkpoints/step-000003")
+    train.main([*flags, "--resume"])
+    assert fingerprint(run) == expected
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(flags, tmp_path, capsys):
     """Its log would be lost. They may be on a disk that is not mounted."""
     train.main([*flags, "--save-every", "3", "--steps", "6"])

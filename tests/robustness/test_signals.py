@@ -201,6 +201,20 @@ def test_a_second_signal_stops_immediately(command, undisturbed, fork, tmp_path,
     assert logged(tmp_path / "run") == logged(undisturbed)
 
 
+@pytest.mark.parametrize("ranks, stopped", [(1, [signal.SIGTERM]), (2, [])])
+def test_a_second_signal_stops_no_rank_that_is_saving(ranks, stopped, monkeypatch):
+    """One rank of several may get the terminal's signal and, later, that of torchrun. All must save together."""
+    ended: list[int] = []
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(signals, "SAME_STOP", 0.005)
+    monkeypatch.setattr(signals, "stop_now", ended.append)
+    with signals.stop_requests() as requests:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.02)
+    assert requests == [signal.SIGTERM] * 2 and ended == stopped
+
+
 def test_a_row_of_the_log_goes_on_where_a_signal_stopped_the_run(command, undisturbed, fork, capsys, tmp_path, logged):
     """Its loss is the mean since the row before, not since the signal, and no row is missed."""
 

@@ -4,16 +4,18 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 
-from config import ModelConfig
+from config import ModelConfig, TrainConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from model import Llama
 from runtime.checkpoint import (
+    check_space,
     find_checkpoint,
     intact_checkpoint,
     latest_checkpoint,
@@ -217,6 +219,20 @@ def test_full_disk_raises_os_error(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(earlier.parent.iterdir()) == [earlier]
+
+
+@pytest.mark.parametrize(
+    "steps, save_every, keep, saved, count",
+    [(10, 10, 2, 0, 1), (11, 10, 2, 0, 2), (3, 10, 2, 0, 1), (31, 10, 2, 0, 3), (31, 10, 5, 0, 4), (31, 10, 2, 1, 2)],
+)
+def test_the_disk_needs_space_for_each_checkpoint_to_come(steps, save_every, keep, saved, count, tmp_path, monkeypatch):
+    """At most one more than --keep, while the newest is written; the last step is always saved."""
+    for step in range(saved):
+        save(tmp_path, 10 * (step + 1), trained=False)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1 << 40, free=0))
+    training = TrainConfig(steps=steps, save_every=save_every, keep=keep)
+    with pytest.raises(OSError, match=rf"{count} of [\d,]+; free some space"):
+        check_space(tmp_path, CONFIG, training)
 
 
 def test_unfinished_checkpoint_is_ignored_and_deleted(tmp_path):

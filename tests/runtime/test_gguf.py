@@ -237,10 +237,11 @@ def test_other_vocabularies_are_refused(tokenizer, tmp_path):
         export(random_model(), SentencePieceTokenizer(unigram.getvalue()), tmp_path / "model.gguf")
 
 
-def test_dtypes_are_checked(tokenizer, tmp_path):
+@pytest.mark.parametrize("value", [65520.0, -65520.0])
+def test_dtypes_are_checked(value, tokenizer, tmp_path):
     model = random_model()
     with torch.no_grad():
-        model.get_parameter("layers.1.mlp.up_proj.weight")[3, 4] = 65520.0
+        model.get_parameter("layers.1.mlp.up_proj.weight")[3, 4] = value
     with pytest.raises(ValueError, match=r"float16 cannot hold a value of blk\.1\.ffn_up\.weight; use bfloat16 or fl"):
         export(model, tokenizer, tmp_path / "model.gguf", "float16")
     with pytest.raises(ValueError, match="dtype 'int8' is not one of float32, float16, bfloat16"):

@@ -245,6 +245,14 @@ def test_micro_batches_repeat_and_ranks_share_the_update_of_a_shard():
     assert shard.eager_seconds == pytest.approx(two.eager_seconds - update * 3 / 4)
 
 
+def test_no_rank_shares_the_update_of_muon():
+    """Each orthogonalizes whole matrices, also those of a shard."""
+    flags = f"{SMALL} --layers 1 --optimizer muon --micro-batch-size 1"
+    one, shard = make_plan(f"{flags} --batch-size 1"), make_plan(f"{flags} --batch-size 4 --ranks 4 --shard")
+    assert shard.eager_seconds == pytest.approx(one.eager_seconds)
+    assert shard.compiled_seconds == pytest.approx(one.compiled_seconds)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_norm_has_a_plan(kind):
     placement = "rezero" if TRAITS[kind].identity else "pre"

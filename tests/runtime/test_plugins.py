@@ -17,6 +17,7 @@ import bench
 import generate
 import model
 import train
+from experiments.ablation.run import resolve_ablation
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
 from runtime import plugins
@@ -224,6 +225,20 @@ def test_damaged_records_are_refused(capsys, trained):
         assert error_of("python train.py --resume --out run --import mynorm.py", capsys).endswith(
             "run/run.json: 'imports' is damaged"
         )
+
+
+def test_each_run_of_an_ablation_imports_it_when_it_starts_and_when_it_resumes():
+    flags = f"--norms rmsnorm mynorm --seeds 1 --out comparison --import mynorm.py {TOY}"
+    ablation = resolve_ablation(*ablate.parse(flags.split()))
+    for cell in ablation.reported:
+        start = ablation.grid.command(cell)
+        (ablation.grid.cell_folder(cell) / "run.json").parent.mkdir()
+        (ablation.grid.cell_folder(cell) / "run.json").touch()
+        for command in (start, ablation.grid.command(cell)):
+            assert Path("mynorm.py").resolve() in plugins.IMPORTED
+            forget()
+            train.parse(command[2:])
+            assert "mynorm" in KINDS
 
 
 @pytest.mark.slow

@@ -107,6 +107,16 @@ def test_bad_input_names_the_flag(flags, named, resolve):
         resolve(flags)
 
 
+@pytest.mark.parametrize("contexts", ["16,512", "512,16"])
+def test_the_text_must_be_long_enough_for_the_context_of_every_arm(contexts, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sees a dog. " * 200)
+    flags = FLAGS.replace("--context 16", f"--factor context={contexts}")
+    arguments = f"{flags} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'out'}".split()
+    with pytest.raises(ValueError, match="--context 512 needs 513"):
+        resolve_ablation(*ablate.parse(arguments))
+
+
 def test_arms_never_mix_compiled_and_plain_runs_unawares(resolve, monkeypatch):
     """On a card, runs of 500 steps are compiled by default. `--factor compile` compares the two on purpose."""
     monkeypatch.setattr("runtime.settings.compile_by_default", lambda device, steps: steps >= 500)
@@ -160,6 +170,21 @@ def test_the_grid_is_widened_while_the_best_rate_is_at_its_edge(resolve):
     assert best == {ARM: 0.04} and {cell.lr for cell in found} == {0.01, 0.02, 0.04, 0.08}
     best, found = ablation.grid.select_lrs([ARM], ablation.lrs, 0, widen=1)
     assert best == {ARM: 0.04} and {cell.lr for cell in found} == {0.01, 0.02, 0.04}
+
+
+def test_a_command_that_is_repeated_reports_the_rates_beyond_the_grid_again(resolve, monkeypatch):
+    """Nothing is trained the second time, so no run that ends says which rates were tried."""
+    ablation = resolve("--lr 0.01 --lrs 0.02 --widen 1 --seeds 1")
+    rates = {0.01: 3.0, 0.02: 2.5, 0.04: 2.0}
+    for lr, bpb in rates.items():
+        for cell in [*ablation.grid.selection([ARM], [lr], 0), Cell(ARM, lr, 0)]:
+            finish(ablation, cell, bpb)
+    monkeypatch.setattr("experiments.ablation.run.write_pictures", lambda grid, *runs: None)
+    run_ablation(ablation, "command")
+    assert "| arm | 0.01 | 0.02 | 0.04 |" in (ablation.folder / "table.md").read_text()
+    with open(ablation.folder / "runs.csv", newline="") as file:
+        selection = [float(row["lr"]) for row in csv.DictReader(file) if int(row["seed"]) >= 1000]
+    assert sorted(selection) == sorted(2 * list(rates))
 
 
 def test_each_arm_is_reported_at_its_own_rate_which_other_seeds_selected(resolve, monkeypatch):
@@ -227,9 +252,10 @@ def test_the_title_of_a_plot_says_what_was_run(resolve):
 
 
 def test_the_probe_sees_the_weights_before_and_after_training_of_each_seed(resolve, monkeypatch):
-    ablation = resolve("--seed 3 --seeds 1 --steps 2 --batch-size 4 --dropout 0.5")
-    grid, (cell,) = ablation.grid, ablation.reported
-    train.main(grid.command(cell)[2:])
+    ablation = resolve("--seed 3 --seeds 2 --steps 2 --batch-size 4 --dropout 0.5")
+    grid = ablation.grid
+    for cell in ablation.reported:
+        train.main(grid.command(cell)[2:])
     drawn: list[Any] = []
 
     def keep(blocks: list[Any], title: str) -> Figure:
@@ -240,14 +266,15 @@ def test_the_probe_sees_the_weights_before_and_after_training_of_each_seed(resol
     write_probes(ablation, grid.outcomes(ablation.reported))
     batch = next(evaluation_batches(grid.data.val.tokens, 16, 4))
     expected = []
-    trained = load_pretrained(grid.cell_folder(cell) / "checkpoints" / "step-000002", "cpu")[0]
-    for when, model in (("start", Llama(grid.settings[ARM][0], 3)), ("end", trained)):
-        torch.manual_seed(3)  # for dropout
-        expected += [(ARM, when, block) for block in probe(model, *batch)]
-    assert drawn == expected
+    for cell in ablation.reported:
+        trained = load_pretrained(grid.cell_folder(cell) / "checkpoints" / "step-000002", "cpu")[0]
+        for when, model in (("start", Llama(grid.settings[ARM][0], cell.seed)), ("end", trained)):
+            torch.manual_seed(cell.seed)  # for dropout
+            expected += [(cell.seed, when, block) for block in probe(model, *batch)]
+    assert drawn == [(ARM, when, block) for _, when, block in expected]
     with open(ablation.folder / "probe.csv", newline="") as file:
         rows = [(row["seed"], row["when"], row["block"], float(row["grad_norm"])) for row in csv.DictReader(file)]
-    assert rows == [("3", when, str(block.block), block.grad_norm) for _, when, block in expected]
+    assert rows == [(str(seed), when, str(block.block), block.grad_norm) for seed, when, block in expected]
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import ablate
-from experiments.ablation.grid import Cell
+from experiments.ablation.grid import Cell, Grid
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.claims import (
     affine_and_order,
@@ -27,10 +27,10 @@ from experiments.claims import (
     qk_norm_rates,
     rmsnorm_layernorm,
 )
-from experiments.claims.claim import CONFIRMED, NOT_RUN, OPEN, REFUTED, SCALES, Lab
+from experiments.claims.claim import CONFIRMED, NOT_RUN, OPEN, REFUTED, SCALES, Lab, Protocol
 from experiments.claims.document import to_markdown
 from experiments.claims.results import read_entries, results_file, run_claim
-from experiments.claims.runs import best_variants, learned, unigram_loss
+from experiments.claims.runs import best_variants, learned, make_runs, unigram_loss
 
 ROOT = Path(__file__).parents[3]
 NOISE = (0.004, -0.006, 0.001, -0.003, 0.004)  # by seed; sums to 0
@@ -274,6 +274,26 @@ def test_best_variant_is_the_lowest_on_the_selection_seeds():
 
 
 # --- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_reports_the_seeds_of_its_protocol(tmp_path, monkeypatch):
+    """A second experiment has seeds that the first one did not see. Nothing is trained."""
+
+    def ended(grid: Grid, wanted: list[Cell], on_end: Any = None) -> dict[Cell, Outcome]:
+        return {cell: Outcome(cell.arm, cell.lr, cell.seed, False, 4, 2.0, 2.0, 2.0, None, None, []) for cell in wanted}
+
+    monkeypatch.setattr(Grid, "run", ended)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sees a dog. " * 200)
+    protocol = Protocol(
+        minutes=0, flags=f"{TOY} --data {text}", arms=({"norm": "rmsnorm"}, {"norm": "dyt"}), lrs=(1e-3,), seeds=2,
+        settings={"first_seed": 8},
+    )  # fmt: skip
+    for select_lr in (True, False):
+        lab = Lab(tmp_path / "runs", "cpu", cache_dir=str(tmp_path / "cache"))
+        measured = make_runs(replace(protocol, select_lr=select_lr), lab)
+        assert [row["seed"] for row in measured["runs"]] == [8, 8, 9, 9]
+        assert not {8, 9} & {row["seed"] for row in measured["selection"]}
 
 
 def test_claims_are_numbered_and_named_once():
