@@ -6,9 +6,9 @@ Shapes in comments: B samples, T tokens, V token ids.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.signals import stop_at_signals
+    from runtime.start import start
 
-    stop_at_signals()
+    start()
 
 import argparse
 import codecs

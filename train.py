@@ -1,12 +1,9 @@
 """Train a LLaMA: `python train.py`. From top to bottom: the command, the training loop, what the loop calls."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    import os
+    from runtime.start import start
 
-    from runtime.signals import stop_at_signals
-
-    stop_at_signals()
-    os.environ.pop("MPLBACKEND", None)  # a notebook's, which may be missing here; plots are only drawn into files
+    start()
 
 import argparse
 import dataclasses

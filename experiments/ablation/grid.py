@@ -198,7 +198,8 @@ class Grid:
                             if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
                                 waiting.append(cell)
                                 continue
-                            outcomes[cell] = self.finished_outcome(cell, process.returncode, process.last_line())
+                            line = process.last_line() if process.returncode else ""
+                            outcomes[cell] = self.finished_outcome(cell, process.returncode, line)
                             bar.write(str(outcomes[cell]))
                             on_end(outcomes)
                     done = sum(steps[cell] for cell in outcomes) + sum(self.steps_done(cell) for cell in running)
