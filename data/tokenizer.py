@@ -16,7 +16,7 @@ from data.pretrained import PretrainedTokenizer, load_pretrained_tokenizer
 
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
 SAMPLE_CHARS = 4096  # per sampled block
-MAX_MODEL_BYTES = 256 << 20
+MAX_MODEL_BYTES = 256 << 20  # of a SentencePiece model
 ENCODE_CHARS = 16384  # per call of SentencePiece, whose memory for merges grows with the length of its input
 
 # For transformers, whose ids equal ours but for two kinds of text: to it U+2581 is a space, and a reserved piece typed
