@@ -141,8 +141,8 @@ class Log:
     """`metrics.jsonl` of a run, one JSON object a line, also passed to the `tracker`; and `samples.txt`.
 
     Resuming from `step` drops what was logged after it, since those steps run again. A sample is written before the
-    row of its evaluation, so one without a row is dropped as well,
-    unless samples.txt is larger than `MAX_SAMPLES_BYTES`. The last `unlogged` of those steps had no row yet.
+    row of its evaluation, so one without a row is dropped as well, unless samples.txt is larger than
+    `MAX_SAMPLES_BYTES`. The last `unlogged` of those steps had no row yet.
     """
 
     def __init__(self, folder: Path, step: int, tracker: Tracker, unlogged: int = 0):
