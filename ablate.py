@@ -6,7 +6,7 @@ The code is in `experiments/ablation/`.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.start import start
+    from runtime.process import start
 
     start()
 
@@ -18,9 +18,8 @@ from config import Parser, add_flags
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
 from norms.placement import PLACEMENTS
-from runtime.exit_codes import bad_input, exit_codes
-from runtime.output import outlive_readers
 from runtime.plugins import import_first
+from runtime.process import bad_input, exit_codes, outlive_readers
 from runtime.run_dir import locked
 
 

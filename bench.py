@@ -1,7 +1,7 @@
 """Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.start import start
+    from runtime.process import start
 
     start()
 
@@ -29,11 +29,11 @@ from experiments.destinations import check_file
 from experiments.growth import GrowthConfig, bench_growth
 from experiments.plan import PlanConfig, bench_plan
 from experiments.preparation import PrepareConfig, bench_prepare
+from files import write_atomically
 from runtime.device import describe, pick_device
-from runtime.exit_codes import bad_input, exit_codes
-from runtime.output import outlive_readers
 from runtime.plugins import add_import_flag, import_files
-from runtime.run_dir import RUNS, write_atomically
+from runtime.process import bad_input, exit_codes, outlive_readers
+from runtime.run_dir import RUNS
 
 # The function of each command, whose docstring is its help, and the dataclass of its options.
 COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {

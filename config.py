@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import json
 import math
 import re
 import sys
@@ -14,7 +13,8 @@ from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from norms import KINDS, build_norm, is_a, parse_norm_args
+from files import is_a, load_json, one_line
+from norms import KINDS, build_norm, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
@@ -22,8 +22,6 @@ DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 MAX_LAYERS = 10**4  # modules take time and memory even where their weights are few
-MAX_JSON_BYTES = 4 << 20  # of a configuration, which takes about 20 times as much memory
-MAX_LINE = 1200  # characters of an error message
 MAX_WEIGHTS = 10**12  # 4 TB in fp32, more than any single device has
 
 
@@ -86,16 +84,6 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
-
-
-def one_line(message: str) -> str:
-    """A message that may quote names and values from files, safe to print: on one line, of at most `MAX_LINE` letters.
-
-    What is not printable is escaped, and the middle of a longer message is left out.
-    """
-    if len(message) > MAX_LINE:
-        message = f"{message[: MAX_LINE // 2]} ... {message[-MAX_LINE // 3 :]}"
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
 
 
 @dataclass(frozen=True)
@@ -376,17 +364,6 @@ def _argument(option: dataclasses.Field, kind: Any) -> dict[str, Any]:
     if get_origin(kind) is list:
         return argument | {"nargs": "+", "metavar": "NAME|PATH"}
     return {"type": kind, "metavar": None if "choices" in option.metadata else kind.__name__.upper()} | argument
-
-
-def load_json(path: Path) -> Any:
-    """The content of a configuration file. Raises OSError, or ValueError for one that is damaged, deep or too large."""
-    with open(path, "rb") as file:
-        content = file.read(MAX_JSON_BYTES + 1)
-    require(len(content) <= MAX_JSON_BYTES, f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
 
 
 def read_run(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Shapes in comments: B samples, T tokens, V token ids.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.start import start
+    from runtime.process import start
 
     start()
 
@@ -32,9 +32,8 @@ from runtime.acceleration import accelerate, resolve_fast
 from runtime.checkpoint import open_checkpoint
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
-from runtime.exit_codes import NotFinite, bad_input, exit_codes
-from runtime.output import outlive_readers, write
 from runtime.plugins import import_first
+from runtime.process import NotFinite, bad_input, exit_codes, outlive_readers, write
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
 MAX_SAMPLES = 1 << 16  # each has a random number generator of its own

@@ -84,7 +84,7 @@ class Muon(Optimizer):
             for (_, longer), weights in by_shape.items():
                 # A part of a matrix cannot be orthogonalized: every rank does all whole matrices and keeps its parts.
                 momenta = (self.nesterov(weight, momentum, withheld) for weight in weights)
-                updates = orthogonalize([distributed.whole(update) for update in momenta])
+                updates = orthogonalize([distributed.full_tensor(update) for update in momenta])
                 for weight, update in zip(weights, updates, strict=True):
                     update = distributed.sharded_like(update, weight)
                     new = weight.mul(1 - lr * decay).add_(update, alpha=-lr * 0.2 * math.sqrt(longer))

@@ -1,7 +1,7 @@
 """Train a LLaMA: `python train.py`. From top to bottom: the command, the training loop, what the loop calls."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.start import start
+    from runtime.process import start
 
     start()
 
@@ -27,9 +27,9 @@ from config import Parser, add_flags, require
 from data.batches import Prepared, evaluation_batches, row_starts, training_batch
 from data.tokenizer import ByteTokenizer
 from data.tokens import TokenFile
+from files import InUse, is_a
 from generate import Sampling, sample_text
 from model import Llama
-from norms import is_a
 from norms.placement import PLACEMENTS, leave
 from optim import assign, hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
@@ -56,17 +56,23 @@ from runtime.device import (
     peak_memory,
     to_device,
 )
-from runtime.exit_codes import NotFinite, RunInUse, Stopped, bad_input, exit_codes
 from runtime.huggingface.directory import open_model
 from runtime.meter import Clock, Meter
-from runtime.output import outlive_readers
 from runtime.plan import Plan, make_plan
 from runtime.plugins import import_first, import_records, keep_copies
-from runtime.run_dir import Log, check_run_dir, has_evaluation, locked, make_tracker
-from runtime.run_file import continued, read_run_file, write_run_file
-from runtime.run_report import plot_loss, save_plot, write_report
-from runtime.settings import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
-from runtime.signals import stop_requests
+from runtime.process import NotFinite, Stopped, bad_input, exit_codes, outlive_readers, stop_requests
+from runtime.report import plot_loss, save_plot, write_report
+from runtime.run import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
+from runtime.run_dir import (
+    Log,
+    check_run_dir,
+    continued,
+    has_evaluation,
+    locked,
+    make_tracker,
+    read_run_file,
+    write_run_file,
+)
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 EVAL_BATCH_TOKENS = 1 << 12  # tokens per forward pass of an evaluation, or a micro-batch if that is more
@@ -79,7 +85,7 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 def main(arguments: list[str] | None = None) -> None:
     outlive_readers()
-    with distributed.joined(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
+    with distributed.process_group(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with distributed.printed_by_main():
             flags = parse(arguments)
         if flags.plan:
@@ -91,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         if flags.eval_only:
             evaluate_only(run)
             return
-        with distributed.held_by_main(locked(run.folder), RunInUse):
+        with distributed.held_by_main(locked(run.folder), InUse):
             with bad_input():
                 distributed.from_main(check_run_dir, run.folder, flags.resume)
                 distributed.from_main(clear_unfinished, run.folder)
@@ -168,7 +174,7 @@ class Trainer:
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
         if checkpoint:
             distributed.from_main(set_aside_after, run.folder, checkpoint)
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             if checkpoint:
                 open_model(checkpoint, run.model_config)  # refuses weights of another model before this one is built
             if run.config.init_from and not checkpoint:
@@ -188,7 +194,7 @@ class Trainer:
         self.step, self.seconds, self.skipped = 0, 0.0, 0
         unlogged: list[Any] = [0, 0.0]
         if checkpoint:
-            with distributed.together():
+            with distributed.raise_on_all_ranks():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
                 unlogged = state.get("unlogged", unlogged)
                 valid = is_a(state.get("seconds"), float) and is_a(state.get("scaler"), dict[str, float])
@@ -219,7 +225,7 @@ class Trainer:
                 self.step += 1
                 if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                     self.log_training()
-                signum = distributed.largest(stop[0] if stop else 0)
+                signum = distributed.all_reduce_max(stop[0] if stop else 0)
                 if self.due(config.save_every) or signum:
                     self.save()
                 if signum:
@@ -243,7 +249,9 @@ class Trainer:
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = distributed.whole(get_total_norm(weight.grad for weight in self.weights if weight.grad is not None))
+        grad_norm = distributed.full_tensor(
+            get_total_norm(weight.grad for weight in self.weights if weight.grad is not None)
+        )
         if clip:
             clip_grads_with_norm_(self.weights, clip, grad_norm)
         # Gradients may overflow in float16: the scaler then reduces the loss scale. In other dtypes the scale is 1.
@@ -389,7 +397,7 @@ class Trainer:
         """Whether all weights and running statistics are finite."""
         tensors = [*self.weights, *self.running_statistics()]
         finite = torch.stack([distributed.local(tensor.detach()).isfinite().all() for tensor in tensors]).all()
-        return not distributed.largest(int(not finite))
+        return not distributed.all_reduce_max(int(not finite))
 
     def save(self, keep: int | None = None) -> None:
         """Write a checkpoint and keep `keep`, by default --keep. Raises NotFinite if a weight is not finite."""
@@ -408,7 +416,7 @@ class Trainer:
             save_checkpoint(
                 run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, keep or run.config.keep
             )
-            distributed.wait_for_all()  # until rank 0 has written it
+            distributed.barrier()  # until rank 0 has written it
         self.saved = self.step
 
     def print_summary(self) -> None:
@@ -457,7 +465,7 @@ def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[floa
 def evaluate_only(run: Run) -> None:
     """Print the loss of the newest checkpoint."""
     allow_tf32(run.config.tf32)
-    with bad_input(), distributed.together():
+    with bad_input(), distributed.raise_on_all_ranks():
         checkpoint, model, _ = open_checkpoint(run.folder, run.device)
         require(model.config == run.model_config, f"{checkpoint} is of another model than {run.folder / 'run.json'}")
         if run.config.fast:

@@ -21,9 +21,9 @@ import torch
 
 from config import option
 from experiments.benchmarks import Report
-from runtime.exit_codes import Stopped
-from runtime.run_dir import read_rows, write_atomically
-from runtime.signals import stop_requests
+from files import write_atomically
+from runtime.process import Stopped, stop_requests
+from runtime.run_dir import read_rows
 
 PART_SECONDS = 480
 POLL_SECONDS = 0.3  # between looks at whether a signal has arrived

@@ -22,7 +22,7 @@ from experiments.benchmarks import (
 )
 from model import Llama
 from runtime.device import peak_memory
-from runtime.run_report import save_plot
+from runtime.report import save_plot
 from train import flops_per_token
 
 AXES = {

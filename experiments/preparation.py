@@ -19,7 +19,7 @@ from data.corpus import open_corpus
 from data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
 from data.workers import available_cpus, encode_jobs, make_jobs
 from experiments.benchmarks import BenchConfig, Call, Report, time_alternately
-from runtime.signals import temporary_folders
+from runtime.process import temporary_folders
 
 SAMPLE_SECONDS = 0.05  # between two looks at the memory in use
 CONTEXT = 256

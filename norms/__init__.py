@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from norms.registry import KINDS, TRAITS, Traits, build_norm, check_norm, is_a, parse_norm_args, register
+from norms.registry import KINDS, TRAITS, Traits, build_norm, check_norm, parse_norm_args, register
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

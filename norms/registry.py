@@ -1,12 +1,13 @@
 """The registry of norms: each kind is a class, a name for the `--norm` flag, and traits that its tests check."""
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import nn
+
+from files import is_a
 
 NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
@@ -90,22 +91,6 @@ def parse_norm_args(kind: str, texts: list[str]) -> dict[str, Any]:
         norm_args[name] = _parse(value, types.get(name))
     check_norm(kind, norm_args)
     return norm_args
-
-
-def is_a(value: Any, kind: Any) -> bool:
-    """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
-    if kind is Any:
-        return True
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is list:
-        return type(value) is list and all(is_a(item, *get_args(kind)) for item in value)
-    if get_origin(kind) is dict:
-        of_key, of_item = get_args(kind)
-        return type(value) is dict and all(is_a(key, of_key) and is_a(value[key], of_item) for key in value)
-    if kind is float and type(value) is int:
-        return abs(value) <= sys.float_info.max
-    return type(value) is kind
 
 
 def _argument_types(kind: str) -> dict[str, Any]:

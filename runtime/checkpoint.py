@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import ModelConfig, TrainConfig, load_json, require
+from config import ModelConfig, TrainConfig, require
 from data.tokenizer import Tokenizer
+from files import disk_error, explained, is_a, load_json, sync
 from model import Llama
-from norms import is_a
 from runtime import distributed
 from runtime.huggingface.directory import (
     CONFIG,
@@ -41,7 +41,7 @@ from runtime.huggingface.directory import (
     write_model,
 )
 from runtime.huggingface.weights import WEIGHTS, save_tensors, tensors_in, weight_files
-from runtime.run_dir import disk_error, explained, newest_run, sync
+from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
@@ -113,7 +113,7 @@ def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` with the sharded tensors gathered, one after another, in rank 0's main memory."""
     gathered = {}
     for name, tensor in state.items():
-        full = distributed.whole(tensor)
+        full = distributed.full_tensor(tensor)
         if distributed.is_main():
             gathered[name] = tensor if full is tensor else full.cpu()
     return gathered

@@ -31,7 +31,7 @@ GLOO_ENDS = 0.2  # seconds
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """Join the ranks that torchrun started, if there are several. On a GPU, rank k of a machine uses card k."""
     launched = dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
     if not launched or dist.is_initialized():
@@ -85,7 +85,7 @@ def is_main() -> bool:
 
 def restarted() -> bool:
     """Whether torchrun has started the ranks again after one failed. Only some machines may have counted that."""
-    return largest(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
+    return all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
 
 
 def launch() -> str | None:
@@ -102,7 +102,7 @@ def may_restart() -> bool:
 
 
 @contextmanager
-def together(*kinds: type[Exception]) -> Iterator[None]:
+def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
     """A ValueError or OSError inside, or an error of `kinds`, on any rank, is raised on all.
 
     Nothing inside may wait for other ranks.
@@ -128,7 +128,7 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
 def from_main(function: Callable[..., T], *arguments: Any) -> T:
     """The result of `function` on rank 0. Its ValueError or OSError is raised on all ranks."""
     result: list[Any] = [None]
-    with together():
+    with raise_on_all_ranks():
         if is_main():
             result[0] = function(*arguments)
     if world_size() > 1:
@@ -138,9 +138,9 @@ def from_main(function: Callable[..., T], *arguments: Any) -> T:
 
 @contextmanager
 def held_by_main(resource: AbstractContextManager, *kinds: type[Exception]) -> Iterator[None]:
-    """Enter `resource` on rank 0 only. Its errors are raised on all ranks, as in `together`."""
+    """Enter `resource` on rank 0 only. Its errors are raised on all ranks, as in `raise_on_all_ranks`."""
     with ExitStack() as stack:
-        with together(*kinds):
+        with raise_on_all_ranks(*kinds):
             if is_main():
                 stack.enter_context(resource)
         yield
@@ -157,15 +157,15 @@ def printed_by_main() -> Iterator[None]:
         try:
             yield
         except SystemExit:
-            wait_for_all()
+            barrier()
             raise
 
 
-def wait_for_all() -> None:
-    largest(0)
+def barrier() -> None:
+    all_reduce_max(0)
 
 
-def largest(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The maximum over the ranks."""
     if world_size() == 1:
         return number
@@ -320,7 +320,7 @@ def shard_weights(model: Llama) -> None:
         register_fsdp_forward_method(model, method)
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """`x`, gathered from all ranks if it is sharded."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 

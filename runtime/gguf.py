@@ -18,8 +18,8 @@ from data.tokenizer import SPACE, ByteTokenizer, SentencePieceTokenizer, Tokeniz
 from model import Llama
 from norms import KINDS
 from runtime.checkpoint import open_checkpoint
-from runtime.exit_codes import bad_input, exit_codes
 from runtime.plugins import NotImported
+from runtime.process import bad_input, exit_codes
 
 NEEDED = "a GGUF file needs two packages: pip install gguf protobuf"
 DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "bfloat16": ("BF16", "MOSTLY_BF16")}

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from config import one_line, require
-from norms import KINDS, TRAITS, is_a
+from config import require
+from files import is_a, one_line
+from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
 from runtime import distributed
 
@@ -92,7 +93,7 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
     scan = argparse.ArgumentParser(add_help=False)
     scan.add_argument("--import", dest="imports", action="append", nargs="?", default=[])  # `parser` checks for a value
     try:
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             import_files(filter(None, scan.parse_known_args(arguments)[0].imports))
     except (ValueError, OSError) as error:
         parser.error(str(error))

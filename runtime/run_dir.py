@@ -1,10 +1,10 @@
 """The directory of a run: who may write to it, and its logs."""
 
+import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -14,13 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # missing on Windows: locking is skipped there
-    fcntl = None  # type: ignore[assignment]
-
-from norms import is_a
-from runtime.exit_codes import DISK_FAILED, RunInUse
+from files import DISK_FAILED, explained, is_a, load_json, lock_file, write_atomically
 
 RUNS = Path("runs")
 COLUMNS = {  # of metrics.jsonl: a row has those of a training entry, an evaluation, a skipped step or a divergence
@@ -39,6 +33,15 @@ COLUMNS = {  # of metrics.jsonl: a row has those of a training entry, an evaluat
 }
 MAX_ROW_BYTES = 16 << 20  # of a line of metrics.jsonl
 MAX_SAMPLES_BYTES = 64 << 20  # of samples.txt
+CHECKSUM = "sha256"  # of everything else in the file
+REQUIRED = {
+    "model": dict,
+    "training": dict,
+    "corpus": dict,
+    "tokenizer": dict,
+    "command": list[str],
+    "versions": dict[str, str],
+}
 Tracker = Callable[[dict[str, Any]], None]
 
 
@@ -113,22 +116,17 @@ def make_run_dir(out: Path | None, name: str) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing to `folder`. Raises RunInUse if one already does.
+    """Keep other processes from writing to `folder`. Raises InUse if one already does.
 
     The operating system frees the lock when the process ends, however it ends.
     """
     refuse_links(folder)
-    with open(folder / ".lock", "a") as lock:
-        if fcntl:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunInUse(f"{folder} is in use by another process") from None
+    with lock_file(folder / ".lock"):
         yield
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise RunInUse if another process writes to `folder`, so that a second command need not prepare the text first.
+    """Raise InUse if another process writes to `folder`, so that a second command need not prepare the text first.
 
     Of two that start together, `locked` decides.
     """
@@ -244,57 +242,63 @@ def has_evaluation(folder: Path, step: int) -> bool:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def explained(path: Path, size: int) -> Iterator[None]:
-    """Make an OSError inside, usually of a full disk, name what was to be written and its size in bytes."""
-    try:
-        yield
-    except OSError as error:
-        free = shutil.disk_usage(path.parent).free
-        reason = f"{error.strerror or error}; it needs {size:,} bytes, and {free:,} are free"
-        raise disk_error(error.errno, f"{path} cannot be written: {reason}") from None
-
-
-def disk_error(number: int | None, message: str) -> OSError:
-    """An OSError with this `errno` whose text is only the message."""
-    error = OSError(message)
-    error.errno = number
-    return error
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that no reader ever sees half of it, nor anyone after a power failure.
-
-    What UTF-8 cannot encode, as in file names, is escaped. Raises OSError as `explained`.
-    """
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    part = path.with_name(path.name + ".part")
-    try:
-        with explained(path, len(data)):
-            part.unlink(missing_ok=True)  # it may be a link
-            part.write_bytes(data)
-            sync(part)
-            part.replace(path)
-            sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot open a directory
-        return
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _append(path: Path, text: str) -> None:
     data = text.encode()
     with explained(path, len(data)), path.open("ab") as file:
         file.write(data)
+
+
+# --- run.json ------------------------------------------------------------------------------------------------------
+
+
+def write_run_file(path: Path, description: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(description | {CHECKSUM: _checksum(description)}, indent=2) + "\n")
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The contents of a run.json. Raises ValueError, naming the file, if it is missing or damaged.
+
+    Those of earlier versions have no checksum. One that was edited by hand is taken once its checksum is removed.
+    """
+    try:
+        description = load_json(path)
+        valid = is_a(description, dict) and all(is_a(description.get(name), kind) for name, kind in REQUIRED.items())
+    except (OSError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path} is missing or damaged")
+    if description.pop(CHECKSUM, None) not in (None, _checksum(description)):
+        raise ValueError(f"{path} is damaged: its {CHECKSUM} differs; remove that line if you have edited the file")
+    return description
+
+
+def continued(earlier: dict[str, Any], description: dict[str, Any], step: int) -> dict[str, Any]:
+    """The `description` of a run that is resumed at `step`, with its first command and a list of those that resumed it.
+
+    If the machine has changed, a line on standard error says so.
+    """
+    if moved := changed_machine(earlier, description):
+        print(f"warning: not the same bits as without the interruption: {'; '.join(moved)}", file=sys.stderr)
+    imports = description["imports"]
+    description |= {
+        "command": earlier["command"],
+        "resumed": [*earlier.get("resumed", []), {"step": step, "command": description["command"]}],
+        "imports": [record for record in earlier.get("imports", []) if record not in imports] + imports,
+    }
+    return description | {name: earlier[name] for name in ("weights_from",) if name in earlier}
+
+
+def changed_machine(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of the machine in a `run.json` may change the last digits and has changed, as "device A, now B"."""
+    then, here = (
+        {name: run.get(name) for name in ("device", "instruction_set")} | {"torch": run["versions"].get("torch")}
+        for run in (earlier, now)
+    )
+    return [f"{name} {value}, now {here[name]}" for name, value in then.items() if value not in (None, here[name])]
+
+
+def _checksum(description: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 
 # --- trackers --------------------------------------------------------------------------------------------------------

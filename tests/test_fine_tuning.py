@@ -20,7 +20,7 @@ from data.tokenizer import ByteTokenizer
 from model import Llama
 from optim import learning_rate
 from runtime.checkpoint import find_checkpoint, load_pretrained, load_training_state, save_pretrained
-from runtime.settings import resolve, resolve_run
+from runtime.run import resolve, resolve_run
 
 transformers = pytest.importorskip("transformers")
 

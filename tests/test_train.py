@@ -32,16 +32,9 @@ from optim import learning_rate, make_optimizers
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.device import has_bfloat16
 from runtime.meter import Meter
+from runtime.report import shown
+from runtime.run import FIXED_ON_RESUME, changed_options, check_same_settings, check_same_text, resolve, resolve_run
 from runtime.run_dir import last_sample
-from runtime.run_report import shown
-from runtime.settings import (
-    FIXED_ON_RESUME,
-    changed_options,
-    check_same_settings,
-    check_same_text,
-    resolve,
-    resolve_run,
-)
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
@@ -674,7 +667,7 @@ def test_evaluation_needs_no_kernels(command, capsys, monkeypatch):
     description["training"]["fast"] = True
     del description["sha256"]
     (run / "run.json").write_text(json.dumps(description))
-    for module in ("runtime.acceleration", "runtime.settings"):
+    for module in ("runtime.acceleration", "runtime.run"):
         monkeypatch.setattr(f"{module}.unavailable", lambda: "no C compiler was found")
     train.main(["--eval-only", "--out", str(run)])
     assert "val_bpb" in capsys.readouterr().out

@@ -26,12 +26,10 @@ from experiments.ablation.outcome import Arm, Outcome, best_lr, read_outcome
 from experiments.ablation.processes import Process
 from norms.placement import Unsupported
 from runtime.device import describe
-from runtime.exit_codes import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input
 from runtime.plugins import check_imports, import_flags
-from runtime.run_dir import check_name, read_rows, refuse_links
-from runtime.run_file import read_run_file
-from runtime.settings import check_same_settings, check_same_text, resolve
-from runtime.signals import stop_requests
+from runtime.process import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, stop_requests
+from runtime.run import check_same_settings, check_same_text, resolve
+from runtime.run_dir import check_name, read_rows, read_run_file, refuse_links
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset

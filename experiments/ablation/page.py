@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from experiments.ablation.grid import Cell, Grid, Settings
 from experiments.ablation.outcome import Outcome, by_arm
 from experiments.ablation.plots import plot_curves, plot_differences, plot_paired_curves, plot_sweep
+from files import write_atomically
 from model import Llama
-from runtime.page import figure, markdown, page, preformatted
-from runtime.run_dir import last_sample, write_atomically
-from runtime.run_report import save_plot, settings_table
+from runtime.report import figure, markdown, page, preformatted, save_plot, settings_table
+from runtime.run_dir import last_sample
 
 
 def write_pictures(grid: Grid, shared: Sequence[Outcome], best: Sequence[Outcome], sweep: Sequence[Outcome]) -> None:

@@ -23,8 +23,8 @@ from experiments.ablation.tables import (
     lr_table,
     missing,
 )
+from files import write_atomically
 from runtime.device import describe
-from runtime.run_dir import write_atomically
 
 
 class Document:

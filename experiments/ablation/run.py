@@ -20,12 +20,13 @@ from experiments.ablation.plots import plot_depth
 from experiments.ablation.processes import resolve_devices
 from experiments.ablation.report import Document, write_document
 from experiments.probe import BlockStatistics, probe
+from files import write_atomically
 from model import Llama
 from runtime.checkpoint import load_pretrained
-from runtime.exit_codes import bad_input
-from runtime.run_dir import RUNS, check_not_in_use, write_atomically
-from runtime.run_report import save_plot
-from runtime.settings import prepare_text
+from runtime.process import bad_input
+from runtime.report import save_plot
+from runtime.run import prepare_text
+from runtime.run_dir import RUNS, check_not_in_use
 
 MAX_PROCESSES = 1024  # at a time, or threads of each
 

@@ -10,9 +10,10 @@ from experiments.claims.claim import SCALES, Lab
 from experiments.claims.document import to_html, to_markdown
 from experiments.claims.results import draw, read_entries, results_file, run_claim
 from experiments.destinations import check_file, make_folder
+from files import write_atomically
 from runtime.device import pick_device
-from runtime.exit_codes import bad_input
-from runtime.run_dir import RUNS, locked, write_atomically
+from runtime.process import bad_input
+from runtime.run_dir import RUNS, locked
 
 
 def main(arguments: list[str]) -> None:

@@ -20,7 +20,7 @@ from experiments.statistics import estimate
 from model import Llama
 from optim import learning_rate
 from runtime.device import pick_dtype
-from runtime.settings import Run
+from runtime.run import Run
 from train import Trainer, evaluate
 
 BASELINE = {"norm": "none", "placement": "pre"}

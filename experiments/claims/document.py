@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.claims.claim import Claim
 from experiments.claims.results import Entry
-from runtime.page import figure, markdown, page
+from runtime.report import figure, markdown, page
 
 TITLE = "Claims about normalization"
 INTRODUCTION = """\

@@ -12,8 +12,8 @@ import torch
 
 from experiments.claims.claim import NOT_RUN, SCALES, Claim, Judgment, Lab, Measured, Protocol, Scale
 from experiments.statistics import holm
+from files import write_atomically
 from runtime.device import describe
-from runtime.run_dir import write_atomically
 
 
 def results_file(results: Path, claim: Claim, scale: Scale) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from config import MAX_SIZE, ROPE_SCALING, ModelConfig, require
-from norms import is_a
+from files import is_a
 
 OWN_TYPE = "normal-llama"  # the model_type of what no architecture expresses
 OWN = "normal_llama"  # the key of our configuration in config.json

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import ModelConfig, check_fields, load_json, require
+from config import ModelConfig, check_fields, require
 from data.tokenizer import ByteTokenizer, PretrainedTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from files import is_a, load_json
 from model import Llama
-from norms import is_a
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
 from runtime.huggingface.names import hugging_face_name
 from runtime.huggingface.weights import WEIGHTS, StoredTensor, save_tensors, stored_tensors, weight_files

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config import load_json
+from files import load_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

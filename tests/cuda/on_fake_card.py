@@ -31,7 +31,7 @@ from norms import KINDS
 from norms.placement import PLACEMENTS, supports
 from norms.rmsnorm import RMSNorm
 from runtime.device import autocast
-from runtime.settings import Run, resolve_run
+from runtime.run import Run, resolve_run
 
 FOLDER = Path(sys.argv[2])
 SIZES = (

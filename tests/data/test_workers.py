@@ -137,7 +137,7 @@ from pathlib import Path
 from data import tokens, workers
 from data.corpus import open_corpus
 from data.tokenizer import load_tokenizer
-from runtime.exit_codes import bad_input, exit_codes
+from runtime.process import bad_input, exit_codes
 tokens.available_cpus, tokens.PARALLEL_BYTES, tokens.SAVE_BYTES, workers.JOB_BYTES = lambda: 2, 0, 1 << 18, 1 << 16
 folder = Path(sys.argv[2])
 with exit_codes(""), bad_input():

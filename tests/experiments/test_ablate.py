@@ -22,7 +22,7 @@ from experiments.ablation.outcome import Arm
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.probe import probe
 from model import Llama
-from runtime.exit_codes import exit_codes
+from runtime.process import exit_codes
 from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import bench
 import train
 from config import configs_from
 from experiments import gpu
-from runtime.exit_codes import Stopped
+from runtime.process import Stopped
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,8 @@ from typing import Any, Literal
 import pytest
 from torch import nn
 
-from norms.registry import KINDS, build_norm, is_a, register
+from files import is_a
+from norms.registry import KINDS, build_norm, register
 
 
 def test_registering_a_kind_twice_is_refused():

@@ -23,8 +23,8 @@ import torch
 from experiments.claims.results import commit
 from runtime.checkpoint import find_checkpoint
 from runtime.device import describe
+from runtime.process import stop_at_signals
 from runtime.run_dir import read_rows
-from runtime.signals import stop_at_signals
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"

@@ -16,8 +16,8 @@ import pyarrow.parquet
 import pytest
 
 import train
-from runtime.exit_codes import bad_input
-from runtime.settings import resolve_settings
+from runtime.process import bad_input
+from runtime.run import resolve_settings
 
 CONTEXT = 32
 SIZES = f"--dim 8 --layers 1 --heads 2 --context {CONTEXT} --batch-size 2 --device cpu --dtype float32 --no-fast"

@@ -16,9 +16,9 @@ import generate
 import train
 from runtime import checkpoint as checkpoints
 from runtime.checkpoint import find_checkpoint, intact_checkpoint, list_checkpoints
+from runtime.report import write_report
+from runtime.run import resolve_run
 from runtime.run_dir import Log, read_rows
-from runtime.run_report import write_report
-from runtime.settings import resolve_run
 
 # A model so small that headers and names are hit as often as numbers.
 SMALL = "--dim 4 --hidden-dim 4 --layers 1 --heads 1 --context 16 --batch-size 4 --tokenizer sentencepiece"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from runtime.run_file import changed_machine
+from runtime.run_dir import changed_machine
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -22,8 +22,8 @@ from generate import Sampling
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from runtime.device import pick_device
-from runtime.exit_codes import bad_input, exit_codes
-from runtime.settings import resolve_settings
+from runtime.process import bad_input, exit_codes
+from runtime.run import resolve_settings
 
 PLAUSIBLE: dict[Any, list[str]] = {int: ["1", "2", "4", "8", "32"], float: ["0.5", "0.1", "0.01", "1", "1e-5"]}
 ODD: dict[Any, list[str]] = {

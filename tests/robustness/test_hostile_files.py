@@ -25,8 +25,8 @@ from config import ModelConfig
 from data.tokenizer import ByteTokenizer
 from model import Llama
 from runtime.checkpoint import find_checkpoint, load_pretrained, save_pretrained
-from runtime.exit_codes import bad_input
-from runtime.settings import resolve_settings
+from runtime.process import bad_input
+from runtime.run import resolve_settings
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)

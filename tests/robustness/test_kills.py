@@ -17,8 +17,8 @@ import pytest
 import ablate
 import train
 from runtime.checkpoint import list_checkpoints
+from runtime.process import STOP_SIGNALS
 from runtime.run_dir import read_rows
-from runtime.signals import STOP_SIGNALS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks, and finds processes in /proc"),

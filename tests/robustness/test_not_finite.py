@@ -22,8 +22,8 @@ from data.batches import training_batch
 from model import Llama
 from runtime import distributed
 from runtime.checkpoint import find_checkpoint, list_checkpoints, load_pretrained, save_pretrained
-from runtime.exit_codes import NotFinite
-from runtime.settings import resolve_run
+from runtime.process import NotFinite
+from runtime.run import resolve_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -253,7 +253,7 @@ def test_generating_with_a_diverged_model_is_one_line(flags, tmp_path, capsys):
 
 def main_on_ranks(folder: Path, flags: list[str]) -> None:
     """Run by torchrun: the loss is NaN at step 7 on rank 1 only, with DDP and FSDP2, Muon and AdamW."""
-    with distributed.joined():
+    with distributed.process_group():
         for number, options in enumerate(itertools.product(("ddp", "--shard"), ("muon", "adamw"))):
             arm = [*flags, "--optimizer", options[1], "--no-fast", *(["--shard"] if options[0] == "--shard" else [])]
             with bad_at({7} if distributed.rank() else set()):

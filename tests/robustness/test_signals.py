@@ -18,7 +18,7 @@ import pytest
 
 import ablate
 import train
-from runtime import signals
+from runtime import process as signals
 from runtime.checkpoint import find_checkpoint
 from runtime.run_dir import read_rows
 

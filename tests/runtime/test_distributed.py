@@ -95,7 +95,7 @@ def train_and_record(flags: list[str]) -> dict[str, Any]:
 
 
 def train_all(commands: Path, records: Path) -> None:
-    with distributed.joined():
+    with distributed.process_group():
         results = [train_and_record(flags.split()) for flags in commands.read_text().splitlines()]
         (records / f"rank{distributed.rank()}.json").write_text(json.dumps(results))
 
@@ -291,7 +291,7 @@ def test_an_error_that_ranks_share_keeps_its_errno(monkeypatch):
 
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed.dist, "all_gather_object", gather)
-    with pytest.raises(OSError, match="No space left") as raised, distributed.together():
+    with pytest.raises(OSError, match="No space left") as raised, distributed.raise_on_all_ranks():
         raise OSError(errno.ENOSPC, "No space left on device")
     assert raised.value.errno == errno.ENOSPC
 

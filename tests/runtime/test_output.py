@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-from runtime.output import outlive_readers
+from runtime.process import outlive_readers
 
 outlive_readers()
 for number in range(3):

@@ -6,7 +6,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from runtime.page import figure, markdown, page, preformatted, table
+from runtime.report import figure, markdown, page, preformatted, table
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from data.batches import Prepared
 from data.tokenizer import ByteTokenizer
 from data.tokens import TokenFile
 from runtime.plan import simulated
-from runtime.settings import Run
+from runtime.run import Run
 
 torch.set_num_threads(1)
 model = ModelConfig(dim=256, layers=3, heads=4, context=192, vocab_size=4096)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from runtime.run_dir import Log, check_run_dir, write_atomically
+from files import write_atomically
+from runtime.run_dir import Log, check_run_dir
 
 
 def test_a_file_is_replaced_and_not_overwritten(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from runtime.run_report import last_samples, plot_loss, write_report
+from runtime.report import last_samples, plot_loss, write_report
 
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
 ROWS = [

@@ -28,7 +28,7 @@ from experiments.ablation.run import Ablation, resolve_ablation, run_ablation, w
 from experiments.probe import probe
 from model import Llama
 from runtime.checkpoint import load_pretrained
-from runtime.exit_codes import IN_USE, exit_codes
+from runtime.process import IN_USE, exit_codes
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --tokenizer bytes --dtype float32 --no-fast --device cpu"
 ARM = Arm.of(norm="rmsnorm", placement="pre")
@@ -119,7 +119,7 @@ def test_the_text_must_be_long_enough_for_the_context_of_every_arm(contexts, tmp
 
 def test_arms_never_mix_compiled_and_plain_runs_unawares(resolve, monkeypatch):
     """On a card, runs of 500 steps are compiled by default. `--factor compile` compares the two on purpose."""
-    monkeypatch.setattr("runtime.settings.compile_by_default", lambda device, steps: steps >= 500)
+    monkeypatch.setattr("runtime.run.compile_by_default", lambda device, steps: steps >= 500)
     with pytest.raises(ValueError, match="some arms would run with --compile and others without"):
         resolve("--factor steps=20,500")
     assert len(resolve("--factor steps=20,500 --no-compile").arms) == 2

@@ -10,20 +10,28 @@ from typing import Any
 
 import torch
 
-from config import ModelConfig, TrainConfig, configs_from, load_json, read_run, require
+from config import ModelConfig, TrainConfig, configs_from, read_run, require
 from data.batches import Prepared, prepare
 from data.tokenizer import Tokenizer
-from norms import TRAITS, is_a
+from files import InUse, is_a, load_json
+from norms import TRAITS
 from runtime import distributed
 from runtime.acceleration import resolve_fast, unavailable
 from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint, latest_checkpoint
 from runtime.device import compile_by_default, pick_device, pick_dtype
-from runtime.exit_codes import RunInUse
 from runtime.huggingface.directory import check_context, open_model, read_tokenizer
 from runtime.plugins import warn_of_imports
-from runtime.run_dir import RUNS, check_not_in_use, check_run_dir, check_tracker, make_run_dir, newest_run, read_rows
-from runtime.run_file import read_run_file
-from runtime.run_report import shown
+from runtime.report import shown
+from runtime.run_dir import (
+    RUNS,
+    check_not_in_use,
+    check_run_dir,
+    check_tracker,
+    make_run_dir,
+    newest_run,
+    read_rows,
+    read_run_file,
+)
 
 FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
 
@@ -43,7 +51,7 @@ class Run:
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
     restarted = distributed.restarted()
-    with distributed.together(RunInUse):
+    with distributed.raise_on_all_ranks(InUse):
         out, model_config, config, device, data = resolve_settings(flags, restarted)
     name = f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
     folder = distributed.from_main(make_run_dir, out, name)

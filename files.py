@@ -1,0 +1,139 @@
+"""What every package needs: checked JSON, atomic writes, one lock, messages on one line.
+
+Only the standard library is imported here.
+"""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+try:
+    import fcntl
+except ImportError:  # missing on Windows: locking is skipped there
+    fcntl = None  # type: ignore[assignment]
+
+MAX_JSON_BYTES = 4 << 20  # of a configuration, which takes about 20 times as much memory
+MAX_LINE = 1200  # characters of an error message
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
+
+
+class InUse(Exception):
+    """Another process holds a lock."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
+    if kind is Any:
+        return True
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is list:
+        return type(value) is list and all(is_a(item, *get_args(kind)) for item in value)
+    if get_origin(kind) is dict:
+        of_key, of_item = get_args(kind)
+        return type(value) is dict and all(is_a(key, of_key) and is_a(value[key], of_item) for key in value)
+    if kind is float and type(value) is int:
+        return abs(value) <= sys.float_info.max
+    return type(value) is kind
+
+
+def load_json(path: Path) -> Any:
+    """The content of a configuration file. Raises OSError, or ValueError for one that is damaged, deep or too large."""
+    with open(path, "rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+
+
+def one_line(message: str) -> str:
+    """A message that may quote names and values from files, safe to print: on one line, of at most `MAX_LINE` letters.
+
+    What is not printable is escaped, and the middle of a longer message is left out.
+    """
+    if len(message) > MAX_LINE:
+        message = f"{message[: MAX_LINE // 2]} ... {message[-MAX_LINE // 3 :]}"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(path: Path, size: int) -> Iterator[None]:
+    """Make an OSError inside, usually of a full disk, name what was to be written and its size in bytes."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        reason = f"{error.strerror or error}; it needs {size:,} bytes, and {free:,} are free"
+        raise disk_error(error.errno, f"{path} cannot be written: {reason}") from None
+
+
+def disk_error(number: int | None, message: str) -> OSError:
+    """An OSError with this `errno` whose text is only the message."""
+    error = OSError(message)
+    error.errno = number
+    return error
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that no reader ever sees half of it, nor anyone after a power failure.
+
+    What UTF-8 cannot encode, as in file names, is escaped. Raises OSError as `explained`.
+    """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    part = path.with_name(path.name + ".part")
+    try:
+        with explained(path, len(data)):
+            part.unlink(missing_ok=True)  # it may be a link
+            part.write_bytes(data)
+            sync(part)
+            part.replace(path)
+            sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open a directory
+        return
+    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- locking ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lock_file(path: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the lock `path`. If another process holds it, wait for it, or raise InUse.
+
+    The operating system frees the lock when the process ends, however it ends.
+    """
+    with open(path, "a") as lock:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise InUse(f"{path.parent} is in use by another process") from None
+                print(f"waiting for another process, which holds {path}", file=sys.stderr)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
