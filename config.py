@@ -181,7 +181,7 @@ class TrainConfig:
     init_from: str = option(
         "",
         "fine-tune: start from the weights, model and tokenizer of this run, checkpoint or Hugging Face directory "
-        "(default: draw the weights)",
+        "(default: random initialization)",
         metavar="DIR",
     )
     steps: int = option(500, "optimizer steps")
@@ -202,9 +202,6 @@ class TrainConfig:
     )
     momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
-    skip_nonfinite: int = option(
-        0, "skip up to this many steps of the run whose loss or gradient is NaN or infinite, instead of ending it"
-    )
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option(
@@ -220,15 +217,13 @@ class TrainConfig:
     )
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
     compile: bool = option(None, "use torch.compile (default: on CUDA for runs of at least 500 steps)")
-    fast: bool = option(
-        None, "use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)"
-    )
     shard: bool = option(
         False, "with several ranks of torchrun, each keeps a part of every weight (FSDP2) instead of all (DDP)"
     )
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(
-        1 << 17, "tokens of the validation text per evaluation, in evenly spaced windows; fewer are faster"
+        1 << 17,
+        "tokens of the validation text per evaluation, in evenly spaced windows; fewer tokens make evaluation faster",
     )
     save_every: int = option(250, "steps between checkpoints; also after the last step")
     keep: int = option(2, "number of most recent checkpoints to keep")
@@ -246,7 +241,7 @@ class TrainConfig:
         require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        for name in ("warmup", "weight_decay", "clip", "skip_nonfinite", "seed"):
+        for name in ("warmup", "weight_decay", "clip", "seed"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"--{_dashed(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")

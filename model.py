@@ -52,9 +52,11 @@ class Llama(nn.Module):
         self.lm_head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        placement.extend(self)
+        if placement.extend:
+            placement.extend(self)
         draw_weights(self, seed)
-        placement.after_step(self)
+        if placement.after_step:
+            placement.after_step(self)
 
     def forward(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Logits (B, T, V) for the token after each of `tokens` (B, T).

@@ -64,8 +64,6 @@ class Muon(Optimizer):
 
     Updates have the RMS of AdamW's (arXiv 2502.16982), so both optimizers use the same learning rate. The same as
     `torch.optim.Muon` with `match_rms_adamw`, but matrices of one shape are batched.
-
-    As in torch's fused AdamW, a step with the attribute `found_inf` equal to 1, a tensor, changes nothing.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float):
@@ -73,8 +71,6 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
-        found_inf = getattr(self, "found_inf", None)
-        withheld = None if found_inf is None else found_inf.bool()
         for group in self.param_groups:
             lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
             by_shape: dict[tuple[int, ...], list[Tensor]] = {}
@@ -83,29 +79,19 @@ class Muon(Optimizer):
                     by_shape.setdefault(tuple(sorted(weight.shape)), []).append(weight)
             for (_, longer), weights in by_shape.items():
                 # A part of a matrix cannot be orthogonalized: every rank does all whole matrices and keeps its parts.
-                momenta = (self.nesterov(weight, momentum, withheld) for weight in weights)
-                updates = orthogonalize([distributed.full_tensor(update) for update in momenta])
-                for weight, update in zip(weights, updates, strict=True):
+                updates = [distributed.full_tensor(self.nesterov(weight, momentum)) for weight in weights]
+                for weight, update in zip(weights, orthogonalize(updates), strict=True):
                     update = distributed.sharded_like(update, weight)
-                    new = weight.mul(1 - lr * decay).add_(update, alpha=-lr * 0.2 * math.sqrt(longer))
-                    assign(weight, new, unless=withheld)
+                    weight.mul_(1 - lr * decay).add_(update, alpha=-lr * 0.2 * math.sqrt(longer))
 
-    def nesterov(self, weight: Tensor, momentum: float, withheld: Tensor | None) -> Tensor:
+    def nesterov(self, weight: Tensor, momentum: float) -> Tensor:
         """Update the running mean of the gradient and return the Nesterov update."""
         assert weight.grad is not None
         state = self.state[weight]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
-        mean = state["momentum_buffer"]
-        assign(mean, mean.lerp(weight.grad, 1 - momentum), unless=withheld)
+        mean = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
         return weight.grad.lerp(mean, momentum)
-
-
-@torch.no_grad()
-def assign(target: Tensor, value: Tensor, unless: Tensor | None) -> None:
-    """Set `target` to `value` unless `unless`, of shape (), is true. Python does not wait for the device."""
-    target, value = distributed.local(target), distributed.local(value)
-    target.copy_(value if unless is None else torch.where(unless, target, value))
 
 
 def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:

@@ -10,13 +10,12 @@ import dataclasses
 import math
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
@@ -24,16 +23,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 from config import Parser, add_flags, require
-from data.batches import Prepared, evaluation_batches, row_starts, training_batch
-from data.tokenizer import ByteTokenizer
-from data.tokens import TokenFile
+from data.batches import evaluation_batches, training_batch
 from files import InUse, is_a
 from generate import Sampling, sample_text
 from model import Llama
-from norms.placement import PLACEMENTS, leave
-from optim import assign, hidden_matrices, learning_rate, make_optimizers
+from norms.placement import PLACEMENTS
+from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
-from runtime.acceleration import accelerate
 from runtime.checkpoint import (
     clear_unfinished,
     intact_checkpoint,
@@ -46,10 +42,8 @@ from runtime.checkpoint import (
     weight_hashes,
 )
 from runtime.device import (
-    CARDS,
     allow_tf32,
     autocast,
-    check_device_name,
     describe,
     deterministic,
     peak_flops,
@@ -57,12 +51,10 @@ from runtime.device import (
     to_device,
 )
 from runtime.huggingface.directory import open_model
-from runtime.meter import Clock, Meter
-from runtime.plan import Plan, make_plan
 from runtime.plugins import import_first, import_records, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, outlive_readers, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
-from runtime.run import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
+from runtime.run import FIXED_ON_RESUME, Run, resolve_run
 from runtime.run_dir import (
     Log,
     check_run_dir,
@@ -88,10 +80,6 @@ def main(arguments: list[str] | None = None) -> None:
     with distributed.process_group(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with distributed.printed_by_main():
             flags = parse(arguments)
-        if flags.plan:
-            with bad_input():
-                print(plan(flags))
-            return
         with bad_input():
             run = resolve_run(flags)
         if flags.eval_only:
@@ -111,55 +99,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out (default: the newest run); options that are given anew replace those of the "
-        f"run and are printed, but the model, {fixed} cannot change",
+        help="continue the run in --out (default: the newest run); options you pass again replace those of the run "
+        f"and are printed; the model, {fixed} cannot change",
     )
     parser.add_argument(
         "--eval-only",
         action="store_true",
         help="evaluate the newest checkpoint of the run in --out (default: the newest run), on --eval-tokens",
     )
-    parser.add_argument("--plan", action="store_true", help="only print memory and speed of a step on --card")
-    parser.add_argument("--ranks", type=int, metavar="INT", help="number of GPUs for --plan (default: 1)")
-    parser.add_argument("--card", choices=CARDS, help="GPU for --plan (default: h100)")
     add_flags(parser)
     import_first(parser, arguments)
     flags = parser.parse_args(arguments)
-    if not flags.plan and (flags.ranks is not None or flags.card):
-        parser.error("--ranks and --card are for --plan; torchrun --nproc-per-node sets the ranks of a run")
     if getattr(flags, "init_from", "") and (flags.resume or flags.eval_only):
         parser.error("--init-from is for new runs; --resume and --eval-only take the weights of the run")
     return flags
-
-
-def plan(flags: argparse.Namespace) -> Plan:
-    """Memory and speed of a step on a GPU, from the trainer itself with tensors that have no data.
-
-    Raises ValueError for incompatible options.
-    """
-    require(not (flags.resume or flags.eval_only), "--plan is for new runs; leave out --resume and --eval-only")
-    require(not getattr(flags, "init_from", ""), "--plan takes no --init-from; name the sizes of the model")
-    require(distributed.world_size() == 1, "--plan takes one process; leave out torchrun and use --ranks")
-    device = getattr(flags, "device", "auto")
-    check_device_name(device)
-    require(device not in ("cpu", "mps"), f"--plan is for a GPU; leave out --device {device}")
-    model_config, config = read_configs(flags, "cuda")
-    ranks, card = 1 if flags.ranks is None else flags.ranks, flags.card or "h100"
-    require(ranks >= 1, f"--ranks must be at least 1, not {ranks}")
-    require(config.dtype != "float32", "--plan is for half precision; add --dtype bfloat16")
-    check_options(model_config, config, ranks)
-    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), config.dtype, ranks)
-    rows = config.batch_size // ranks
-    micro = min(config.micro_batch_size, rows)
-    nothing = TokenFile(np.zeros(model_config.context + 1, np.uint16), 0, 0)
-    simulated_config = dataclasses.replace(
-        config, batch_size=min(rows, 2 * micro), micro_batch_size=micro, device="cpu", compile=False, fast=False
-    )
-    run = Run(
-        Path(), model_config, simulated_config, torch.device("cpu"), torch.bfloat16,
-        Prepared(nothing, nothing, ByteTokenizer(), "", "", 0, 0),
-    )  # fmt: skip
-    return make_plan(partial(Trainer, run), flops_per_token, card, ranks, rows // micro, shard)
 
 
 # --- the training loop -----------------------------------------------------------------------------------------------
@@ -176,36 +129,31 @@ class Trainer:
             distributed.from_main(set_aside_after, run.folder, checkpoint)
         with distributed.raise_on_all_ranks():
             if checkpoint:
-                open_model(checkpoint, run.model_config)  # refuses weights of another model before this one is built
+                open_model(checkpoint, run.model_config)  # refuses weights that do not match before a model is built
             if run.config.init_from and not checkpoint:
                 self.model = load_pretrained_weights(run.config.init_from, run.model_config).to(run.device)
             else:
                 self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.model.recompute = run.config.recompute
-        if run.config.fast:
-            accelerate(self.model)
+        self.after_step = PLACEMENTS[run.model_config.placement].after_step
         self.parallel = distributed.Parallel(self.model, run.config.shard)
         self.weights = list(self.model.parameters())
-        stored = self.model.state_dict()
-        self.statistics = [name for name, _ in self.model.named_buffers() if name in stored]
         self.optimizers = make_optimizers(self.model, run.config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
-        self.step, self.seconds, self.skipped = 0, 0.0, 0
-        unlogged: list[Any] = [0, 0.0]
+        self.step, self.clock = 0, Clock()
+        self.unread: list[Tensor] = []  # loss and gradient norm of each step since `read_losses`, on the device
+        self.losses: list[float] = []  # of each step since the last row of the log
         if checkpoint:
             with distributed.raise_on_all_ranks():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
-                unlogged = state.get("unlogged", unlogged)
                 valid = is_a(state.get("seconds"), float) and is_a(state.get("scaler"), dict[str, float])
-                valid = valid and is_a(unlogged, list[float]) and len(unlogged) == 2
-                require(valid, f"{checkpoint}/trainer.json: seconds, scaler or unlogged are missing or damaged")
-            self.step, self.seconds, self.skipped = state["step"], state["seconds"], state.get("skipped", 0)
+                valid = valid and is_a(state.get("losses"), list[float])
+                require(valid, f"{checkpoint}/trainer.json: seconds, scaler or losses are missing or damaged")
+            self.step, self.losses, self.clock = state["step"], state["losses"], Clock(state["seconds"])
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
-        self.saved = self.step
         self.evaluated = resume and distributed.from_main(has_evaluation, run.folder, self.step)  # at this step
-        self.meter = Meter(run.device, run.config.skip_nonfinite - self.skipped, *unlogged)
 
     def train(self) -> None:
         config, folder = self.run.config, self.run.folder
@@ -238,48 +186,37 @@ class Trainer:
         """Whether something is due at this step that is done at every `every`-th and at the last one."""
         return self.step % every == 0 or self.step == self.run.config.steps
 
-    def update(self, rate: float) -> None:
-        """One optimizer step at learning rate `rate`, on the batch of this step.
-
-        If the loss or a gradient is not finite, weights, optimizer state and running statistics stay as they are.
-        Whether they do is decided on the device, since reading a value synchronizes.
-        """
-        clip, after_step = self.run.config.clip, PLACEMENTS[self.run.model_config.placement].after_step
-        before = [tensor.detach().clone() for tensor in self.changed_outside_optimizers()]
+    def update(self, lr: float) -> None:
+        """One optimizer step at learning rate `lr`, on the batch of this step. Only float16 waits for the device."""
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = distributed.full_tensor(
-            get_total_norm(weight.grad for weight in self.weights if weight.grad is not None)
-        )
-        if clip:
-            clip_grads_with_norm_(self.weights, clip, grad_norm)
-        # Gradients may overflow in float16: the scaler then reduces the loss scale. In other dtypes the scale is 1.
-        overflow = ~grad_norm.isfinite() & (self.scaler.scale(torch.ones_like(loss)) > 1)
-        finite = loss.isfinite() & grad_norm.isfinite()
-        bad = ~finite & ~(loss.isfinite() & overflow)
-        too_many = self.meter.add(self.step + 1, loss, grad_norm, bad)
-        applied = finite & ~too_many
+        gradients = [weight.grad for weight in self.weights if weight.grad is not None]
+        grad_norm = distributed.full_tensor(get_total_norm(gradients))
+        if self.run.config.clip:
+            clip_grads_with_norm_(self.weights, self.run.config.clip, grad_norm)
+        if not (self.scaler.is_enabled() and self.overflowed(grad_norm)):
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group["lr_ratio"]
+                optimizer.step()
+            if self.after_step:
+                self.after_step(self.model)
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["lr_ratio"]
-            optimizer.found_inf = 1 - applied.float()  # type: ignore[attr-defined]
-            optimizer.step()
-        for weight in self.weights:
-            weight.grad = None
-        after_step(self.model)
-        for tensor, earlier in zip(self.changed_outside_optimizers(), before, strict=True):
-            assign(tensor, earlier, unless=applied)
+            optimizer.zero_grad()
         self.scaler.update()
+        self.unread.append(torch.stack((loss, grad_norm)))
 
-    def running_statistics(self) -> list[Tensor]:
-        """The buffers that the forward pass changes or replaces."""
-        return [self.model.get_buffer(name) for name in self.statistics]
+    def overflowed(self, grad_norm: Tensor) -> bool:
+        """Whether gradients overflowed in float16: the step is skipped, and the scaler reduces the loss scale.
 
-    def changed_outside_optimizers(self) -> list[Tensor]:
-        """What a step changes but not in an optimizer: running statistics, and the weights that nGPT normalizes."""
-        normalized = PLACEMENTS[self.run.model_config.placement].after_step is not leave
-        return self.running_statistics() + (self.weights if normalized else [])
+        Raises NotFinite if the scale cannot be reduced any further.
+        """
+        if grad_norm.isfinite():
+            return False
+        if self.scaler.get_scale() <= 1:
+            raise NotFinite("gradient is", self.step + 1)
+        return True
 
     def accumulate_gradients(self) -> Tensor:
         """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
@@ -304,7 +241,7 @@ class Trainer:
 
         Only rank 0 does.
         """
-        run, self.clock = self.run, Clock(self.seconds)
+        run = self.run
         if not distributed.is_main():
             yield
             return
@@ -317,8 +254,8 @@ class Trainer:
         write_run_file(run_file, description)
         keep_copies(run.folder)
         tracker = make_tracker(run.config.log, run.folder, description)
-        self.log = Log(run.folder, self.step, tracker, unlogged=self.meter.unread_loss()[0])
-        named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
+        self.log = Log(run.folder, self.step, tracker, unlogged=len(self.losses))
+        named = {"compile": ", compiled", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
         modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
@@ -328,49 +265,43 @@ class Trainer:
             try:
                 yield
             except NotFinite as diverged:
-                rows = {"row_starts": diverged.row_starts} if diverged.row_starts else {}
-                self.log.add(step=diverged.step or self.step, not_finite=True, **rows)
+                self.log.add(step=diverged.step, not_finite=True)
                 write_report(run.folder, run.data.val_gzip_bpb)
                 raise
 
-    def check_steps(self) -> None:
-        """Log the steps since the last call that were skipped because they were not finite.
+    def read_losses(self) -> float:
+        """Read the losses of the steps since the last call, and return the last gradient norm. Waits for the device.
 
-        If they are too many, save the state before the first of those, because all later updates were withheld, and
-        raise NotFinite.
+        Raises NotFinite, which names the step. It is called before every save.
         """
-        config, tokens = self.run.config, self.run.data.train.tokens
-        for step in self.meter.bad_steps():
-            rows = range(config.batch_size)
-            starts = row_starts(tokens, config.seed, step - 1, rows, self.run.model_config.context).tolist()
-            if self.skipped >= config.skip_nonfinite:
-                self.step = step - 1
-                if self.step > self.saved and self.finite():
-                    self.save(keep=config.keep + 1)  # and delete none that may be better
-                raise NotFinite("loss or gradient is", step, starts)
-            self.skipped += 1
-            if distributed.is_main():
-                self.log.add(step=step, skipped=self.skipped, row_starts=starts)
-                self.bar.write(f"step {step} is skipped: loss or gradient is not finite")
+        steps = torch.stack(self.unread).tolist() if self.unread else []
+        self.unread.clear()
+        grad_norm = math.nan
+        for step, (loss, grad_norm) in enumerate(steps, self.step - len(steps) + 1):
+            for name, value in (("loss is", loss), ("gradient is", grad_norm)):
+                if not math.isfinite(value) and (name == "loss is" or not self.scaler.is_enabled()):
+                    raise NotFinite(name, step)
+            self.losses.append(loss)
+        return grad_norm
 
     def log_training(self) -> None:
         config = self.run.config
-        self.check_steps()
-        steps, loss, grad_norm = self.meter.read()
-        if not distributed.is_main() or not steps:
+        grad_norm = self.read_losses()
+        losses, self.losses = self.losses, []
+        if not distributed.is_main():
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
-        speed = steps * tokens_per_step / self.clock.lap()
+        speed = len(losses) * tokens_per_step / self.clock.lap()
         self.log.add(
             step=self.step,
             tokens=self.step * tokens_per_step,
             seconds=round(self.clock.seconds(), 3),
-            train_loss=loss,
+            train_loss=sum(losses) / len(losses),
             lr=learning_rate(config, self.step - 1),
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # infinite in a skipped float16 step
             tokens_per_second=round(speed, 1),
         )
-        shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
+        shown = {"loss": f"{losses[-1]:.3f}", "tokens/s": f"{speed:,.0f}"}
         if peak := peak_flops(self.run.device, self.run.dtype):
             shown["MFU"] = f"{speed * flops_per_token(self.model) / peak:.1%}"
         self.bar.set_postfix(shown, refresh=False)
@@ -393,31 +324,25 @@ class Trainer:
             self.log.add(**row)  # the last, since a resumed run repeats an evaluation that has no row
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
-    def finite(self) -> bool:
-        """Whether all weights and running statistics are finite."""
-        tensors = [*self.weights, *self.running_statistics()]
-        finite = torch.stack([distributed.local(tensor.detach()).isfinite().all() for tensor in tensors]).all()
-        return not distributed.all_reduce_max(int(not finite))
-
-    def save(self, keep: int | None = None) -> None:
-        """Write a checkpoint and keep `keep`, by default --keep. Raises NotFinite if a weight is not finite."""
-        self.check_steps()
-        if not self.finite():
-            raise NotFinite("weight or running statistic is", self.step)
+    def save(self) -> None:
+        """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""
+        self.read_losses()
+        tensors = [distributed.local(tensor.detach()) for tensor in self.model.state_dict().values()]
+        finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+        if distributed.all_reduce_max(int(not finite)):
+            raise NotFinite("a weight or a running statistic is", self.step)
         with self.clock.paused():
             run = self.run
             state = {
                 "step": self.step,
                 "seconds": self.clock.seconds(),
                 "scaler": self.scaler.state_dict(),
-                "skipped": self.skipped,
-                "unlogged": self.meter.unread_loss(),  # for the next row, if a signal stops the run
+                "losses": self.losses,  # for the next row of the log, if a signal stops the run
             }
             save_checkpoint(
-                run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, keep or run.config.keep
+                run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep
             )
             distributed.barrier()  # until rank 0 has written it
-        self.saved = self.step
 
     def print_summary(self) -> None:
         if not distributed.is_main():
@@ -429,6 +354,30 @@ class Trainer:
         print(f"done in {self.clock.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
         print(f"generate text: python generate.py --checkpoint {run.folder}")
+
+
+class Clock:
+    """Seconds of the whole run, continuing from those before it was resumed, and of training alone."""
+
+    def __init__(self, seconds: float = 0.0):
+        self.started = time.perf_counter() - seconds
+        self.lap_started = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def lap(self) -> float:
+        """Seconds of training since the last call, without pauses."""
+        now = time.perf_counter()
+        lap, self.lap_started = now - self.lap_started, now
+        return lap
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time spent inside from the lap."""
+        began = time.perf_counter()
+        yield
+        self.lap_started += time.perf_counter() - began
 
 
 # --- what the loop calls ---------------------------------------------------------------------------------------------
@@ -467,9 +416,7 @@ def evaluate_only(run: Run) -> None:
     allow_tf32(run.config.tf32)
     with bad_input(), distributed.raise_on_all_ranks():
         checkpoint, model, _ = open_checkpoint(run.folder, run.device)
-        require(model.config == run.model_config, f"{checkpoint} is of another model than {run.folder / 'run.json'}")
-        if run.config.fast:
-            accelerate(model)
+        require(model.config == run.model_config, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
     val_loss, val_bpb = evaluate(model, run)
     if distributed.is_main():
         print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")

@@ -16,7 +16,6 @@ from data.tokenizer import Tokenizer
 from files import InUse, is_a, load_json
 from norms import TRAITS
 from runtime import distributed
-from runtime.acceleration import resolve_fast, unavailable
 from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint, latest_checkpoint
 from runtime.device import compile_by_default, pick_device, pick_dtype
 from runtime.huggingface.directory import check_context, open_model, read_tokenizer
@@ -76,8 +75,6 @@ def resolve_settings(
             raise ValueError("--preset is for new runs; --resume and --eval-only take the configuration of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
         flags.config = out / "run.json"
-    if flags.eval_only and unavailable():
-        flags.fast = False  # evaluate a run that used the kernels where there are none
     if out:
         if distributed.is_main() and not flags.eval_only:
             check_not_in_use(out)
@@ -87,8 +84,6 @@ def resolve_settings(
     model_config, config = resolve(flags)
     if existing:
         check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
-        if flags.resume and "fast" not in read_run(flags.config):
-            raise ValueError(f"the run in {out} is of an earlier version, which trained differently; start a new one")
         check_history(flags.config)
         check_checkpoints(flags.config.parent)
         if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
@@ -136,9 +131,7 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     ranks = distributed.world_size()
     check_options(model_config, config, ranks)
     shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
-    wants_fast = False if shard and not getattr(flags, "fast", False) else config.fast
-    fast = resolve_fast(wants_fast, device, dtype, compiled, shard)
-    return model_config, dataclasses.replace(config, fast=fast, shard=shard)
+    return model_config, dataclasses.replace(config, shard=shard)
 
 
 def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:

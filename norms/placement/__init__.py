@@ -53,10 +53,6 @@ def no_gain(role: str, depth: int) -> float:
     return 1.0
 
 
-def leave(model: nn.Module) -> None:
-    """Change nothing."""
-
-
 @dataclass(frozen=True)
 class Placement:
     """What a placement says about the whole model. `residual` builds the connection at one site."""
@@ -71,8 +67,8 @@ class Placement:
     min_layers: int = 1
     without_norm: bool = False  # supported with --norm none
     own_norm: bool = False  # N is fixed: supported with the default of --norm only
-    extend: Callable[[nn.Module], None] = leave  # adds modules to the new model
-    after_step: Callable[[nn.Module], None] = leave  # called with the drawn weights and after every optimizer step
+    extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
+    after_step: Callable[[nn.Module], None] | None = None  # on the drawn weights and after each step
 
 
 # Depth-scaled init is off if the placement scales by depth itself, or if a norm after the sublayer undoes it.
