@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
             compile_decoding(model)
         with autocast(device, dtype):
             stream = stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop)
-            print_samples(prompt, stream, flags.samples, flags.compile)
+            print_samples(prompt, stream, flags.samples)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -108,7 +109,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="text to continue; - reads standard input (default: a new document)",
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="stop when this text appears (not printed); may be repeated",
     )
     parser.add_argument("--samples", type=int, default=1, metavar="INT", help="number of samples (default: 1)")
     add_options(parser, Sampling)
@@ -157,36 +162,22 @@ def max_new_tokens(prompt: Sized, sampling: Sampling, context: int) -> int:
     return sampling.tokens or min(remaining, DEFAULT_TOKENS)
 
 
-def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int, compiled: bool = False) -> None:
-    """Print a single sample as it is generated, or several samples at the end.
-
-    The speed is printed to standard error; if `compiled`, that after the second token, which waits for the compiler.
-    A closed pipe, as with `| head`, is not an error.
-    """
+def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
+    """Print a single sample as it is generated, or several samples at the end, and the speed to standard error."""
     texts, tokens, started = [""] * samples, 0, time.perf_counter()
-    uncounted, clock = 0, None if compiled else started  # tokens before the clock of the speed starts
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    try:
+    with suppress(BrokenPipeError):  # as with `| head`
         if samples == 1:
             write(prompt)
-        for index, pieces in enumerate(stream):
+        for pieces in stream:
             tokens += len(pieces) - pieces.count(None)
-            if compiled and index == 1:
-                uncounted, clock = tokens, time.perf_counter()
             if samples == 1:
                 write(pieces[0] or "")
-            else:
-                texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
-        ended = time.perf_counter()
+            texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
+        seconds = time.perf_counter() - started
         for number, text in enumerate(texts, 1):
-            heading = f"----- sample {number} of {samples} -----\n{prompt}" if samples > 1 else ""
-            write(heading + text + "\n")
-    except BrokenPipeError:
-        return
-    speed = ""
-    if clock and tokens > uncounted:
-        speed = f", {(tokens - uncounted) / (ended - clock):,.0f} tokens/s{' once compiled' if compiled else ''}"
-    print(f"{tokens} tokens in {ended - started:.2f} s{speed}", file=sys.stderr)
+            write(f"----- sample {number} of {samples} -----\n{prompt}{text}\n" if samples > 1 else "\n")
+        print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------
@@ -227,16 +218,11 @@ def generate(
 
 
 def check_ids(ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, vocab_size: int) -> Tensor:
-    """`ids` as int64 (T) or (B, T). Raises ValueError, saying what would be right, if they are something else."""
-    expected = "ids must be token ids (T), or (B, T) for prompts of equal length"
-    try:
-        tensor = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{expected}, as integers in a list or a tensor") from None
-    require(tensor.ndim in (1, 2), f"{expected}, not of shape {tuple(tensor.shape)}")
-    require(tensor.numel() > 0, f"{expected}, not empty; a new document starts with [tokenizer.end_of_document]")
-    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    require(integers, f"{expected}, not {str(tensor.dtype).removeprefix('torch.')}")
+    """`ids` as int64 (T) or (B, T). Raises ValueError if they are something else, or not of this vocabulary."""
+    tensor = torch.as_tensor(ids)
+    if tensor.ndim not in (1, 2) or not tensor.numel() or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"ids must be token ids, integers of shape (T) or (B, T), not {dtype} of shape {shape}")
     tensor = tensor.long()
     low, high = int(tensor.min()), int(tensor.max())
     require(low >= 0 and high < vocab_size, f"ids must be from 0 to {vocab_size - 1}, not {low if low < 0 else high}")
@@ -368,13 +354,12 @@ def stream_text(
 
 def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> str:
     """`prompt` and one sample that continues it, as long as the context allows. The model may be in training mode."""
-    ids = list(prompt)
-    remaining = model.config.context - max(1, len(prompt))
-    if remaining > 0:
-        sampling = dataclasses.replace(sampling, tokens=min(sampling.tokens or DEFAULT_TOKENS, remaining))
-        prompts = prompt_rows(prompt, tokenizer.end_of_document)
-        ids += generate(model, prompts, tokenizer.end_of_document, **vars(sampling))[0, prompts.shape[1] :].tolist()
-    return TextStream().add(tokenizer.decode_bytes(ids))
+    room = model.config.context - max(1, len(prompt))
+    prompts = prompt_rows(prompt, tokenizer.end_of_document)
+    if room > 0:
+        options = vars(sampling) | {"tokens": min(sampling.tokens or DEFAULT_TOKENS, room)}
+        prompts = generate(model, prompts, tokenizer.end_of_document, **options)
+    return TextStream().add(tokenizer.decode_bytes(prompts[0].tolist()))
 
 
 class TextStream:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from norms.numerics import center, check_arguments, upcast
+from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
 MIN_GROUP_SIZE = 8  # minimum features per group: a group of two is normalized to ±1, a group of one to 0
@@ -37,5 +37,5 @@ class GroupNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         grouped = upcast(x, len(self.weight)).unflatten(-1, (self.groups, -1))
-        y = F.layer_norm(center(grouped), grouped.shape[-1:], eps=self.eps).flatten(-2)
+        y = F.layer_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
         return (y * self.weight + self.bias).to(x.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from norms.numerics import center, check_arguments, upcast
+from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
 
@@ -46,8 +46,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, *self.normalized_shape)
-        # (h − μ) / sqrt(σ² + eps), exact on constant rows far from zero, where E[h²] − E[h]² and a plain mean are not.
-        y = F.layer_norm(center(h, len(self.normalized_shape)), self.normalized_shape, eps=self.eps)
+        # (h − μ) / sqrt(σ² + eps). On constant rows of 1e6 + 0.3 the formula itself gives 0.9999 in fp32, and this 0.
+        y = F.layer_norm(h, self.normalized_shape, eps=self.eps)
         # Gain and bias are applied separately: F.layer_norm loses digits when it sums their gradients over many rows.
         if self.weight is not None:
             y = y * self.weight

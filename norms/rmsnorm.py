@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, rsqrt, upcast
+from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
 
@@ -16,6 +16,8 @@ class RMSNorm(nn.Module):
     Computed in fp32 whatever the dtype of x. `cast_order` says when the result is cast back: "fp32" after the gain,
     "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained. With `zero_centered`, as in
     Gemma, the gain is 1 + weight, and the weight starts at 0.
+
+    Gradients lose digits for |x| beyond 1e13, where the derivative of torch.rsqrt(s), -½ / √s³, underflows.
     """
 
     weight: nn.Parameter | None
@@ -43,7 +45,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, self.dim)
-        y = h * rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         if self.cast_order == "llama":
             y = y.to(x.dtype)
         if self.weight is not None:

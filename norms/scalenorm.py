@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, rsqrt, upcast
+from norms.numerics import check_arguments, upcast
 from norms.registry import register
 
 
@@ -31,4 +31,4 @@ class ScaleNorm(nn.Module):
         h = upcast(x, self.dim)
         # The clamp is on the square, not on the norm, whose derivative at a zero row is infinite.
         square = h.square().sum(-1, keepdim=True).clamp_min(self.eps**2)
-        return (h * rsqrt(square) * self.weight).to(x.dtype)
+        return (h * torch.rsqrt(square) * self.weight).to(x.dtype)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from norms.layernorm import LayerNorm
-from norms.numerics import center, check_arguments, upcast
+from norms.numerics import check_arguments, upcast
 
 
 class ChannelsFirstLayerNorm(LayerNorm):
@@ -35,5 +35,5 @@ class InstanceNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x.movedim(1, -1), len(self.weight)).movedim(-1, 1)
-        y = F.layer_norm(center(h, h.ndim - 2), h.shape[2:], eps=self.eps)
+        y = F.layer_norm(h, h.shape[2:], eps=self.eps)
         return (y.movedim(1, -1) * self.weight + self.bias).movedim(-1, 1).to(x.dtype)

@@ -34,7 +34,6 @@ from config import ModelConfig
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS, supports
-from runtime.acceleration import accelerate
 from runtime.plugins import IMPORTED
 
 HERE = Path(__file__).parent
@@ -44,18 +43,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KIND_NAMES = sorted(KINDS)
 
 
-class Fast(str):
-    """The name of a kind whose modules are to be accelerated."""
-
-
-def make_norm(kind: str, dim: int, **norm_args) -> Any:
-    norm = build_norm(kind, dim, **norm_args)
-    return accelerate(norm) if isinstance(kind, Fast) else norm
-
-
-# Kinds with a kernel run through the contract a second time, with it.
-ACCELERATED = [Fast(kind) for kind in KIND_NAMES if type(make_norm(Fast(kind), 16)) is not KINDS[kind]]
-ALL = [*KIND_NAMES, *(pytest.param(kind, id=f"{kind}-fast") for kind in ACCELERATED)]
 WITH_EPS = [kind for kind in KIND_NAMES if "eps" in inspect.signature(KINDS[kind]).parameters]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -63,9 +50,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("layernorm", {"bias": False}),
     ("layernorm", {"elementwise_affine": False}),
 ]  # with fewer parameters than their oracle
-VARIANTS += [(Fast(kind), norm_args) for kind, norm_args in VARIANTS if kind in ACCELERATED]
 
-each_kind = pytest.mark.parametrize("kind", ALL)
+each_kind = pytest.mark.parametrize("kind", KIND_NAMES)
 each_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
 
@@ -103,7 +89,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 def trained_norm(kind: str, dim: int, training: bool = True, device: str = "cpu", **norm_args) -> Any:
     """A norm as after some training: no parameter or running statistic has its initial value."""
-    norm = make_norm(kind, dim, **norm_args).to(device)
+    norm = build_norm(kind, dim, **norm_args).to(device)
     norm(3 * random(32, dim, device=device, seed=1) + 1)
     with torch.no_grad():
         for seed, parameter in enumerate(norm.parameters()):
@@ -344,17 +330,15 @@ def test_large_values_match_the_oracle(kind, training, dtype, largest, device):
 
 @each_kind
 @each_mode
-@pytest.mark.parametrize("values", [1e13, 1e15, 1e17, "constant"])
-def test_gradients_of_large_and_of_constant_rows_match_the_oracle(kind, training, values, device):
-    """The derivative of torch.rsqrt underflows from 1e14 on, and that of F.layer_norm is 20 times too large in constant
-    rows (measured without `norms.numerics.rsqrt` and `center`: 0.16 and 27 times the gradient; with: 7e-7).
-    """
+@pytest.mark.parametrize("largest", [1e6, 1e12])
+def test_gradients_of_large_values_match_the_oracle(kind, training, largest, device):
+    """Up to 1e12: beyond, the derivative of torch.rsqrt underflows."""
     if training and not TRAITS[kind].exact_backward:
         pytest.skip("the gradient is approximate")
     dim = width(kind, 64)
     norm = trained_norm(kind, dim, training, device)
-    x = torch.full((2, 6, dim), 1e6 + 0.3) if values == "constant" else random(2, 6, dim) * values
-    x, grad_y = x.to(device).requires_grad_(), random(2, 6, dim, device=device, seed=1)
+    x = (random(2, 6, dim) * largest).to(device).requires_grad_()
+    grad_y = random(2, 6, dim, device=device, seed=1)
     (grad,) = torch.autograd.grad(norm(x), x, grad_y)
     exact_x = x.detach().cpu().double().requires_grad_()
     oracle = oracle_file(kind).oracle(exact_x, state_of(norm))
@@ -451,7 +435,7 @@ def test_shift_invariance(kind, shift, device):
 
 @each_kind
 def test_identity(kind, device):
-    norm, x = make_norm(kind, 256).to(device), 3 * random(4, 12, 256, device=device)
+    norm, x = build_norm(kind, 256).to(device), 3 * random(4, 12, 256, device=device)
     assert torch.equal(norm(x), x) == TRAITS[kind].identity
 
 
@@ -491,8 +475,6 @@ def test_model_is_causal(kind, placement, training):
         assert not supports(placement, kind)
         pytest.skip("this placement is refused with this norm")
     model = Llama(config).train(training)
-    if isinstance(kind, Fast):
-        accelerate(model)
     tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
@@ -583,13 +565,13 @@ def test_noncontiguous_parameters(kind, training, rearrange, device):
 def test_meta_device(kind):
     dim = width(kind, 8)
     with torch.device("meta"):
-        norm = make_norm(kind, dim)
+        norm = build_norm(kind, dim)
         assert norm(torch.empty(2, 3, dim)).shape == (2, 3, dim)
     norm.to_empty(device="cpu")
     for tensor in norm.state_dict().values():
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
     norm.reset_parameters()
-    fresh = make_norm(kind, dim)
+    fresh = build_norm(kind, dim)
     assert norm.state_dict().keys() == fresh.state_dict().keys()
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(norm.state_dict()[name], tensor), name
@@ -598,7 +580,7 @@ def test_meta_device(kind):
 @each_kind
 def test_parameter_names_shapes_and_dtype(kind):
     dim = width(kind, 8)
-    norm = make_norm(kind, dim)
+    norm = build_norm(kind, dim)
     assert set(dict(norm.named_parameters())) <= {"weight", "bias", "alpha", "shift"}
     for parameter in norm.parameters():
         assert parameter.shape in ((dim,), (1,)) and parameter.dtype == torch.float32
@@ -643,25 +625,17 @@ def assert_compiled_matches_eager(kind: str, training: bool, backend: str, devic
 
 NORM_FILE = """
 import torch
-from torch import nn
-from norms.numerics import check_arguments, rsqrt, upcast
-from norms.registry import register
+from norms import register
 
 @register("KIND")
-class Norm(nn.Module):
+class Norm(torch.nn.Module):
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
-        check_arguments(dim, eps=eps)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        nn.init.constant_(self.weight, 0.5)
+        self.eps, self.weight = eps, torch.nn.Parameter(torch.full((dim,), 0.5))
 
     def forward(self, x):
-        h = upcast(x)
-        return (h * rsqrt((h * h).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        h = x if x.dtype == torch.float64 else x.float()
+        return (h * torch.rsqrt((h * h).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 """
 ORACLE_FILE = """
 def oracle(x, state, eps=1e-6):
@@ -669,28 +643,23 @@ def oracle(x, state, eps=1e-6):
 """
 
 
-def test_new_norm_file_and_oracle_are_discovered(tmp_path):
-    """Adds three kinds to a copy of the project: a correct one, one with a wrong sign, and one without an oracle."""
-    for source in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
-        shutil.copy(source, tmp_path)
-    for package in ("norms", "runtime"):
-        shutil.copytree(ROOT / package, tmp_path / package)
-    tests = tmp_path / "tests" / "norms"
-    tests.mkdir(parents=True)
-    shutil.copy(__file__, tests)
-    for kind in ("rightnorm", "wrongnorm", "orphannorm"):
-        (tmp_path / "norms" / f"{kind}.py").write_text(NORM_FILE.replace("KIND", kind))
-        (tests / f"test_{kind}.py").write_text(ORACLE_FILE)
-    (tests / "test_orphannorm.py").unlink()
-    (tests / "test_wrongnorm.py").write_text(ORACLE_FILE.replace('state["weight"]', 'state["weight"].abs()'))
+def test_every_file_registers_its_kind():
+    files = {path.stem for path in (ROOT / "norms").glob("*.py")} - {"__init__", "registry", "numerics"}
+    assert {KINDS[kind].__module__ for kind in KINDS} >= {f"norms.{name}" for name in files}
 
-    chosen = "not cuda and not compiled and (rightnorm or (values_match and (wrongnorm or orphannorm)))"
-    command = [sys.executable, "-m", "pytest", tests / Path(__file__).name, "-k", chosen]
-    command += ["-q", "-rpf", "--tb=short", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+def test_the_contract_takes_imported_norms_and_their_oracles(tmp_path):
+    """A correct norm passes, one with a wrong sign fails, and one without an oracle is reported."""
+    for kind in ("rightnorm", "wrongnorm", "orphannorm"):
+        (tmp_path / f"{kind}.py").write_text(NORM_FILE.replace("KIND", kind))
+    (tmp_path / "test_rightnorm.py").write_text(ORACLE_FILE)
+    (tmp_path / "test_wrongnorm.py").write_text(ORACLE_FILE.replace('state["weight"]', 'state["weight"].abs()'))
+    imports = [f"--import={tmp_path / kind}.py" for kind in ("rightnorm", "wrongnorm", "orphannorm")]
+    chosen = "test_values_match_the_oracle and float32 and (rightnorm or wrongnorm or orphannorm) and not cuda"
+    command = [sys.executable, "-m", "pytest", __file__, *imports, "-k", chosen, "-q", "-rpf", "--tb=short"]
+    run = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True)
     outcomes = [line for line in run.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))]
-    assert len([line for line in outcomes if "rightnorm" in line]) > 100, run.stdout
-    assert all(line.startswith("PASSED") for line in outcomes if "rightnorm" in line), run.stdout
-    assert all(line.startswith("FAILED") for line in outcomes if "rightnorm" not in line), run.stdout
+    assert len([line for line in outcomes if "rightnorm" in line]) >= 2, run.stdout
+    assert all(line.startswith("PASSED") == ("rightnorm" in line) for line in outcomes), run.stdout
     assert "times the error allowed" in run.stdout
     assert "norm 'orphannorm' has no float64 oracle" in run.stdout

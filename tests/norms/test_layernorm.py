@@ -110,3 +110,11 @@ def test_gradient_sums_to_zero_over_the_features():
 def test_initial_values():
     weight, bias = LayerNorm([2, 3]).parameters()
     assert torch.equal(weight, torch.ones(2, 3)) and torch.equal(bias, torch.zeros(2, 3))
+
+
+def test_the_gradient_of_constant_rows_is_that_of_torch():
+    """Far from zero, F.layer_norm rounds the mean, so its gradient there is not the oracle's."""
+    x, grad_y = torch.full((2, 64), 1e6 + 0.3), torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    (ours,) = torch.autograd.grad(LayerNorm(64)(x.requires_grad_()), x, grad_y)
+    (theirs,) = torch.autograd.grad(torch.nn.functional.layer_norm(x, (64,)), x, grad_y)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * theirs.abs().max().item())
