@@ -422,6 +422,8 @@ def configs_from(
     if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:
         del given["micro_batch_size"]
     if given.get("tokenizer") == "bytes" and not pretrained:
+        size = by_flag.get("vocab_size", 257)
+        require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
         given["vocab_size"] = 257
     in_model = get_type_hints(ModelConfig)
     return (

@@ -6,34 +6,26 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
-import re
 import shutil
 import signal
-import subprocess
-import sys
-from importlib.util import find_spec
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import train
-from config import FIELDS, ModelConfig, TrainConfig
-from data.tokenizer import train_tokenizer
+from config import ModelConfig, TrainConfig
 from model import Llama, weights_by_role
-from norms import KINDS, TRAITS, register
+from norms import KINDS
 from norms.placement import PLACEMENTS, supports
 from optim import learning_rate, make_optimizers
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.device import has_bfloat16
-from runtime.meter import Meter
-from runtime.report import shown
-from runtime.run import FIXED_ON_RESUME, changed_options, check_same_settings, check_same_text, resolve, resolve_run
+from runtime.run import resolve_run
 from runtime.run_dir import last_sample
 
 ROOT = Path(__file__).parents[1]
@@ -67,11 +59,6 @@ def command(text: Path, tmp_path: Path):
 
 def read_metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_complete_metrics(run: Path) -> list[dict]:
-    """The same, without an incomplete last line."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
 
 
 def fingerprint(run: Path) -> list[str]:
@@ -118,14 +105,6 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     assert last_sample(run).startswith(run_settings.data.tokenizer.decode(ids[:16].tolist()))
 
 
-def test_a_sample_leaves_half_of_a_small_context_to_the_model(command):
-    run = command("--context 8 --steps 1")
-    data = resolve_run(train.parse(["--eval-only", "--out", str(run)])).data
-    text = data.tokenizer.decode(data.val.tokens[:8].tolist())
-    sample = last_sample(run)
-    assert sample.startswith(text[:4]) and not sample.startswith(text)
-
-
 def test_gradient_accumulation_matches_the_whole_batch(command):
     flags = "--steps 5 --clip 0 --optimizer adamw"  # Muon would round to bfloat16
     whole, parts = command(flags, "whole"), command(f"{flags} --micro-batch-size 2", "parts")
@@ -134,20 +113,12 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
             assert expected[name] == pytest.approx(actual[name], rel=1e-4)
 
 
-def test_muon_averages_over_micro_batches(command):
-    """As above, with a tolerance for Muon's bfloat16. Without the mean, gradients would be four times as large."""
-    whole, parts = command("--steps 5 --clip 0", "whole"), command("--steps 5 --clip 0 --micro-batch-size 2", "parts")
-    for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
-        for name in expected.keys() & {"train_loss", "grad_norm", "val_loss"}:
-            assert expected[name] == pytest.approx(actual[name], rel=1e-2)
-
-
 @pytest.mark.parametrize("name, other", [("seed", "1"), ("recompute", "")])
 def test_an_option_of_the_trainer_takes_effect(name, other, text, tmp_path):
     """The seed changes initial weights and batches. Gradient checkpointing keeps less for the backward pass."""
     weights, batches, kept = [], [], []
     for flags in ("", f"--{name} {other}"):
-        common = f"{SIZES} --layers 6 --no-fast --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'} {flags}"
+        common = f"{SIZES} --layers 6 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'} {flags}"
         trainer, sizes = train.Trainer(resolve_run(train.parse(common.split()))), list[int]()
 
         def loss(inputs, targets, loss=trainer.loss):
@@ -168,14 +139,26 @@ def test_an_option_of_the_trainer_takes_effect(name, other, text, tmp_path):
     assert (kept[1] < kept[0] / 2) is same
 
 
-def test_the_logged_loss_is_the_mean_since_the_last_entry():
-    """Without the steps that were skipped. The gradient norm is that of the last step."""
-    meter = Meter(torch.device("cpu"), allowed=1)
-    for step, loss, bad in ((1, 1.0, False), (2, math.nan, True), (3, 4.0, False)):
-        meter.add(step, torch.tensor(loss), torch.tensor(10.0 * step), torch.tensor(bad))
-    assert meter.read() == (2, 2.5, 30.0)
-    meter.add(4, torch.tensor(7.0), torch.tensor(40.0), torch.tensor(False))
-    assert meter.read() == (1, 7.0, 40.0)
+def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
+    """Also across a stop, after which the steps before it count. The gradient norm is that of the last step."""
+    losses, update = list[float](), train.Trainer.update
+
+    def record(trainer, lr):
+        update(trainer, lr)
+        losses.append(trainer.unread[-1].tolist())
+
+    monkeypatch.setattr(train.Trainer, "update", record)
+    command("--steps 10 --schedule constant")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "stop_requests", lambda: nullcontext([signal.SIGTERM]))
+        with pytest.raises(SystemExit):
+            command("--resume --steps 20")
+    run = command("--resume")
+    rows = [row for row in read_metrics(run) if "train_loss" in row]
+    assert [row["step"] for row in rows] == [10, 20]
+    for row, part in zip(rows, (losses[:10], losses[10:]), strict=True):
+        assert row["train_loss"] == pytest.approx(sum(loss for loss, _ in part) / 10, rel=1e-9)
+        assert row["grad_norm"] == part[-1][1]
 
 
 def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
@@ -198,15 +181,6 @@ def test_every_norm_and_every_placement_trains(kind, placement, command):
     assert losses[-1] < losses[0] < 1.2 * math.log(257)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
-@pytest.mark.parametrize("kind, placement", VALID_CELLS)
-def test_every_valid_cell_trains(kind, placement, qk_norm, command):
-    run = command(f"--norm {kind} --placement {placement} --qk-norm {qk_norm} --steps 20 --lr 0.003")
-    losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
-    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-
-
 def test_arms_have_the_same_initial_weights_and_batches(text, tmp_path, monkeypatch):
     """All norms and placements get the same tokens, and the same matrices up to the init gain of the placement."""
     initial_weights, batches = list[dict[str, torch.Tensor]](), set()
@@ -221,7 +195,7 @@ def test_arms_have_the_same_initial_weights_and_batches(text, tmp_path, monkeypa
     common = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --steps 4 --seed 5"
     for kind, placement in ARMS:
         seen = []
-        flags = f"--norm {kind} --placement {placement} --init normal --no-depth-scaled-init --no-fast"
+        flags = f"--norm {kind} --placement {placement} --init normal --no-depth-scaled-init"
         out = tmp_path / f"{kind}-{placement}-{len(initial_weights)}"
         trainer = train.Trainer(resolve_run(train.parse([*common.split(), *flags.split(), "--out", str(out)])))
         gain = PLACEMENTS[placement].init_gain
@@ -255,25 +229,6 @@ def test_ngpt_stays_on_the_sphere(flags, command):
         assert not torch.equal(weight, start[name]), name
         if weight.ndim == 2:
             torch.testing.assert_close(weight, on_sphere(name, weight), rtol=1e-6, atol=0)
-
-
-def test_norm_registered_at_runtime_can_be_trained(command):
-    @register("median_absolute")
-    class MedianAbsolute(nn.Module):
-        def __init__(self, dim: int, eps: float = 1e-6):
-            super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
-
-        def forward(self, x):
-            return x / (x.abs().median(-1, keepdim=True).values + self.eps) * self.weight
-
-    try:
-        run = command("--norm median_absolute --norm-arg eps=1e-3 --steps 20 --lr 0.003")
-        assert json.loads((run / "run.json").read_text())["model"]["norm_args"] == {"eps": 1e-3}
-        losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
-        assert losses[-1] < losses[0]
-    finally:
-        del KINDS["median_absolute"], TRAITS["median_absolute"]
 
 
 @pytest.mark.parametrize(
@@ -402,22 +357,14 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, mon
     assert (", TF32 allowed, deterministic; the run is" in capsys.readouterr().out) is on
 
 
-def test_the_index_of_a_gpu_is_kept(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name in ("cuda", "cuda:1"):
-        assert resolve(train.parse(["--device", name, "--steps", "2"]))[1].device == name
-
-
 # --- stopping and resuming -------------------------------------------------------------------------------------------
 
 
 def test_resumed_run_is_bit_identical(command, monkeypatch):
-    """The run is stopped by SIGTERM at five random steps, with dropout and optimizer momentum."""
+    """The run is stopped by SIGTERM at three random steps, with dropout and optimizer momentum."""
     flags = "--steps 60 --dropout 0.1 --micro-batch-size 4 --eval-every 25 --save-every 60"
     uninterrupted = command(flags, "uninterrupted")
-    update, stops = train.Trainer.update, sorted(random.Random(1).sample(range(1, 60), 5))
+    update, stops = train.Trainer.update, sorted(random.Random(1).sample(range(1, 60), 3))
 
     def update_and_stop(trainer, rate):
         update(trainer, rate)
@@ -483,9 +430,9 @@ def test_resuming_rewrites_the_log_after_the_checkpoint(command):
     samples = (uninterrupted / "samples.txt").read_text()
     shutil.rmtree(uninterrupted / "checkpoints/step-000030")
     shutil.rmtree(uninterrupted / "checkpoints/step-000020")
+    losses = [row for row in read_metrics(uninterrupted) if "val_loss" in row]
     with open(uninterrupted / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "train_l')
-    losses = [row for row in read_complete_metrics(uninterrupted) if "val_loss" in row]
     resumed = command("--resume", "uninterrupted")
     assert [row for row in read_metrics(resumed) if "val_loss" in row] == losses
     assert [row["step"] for row in read_metrics(resumed) if "train_loss" in row] == [10, 20, 30]
@@ -495,26 +442,13 @@ def test_resuming_rewrites_the_log_after_the_checkpoint(command):
 def test_a_run_counts_its_seconds_over_all_its_parts(command, monkeypatch):
     """Three parts, on a clock that every reading moves on by a second. The later parts take fewer of them."""
     readings = itertools.count(0.0)
-    monkeypatch.setattr("runtime.meter.time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: next(readings)))
     command("--steps 8 --save-every 2")
     command("--resume --steps 9")
     run = command("--resume --steps 10")
     seconds = {row["step"]: row["seconds"] for row in read_metrics(run) if "seconds" in row}
     saved = json.loads((find_checkpoint(run) / "trainer.json").read_text())["seconds"]
     assert seconds[8] < seconds[9] < seconds[10] < saved
-
-
-def test_samples_are_utf8_in_every_locale(tmp_path):
-    """Python's default encoding depends on the locale, and generated text is not always ASCII."""
-    script = (
-        "import sys; from pathlib import Path; from runtime.run_dir import Log; "
-        "log = Log(Path(sys.argv[1]), 0, lambda row: None); "
-        "log.add_sample(3, chr(0x1F642)); log.add(step=3, val_loss=1.0, val_bpb=1.0); log.add_sample(7, 'x'); "
-        "Log(Path(sys.argv[1]), 5, lambda row: None)"
-    )
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, env=environment, check=True)
-    assert (tmp_path / "samples.txt").read_text("utf-8") == f"----- step 3 -----\n{chr(0x1F642)}\n"
 
 
 def test_keep_limits_the_number_of_checkpoints(command):
@@ -587,42 +521,6 @@ def test_eval_only_reproduces_val_bpb(command, capsys):
     assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
 
 
-def test_evaluation_needs_no_permission_to_write(command, capsys, tmp_path):
-    run = command("--steps 5")
-    folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
-    for folder in folders:
-        folder.chmod(0o500)
-    try:
-        if os.access(run, os.W_OK):
-            pytest.skip("root can write everywhere")
-        train.main(["--eval-only", "--out", str(run)])
-    finally:
-        for folder in folders:
-            folder.chmod(0o700)
-    assert "val_bpb" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_saves_a_checkpoint(number, code, command, monkeypatch, capsys, tmp_path):
-    update = train.Trainer.update
-
-    def update_and_stop(trainer, rate):
-        update(trainer, rate)
-        if trainer.step == 3:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(train.Trainer, "update", update_and_stop)
-    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
-    try:
-        with pytest.raises(SystemExit) as excinfo:
-            command("--steps 50")
-    finally:
-        signal.signal(number, before)
-    assert excinfo.value.code == code
-    assert find_checkpoint(str(tmp_path / "run")).name == "step-000004"
-    assert capsys.readouterr().err.count("--resume") == 1
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -630,22 +528,12 @@ def test_non_finite_loss_stops_the_run_and_is_not_saved(command, capsys, tmp_pat
     with pytest.raises(SystemExit) as excinfo:
         command("--norm none --lr 1e9 --clip 0 --warmup 0 --steps 200 --save-every 1 --keep 300")
     assert excinfo.value.code == 5
-    bad = [row["step"] for row in read_metrics(tmp_path / "run") if row.get("not_finite")]
-    assert len(bad) == 1 and f"at step {bad[0]}" in capsys.readouterr().err
-    assert f"not finite at step {bad[0]}." in (tmp_path / "run/report.html").read_text("utf-8")
+    (bad,) = [row["step"] for row in read_metrics(tmp_path / "run") if row.get("not_finite")]
+    assert f"at step {bad}" in capsys.readouterr().err
+    assert f"not finite at step {bad}." in (tmp_path / "run/report.html").read_text("utf-8")
     kept = [load_pretrained(path, "cpu")[0] for path in (tmp_path / "run/checkpoints").iterdir()]
-    assert len(kept) == bad[0] - 1  # a checkpoint of every step before it and none after
+    assert len(kept) == bad - 1  # a checkpoint of every step before it and none after
     assert all(weight.isfinite().all() for model in kept for weight in model.parameters())
-
-
-@pytest.mark.parametrize("flags", ["--eval-every 1 --norm none --lr 3e4", "--lr 1e39 --save-every 1 --eval-every 50"])
-def test_divergence_found_by_evaluation_or_saving(flags, command, tmp_path):
-    with pytest.raises(SystemExit) as excinfo:
-        command(f"--steps 40 --warmup 0 --clip 0 --optimizer adamw {flags}")
-    assert excinfo.value.code == 5
-    assert [set(row) for row in read_metrics(tmp_path / "run") if "not_finite" in row] == [{"step", "not_finite"}]
-    for path in (tmp_path / "run").glob("checkpoints/*"):
-        assert all(weight.isfinite().all() for weight in load_pretrained(path, "cpu")[0].parameters())
 
 
 def test_a_resumed_run_keeps_its_first_command(command, monkeypatch):
@@ -660,64 +548,29 @@ def test_a_resumed_run_keeps_its_first_command(command, monkeypatch):
     ]
 
 
-def test_evaluation_needs_no_kernels(command, capsys, monkeypatch):
-    """A run that used the kernels of fast/ is evaluated without them, and resumed only if that is asked for."""
-    run = command("--steps 4")
-    description = json.loads((run / "run.json").read_text())
-    description["training"]["fast"] = True
-    del description["sha256"]
-    (run / "run.json").write_text(json.dumps(description))
-    for module in ("runtime.acceleration", "runtime.run"):
-        monkeypatch.setattr(f"{module}.unavailable", lambda: "no C compiler was found")
-    train.main(["--eval-only", "--out", str(run)])
-    assert "val_bpb" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 6 --resume")
-    assert excinfo.value.code == 2
-    assert "the kernels of --fast cannot be used: no C compiler was found; use --no-fast" in capsys.readouterr().err
-    command("--steps 6 --resume --no-fast")
-
-
-def test_locked_run_is_not_changed(command, capsys, tmp_path):
-    run = command("--steps 5")
-    before = fingerprint(run)
-    with train.locked(run), pytest.raises(SystemExit) as excinfo:
-        command("--resume --steps 10")
-    assert excinfo.value.code == 4
-    assert "in use" in capsys.readouterr().err
-    assert fingerprint(run) == before
-
-
 INVALID_FLAGS = {
     "--norm nope": "--norm: invalid choice",
     "--placement nope": "--placement: invalid choice",
     "--dim 30 --heads 4": "--dim 30 is not divisible by --heads 4",
     "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
     "--batch-size 8 --micro-batch-size 3": "--batch-size 8 is not divisible by --micro-batch-size 3",
-    "--dim 6 --heads 2": "odd",
     "--layers 0": "--layers must be at least 1",
-    "--context -5": "--context must be at least 1",
-    "--steps 0": "--steps must be at least 1",
     "--dim ten": "--dim: invalid int value",
-    "--lr -1": "--lr must be a positive number",
     "--lr nan": "--lr must be a positive number",
     "--dropout 1.5": "--dropout must be",
     "--norm-arg epsilon=1": "has no argument 'epsilon'",
     "--norm-arg eps=small": "takes a number",
-    "--norm-arg eps=0": "eps",
     "--data missing.txt": "missing.txt",
     "--context 524289": "--context is 524289, for which RoPE alone needs",  # 32 MiB for 524288: generate.py's limit
     "--tokenizer sentencepiece --vocab-size 30000": "--vocab-size",
     "--resume": "there is no run in",
-    "--eval-only": "there is no run",
     "--config missing.json": "missing.json",
     "--device cuda": "--device cuda",
-    "--device cuda:1": "--device cuda:1: torch",
-    "--device cuda1": "--device 'cuda1': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
     "--nonsense": "--nonsense",
-    "--out \udcff": "is not UTF-8",
     "--norm batchnorm --context 1 --batch-size 1": "at least 2 tokens",
     "--tokenizer sentencepiece --vocab-size 1": "--vocab-size 1 cannot hold every byte",
+    "--norm batchnorm --recompute --compile": "--recompute and --compile",
+    "--vocab-size 1000": "--vocab-size 1000: --tokenizer bytes has 257 ids",
 }
 
 
@@ -734,64 +587,30 @@ def test_invalid_input_is_one_line_with_exit_code_2(flags, message, command, cap
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_another_model_lists_the_differences(command, capsys):
-    command("--steps 5")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as excinfo:
-        command("--resume --norm layernorm --layers 3")
-    assert excinfo.value.code == 2
-    assert "norm rmsnorm, not layernorm; layers 2, not 3" in capsys.readouterr().err
-
-
-def test_resuming_with_other_settings_or_text_is_refused(command, capsys, text):
-    run = command("--steps 5")
-    for flags, message in {"--seed 3": "seed 0, not 3", "--batch-size 4": "batch_size 8, not 4"}.items():
+def test_resuming_refuses_what_cannot_change(command, capsys, text):
+    """Model, data, tokenizer, seed, batch size and optimizer, and text that is not what it was."""
+    run = command("--steps 2")
+    for flags, message in {
+        "--norm layernorm --layers 3": "norm rmsnorm, not layernorm; layers 2, not 3",
+        "--data nothing.txt": "nothing.txt",
+        "--tokenizer sentencepiece": "tokenizer bytes, not sentencepiece",
+        "--seed 3": "seed 0, not 3",
+        "--batch-size 4": "batch_size 8, not 4",
+        "--optimizer adamw": "optimizer muon, not adamw",
+    }.items():
         with pytest.raises(SystemExit) as excinfo:
             command(f"--resume {flags}")
-        assert excinfo.value.code == 2 and message in capsys.readouterr().err
-    data = resolve_run(train.parse(["--eval-only", "--out", str(run)])).data
-    other = dataclasses.replace(data, tokenizer=train_tokenizer(["another text\n"] * 99, 270))
-    check_same_text(run / "run.json", data)
-    with pytest.raises(ValueError, match="the tokenizer of the run in"):
-        check_same_text(run / "run.json", other)
+        assert excinfo.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
     text.write_text(text.read_text() + "one more line\n")
-    for flags in ("--resume", "--eval-only"):
+    for flag in ("--resume", "--eval-only"):
         with pytest.raises(SystemExit) as excinfo:
-            train.main([flags, "--out", str(run)])
+            train.main([flag, "--out", str(run)])
         assert excinfo.value.code == 2 and "has changed since the run started" in capsys.readouterr().err
-
-
-def other_value(name: str, value: Any) -> Any:
-    """A valid value of a TrainConfig field other than `value`."""
-    choices = FIELDS[name].metadata.get("choices")
-    if choices:
-        return next(choice for choice in choices if choice != value)
-    if isinstance(value, bool) or value is None:
-        return not value
-    others = {"data": ["shakespeare"], "micro_batch_size": 4, "device": "cpu:0", "cache_dir": "elsewhere", "out": "x"}
-    return others.get(name, value / 2 if isinstance(value, float) else value * 2 or 8)
-
-
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainConfig)])
-def test_every_option_is_fixed_or_its_change_is_printed(name, tmp_path):
-    """Of a resumed run: changed options are printed, and nothing else; the fixed ones are refused."""
-    config = TrainConfig(device="cpu", compile=False, fast=False)
-    description = {"model": dataclasses.asdict(ModelConfig()), "training": dataclasses.asdict(config)}
-    (tmp_path / "run.json").write_text(json.dumps(description))
-    earlier, later = getattr(config, name), other_value(name, getattr(config, name))
-    changed = dataclasses.replace(config, **{name: later})
-    lines = changed_options(tmp_path / "run.json", changed)
-    expected = f"--{name.replace('_', '-')} {shown(earlier)} -> {shown(later)}"
-    assert lines == ([] if name == "out" else [expected])
-    assert changed_options(tmp_path / "run.json", config) == []
-    if name in FIXED_ON_RESUME:
-        with pytest.raises(ValueError, match=re.escape(f"has {name} {earlier}, not {later}")):
-            check_same_settings(tmp_path / "run.json", ModelConfig(), changed, FIXED_ON_RESUME)
 
 
 def test_resuming_prints_the_options_that_change(command, capsys):
     """An option of each class: optimization, numerics, logging and saving. Those that follow from others, too."""
-    command("--steps 20 --lr 0.015 --no-fast")
+    command("--steps 20 --lr 0.015")
     capsys.readouterr()
     command("--resume")
     assert "changed" not in capsys.readouterr().err
@@ -801,19 +620,6 @@ def test_resuming_prints_the_options_that_change(command, capsys):
         "changed: --steps 20 -> 40, --micro-batch-size 8 -> 4, --lr 0.015 -> 0.01, --warmup 1 -> 2, "
         "--weight-decay 0.1 -> 0.0, --recompute false -> true, --eval-tokens 131072 -> 64, --keep 2 -> 1"
     ]
-
-
-def test_resuming_refuses_what_cannot_change(command, capsys):
-    command("--steps 2")
-    for flags, message in {
-        "--data nothing.txt": "not ['nothing.txt']",
-        "--tokenizer sentencepiece": "tokenizer bytes, not sentencepiece",
-        "--optimizer adamw": "optimizer muon, not adamw",
-        "--dropout 0.1": "dropout 0.0, not 0.1",
-    }.items():
-        with pytest.raises(SystemExit) as excinfo:
-            command(f"--resume {flags}")
-        assert excinfo.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
@@ -826,7 +632,7 @@ def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
         return loss(model, inputs, labels)
 
     monkeypatch.setattr(Llama, "loss", count)
-    run = command("--steps 2 --eval-tokens 640 --no-fast")
+    run = command("--steps 2 --eval-tokens 640")
     assert sum(targets) == 640
     for flags, expected in (
         ("--eval-only", 640),
@@ -836,25 +642,6 @@ def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
         targets.clear()
         train.main([*flags.split(), "--out", str(run)])
         assert sum(targets) == expected, flags
-
-
-@pytest.mark.pictures
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_modes_follow_the_umask(umask, command, tmp_path):
-    """Of all files and folders of a run and of its prepared corpus."""
-    before = os.umask(umask)
-    try:
-        run = command("--steps 2 --tokenizer sentencepiece --vocab-size 300")
-    finally:
-        os.umask(before)
-    paths = [*run.rglob("*"), *(tmp_path / "cache").rglob("*")]
-    assert {"model.safetensors", "optimizer.safetensors", "tokenizer.model", "train.bin", "loss.png"} <= {
-        path.name for path in paths
-    }
-    for path in paths:
-        full = 0o777 if path.is_dir() else 0o666
-        assert path.stat().st_mode & 0o777 == full & ~umask, path
 
 
 def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path):
@@ -884,57 +671,3 @@ def test_out_folder_that_is_not_empty_is_refused(command, capsys, tmp_path):
     with pytest.raises(SystemExit) as excinfo:
         command("--steps 5", "other")
     assert excinfo.value.code == 2 and "is not empty" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_missing_wandb_is_refused(command, capsys):
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 5 --log wandb")
-    assert excinfo.value.code == 2 and "pip install wandb" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
-def test_unwritable_out_folder_is_refused(command, capsys, tmp_path):
-    (tmp_path / "closed").mkdir(mode=0o500)
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 5", "closed/run")
-    assert excinfo.value.code == 2 and "no permission" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("out", ["text.txt", "text.txt/run", "/proc/nothing/run"])
-def test_out_folder_that_cannot_be_created_is_refused(out, command, capsys):
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 5", out)
-    assert excinfo.value.code == 2 and out in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names an instruction set of x86")
-def test_bfloat16_without_cpu_support_is_refused(text, tmp_path):
-    """ONEDNN_MAX_CPU_ISA hides AVX-512, as on an older processor."""
-    flags = f"{SIZES} --dtype bfloat16 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}".split()
-    result = subprocess.run(
-        [sys.executable, ROOT / "train.py", *flags],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
-    assert "--dtype bfloat16" in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-def test_resuming_a_run_of_an_earlier_version_is_refused(command, capsys):
-    run = command("--steps 2")
-    description = json.loads((run / "run.json").read_text())
-    del description["training"]["fast"], description["sha256"]  # added by later versions
-    (run / "run.json").write_text(json.dumps(description))
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 4 --resume")
-    assert excinfo.value.code == 2
-    assert "earlier version" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_batchnorm_with_recompute_and_compile_is_refused(command, capsys):
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 2 --norm batchnorm --recompute --compile")
-    assert excinfo.value.code == 2
-    assert "--recompute and --compile" in capsys.readouterr().err.splitlines()[-1]
