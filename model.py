@@ -156,16 +156,14 @@ class SwiGLU(nn.Module):
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
-def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> RopeTable:
+def precompute_freqs_cis(
+    dim: int, end: int, theta: float = 10000.0, scaling: dict[str, float] | None = None
+) -> RopeTable:
     """Cosines and sines, each (end, dim/2) in fp32, of position · theta^(-2i/dim). RoFormer, arXiv 2104.09864.
 
-    The angles are computed in float64: in fp32 they are off by 0.004 at position 100,000.
+    With Llama 3's `scaling`, low frequencies are divided by its `factor`. The angles are computed in float64: in fp32
+    they are off by 0.004 at position 100,000.
     """
-    return rope_table(dim, end, theta, {})
-
-
-def rope_table(dim: int, end: int, theta: float, scaling: dict[str, float]) -> RopeTable:
-    """`precompute_freqs_cis` with Llama 3's `scaling`: low frequencies are divided by `factor`, high ones kept."""
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -191,7 +189,7 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim: int, context: int, theta: float, scaling: dict[str, float] | None = None):
         super().__init__()
-        self.make_table, self.context = partial(rope_table, head_dim, context, theta, scaling or {}), context
+        self.make_table, self.context = partial(precompute_freqs_cis, head_dim, context, theta, scaling), context
         self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in self.make_table())
 
     def forward(self, start: int, length: int) -> RopeTable:

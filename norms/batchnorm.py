@@ -39,6 +39,9 @@ class BatchNorm(nn.Module):
         nn.init.zeros_(self.running_mean)
         nn.init.ones_(self.running_var)
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}"
+
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, len(self.weight))
         count = x.numel() // len(self.weight)

@@ -33,5 +33,8 @@ class Derf(nn.Module):
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, alpha={self.initial_alpha}"
+
     def forward(self, x: Tensor) -> Tensor:
         return (torch.erf(self.alpha * upcast(x, len(self.weight)) + self.shift) * self.weight + self.bias).to(x.dtype)

@@ -34,5 +34,8 @@ class DyT(nn.Module):
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, alpha={self.initial_alpha}"
+
     def forward(self, x: Tensor) -> Tensor:
         return (torch.tanh(self.alpha * upcast(x, len(self.weight))) * self.weight + self.bias).to(x.dtype)

@@ -35,6 +35,9 @@ class GroupNorm(nn.Module):
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}, groups={self.groups}"
+
     def forward(self, x: Tensor) -> Tensor:
         grouped = upcast(x, len(self.weight)).unflatten(-1, (self.groups, -1))
         y = F.layer_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)

@@ -42,6 +42,9 @@ class PowerNorm(nn.Module):
         for zero in (self.bias, self.running_projection, self.batches):
             nn.init.zeros_(zero)
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}, warmup={self.warmup}"
+
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, len(self.weight))
         if not (self.training and x.numel()):

@@ -29,6 +29,9 @@ class PartialRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}, first={self.first}"
+
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, len(self.weight))
         square = h[..., : self.first].square().mean(-1, keepdim=True)

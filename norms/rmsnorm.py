@@ -43,6 +43,9 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             nn.init.constant_(self.weight, 0 if self.zero_centered else 1)
 
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}, elementwise_affine={self.weight is not None}"
+
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, self.dim)
         y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)

@@ -27,6 +27,9 @@ class ScaleNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, math.sqrt(self.dim))
 
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"
+
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, self.dim)
         # The clamp is on the square, not on the norm, whose derivative at a zero row is infinite.
