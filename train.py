@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 from config import Parser, add_flags, require
-from data.batches import Prepared, evaluation_batches, row_starts, training_batch
+from data.batches import Prepared, evaluation_batches, training_batch
 from data.tokenizer import ByteTokenizer
 from data.tokens import TokenFile
 from files import InUse, is_a
@@ -59,8 +59,8 @@ from runtime.device import (
 from runtime.huggingface.directory import open_model
 from runtime.meter import Clock, Meter
 from runtime.plan import Plan, make_plan
-from runtime.plugins import import_first, import_records, keep_copies
-from runtime.process import NotFinite, Stopped, bad_input, exit_codes, outlive_readers, stop_requests
+from runtime.plugins import command_to_type, import_first, import_records, keep_copies
+from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import FIXED_ON_RESUME, Run, check_options, read_configs, resolve_run
 from runtime.run_dir import (
@@ -70,7 +70,6 @@ from runtime.run_dir import (
     has_evaluation,
     locked,
     make_tracker,
-    read_run_file,
     write_run_file,
 )
 
@@ -84,7 +83,6 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    outlive_readers()
     with distributed.process_group(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with distributed.printed_by_main():
             flags = parse(arguments)
@@ -99,9 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
             return
         with distributed.held_by_main(locked(run.folder), InUse):
             with bad_input():
-                distributed.from_main(check_run_dir, run.folder, flags.resume)
+                distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
                 distributed.from_main(clear_unfinished, run.folder)
-                trainer = Trainer(run, flags.resume)
+                trainer = Trainer(run)
             trainer.train()
 
 
@@ -166,10 +164,10 @@ def plan(flags: argparse.Namespace) -> Plan:
 
 
 class Trainer:
-    """Trains the model of a run, from the start or with `resume` from its newest checkpoint."""
+    """Trains the model of a run, from the start or, if the run exists, from its newest checkpoint."""
 
-    def __init__(self, run: Run, resume: bool = False):
-        self.run = run
+    def __init__(self, run: Run):
+        self.run, resume = run, run.earlier is not None
         allow_tf32(run.config.tf32)
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
         if checkpoint:
@@ -309,15 +307,14 @@ class Trainer:
             yield
             return
         description = describe_run(run, self.model)
-        run_file = run.folder / "run.json"
-        if run_file.exists():
-            description = continued(read_run_file(run_file), description, self.step)
+        if run.earlier:
+            description = continued(run.earlier, description, self.step)
         elif run.config.init_from:
             description["weights_from"] = weight_hashes(run.config.init_from)
-        write_run_file(run_file, description)
+        write_run_file(run.folder / "run.json", description)
         keep_copies(run.folder)
         tracker = make_tracker(run.config.log, run.folder, description)
-        self.log = Log(run.folder, self.step, tracker, unlogged=self.meter.unread_loss()[0])
+        self.log = Log(run.folder, self.step, tracker)
         named = {"fast": " with fast kernels", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
         modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
@@ -328,8 +325,7 @@ class Trainer:
             try:
                 yield
             except NotFinite as diverged:
-                rows = {"row_starts": diverged.row_starts} if diverged.row_starts else {}
-                self.log.add(step=diverged.step or self.step, not_finite=True, **rows)
+                self.log.add(step=diverged.step or self.step, not_finite=True)
                 write_report(run.folder, run.data.val_gzip_bpb)
                 raise
 
@@ -339,18 +335,16 @@ class Trainer:
         If they are too many, save the state before the first of those, because all later updates were withheld, and
         raise NotFinite.
         """
-        config, tokens = self.run.config, self.run.data.train.tokens
+        config = self.run.config
         for step in self.meter.bad_steps():
-            rows = range(config.batch_size)
-            starts = row_starts(tokens, config.seed, step - 1, rows, self.run.model_config.context).tolist()
             if self.skipped >= config.skip_nonfinite:
                 self.step = step - 1
                 if self.step > self.saved and self.finite():
                     self.save(keep=config.keep + 1)  # and delete none that may be better
-                raise NotFinite("loss or gradient is", step, starts)
+                raise NotFinite("loss or gradient is", step)
             self.skipped += 1
             if distributed.is_main():
-                self.log.add(step=step, skipped=self.skipped, row_starts=starts)
+                self.log.add(step=step, skipped=self.skipped)
                 self.bar.write(f"step {step} is skipped: loss or gradient is not finite")
 
     def log_training(self) -> None:
@@ -428,7 +422,7 @@ class Trainer:
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
         print(f"done in {self.clock.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
-        print(f"generate text: python generate.py --checkpoint {run.folder}")
+        print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")
 
 
 # --- what the loop calls ---------------------------------------------------------------------------------------------
