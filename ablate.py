@@ -19,12 +19,11 @@ from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
 from norms.placement import PLACEMENTS
 from runtime.plugins import import_first
-from runtime.process import bad_input, exit_codes, outlive_readers
+from runtime.process import bad_input, exit_codes
 from runtime.run_dir import locked
 
 
 def main(arguments: list[str] | None = None) -> None:
-    outlive_readers()
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
         if arguments[:1] in (["claim"], ["claims"]):

@@ -32,8 +32,8 @@ from experiments.preparation import PrepareConfig, bench_prepare
 from files import write_atomically
 from runtime.device import describe, pick_device
 from runtime.plugins import add_import_flag, import_files
-from runtime.process import bad_input, exit_codes, outlive_readers
-from runtime.run_dir import RUNS
+from runtime.process import bad_input, exit_codes
+from runtime.run_dir import RUNS_FOLDER
 
 # The function of each command, whose docstring is its help, and the dataclass of its options.
 COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
@@ -48,14 +48,13 @@ COMMANDS: dict[str, tuple[Callable[[Any, torch.device], Report], Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    outlive_readers()
     flags = parse(arguments)
     with exit_codes("--rows, --batch-size or --dim"):
         with bad_input():
             import_files(flags.imports)
             config = make_config(flags)
             device = pick_device(config.device)
-            out = Path(config.out) if config.out else RUNS / f"bench-{flags.command}.json"
+            out = Path(config.out) if config.out else RUNS_FOLDER / f"bench-{flags.command}.json"
             files = [out, Path(getattr(config, "plot", out))]
             for file in files:
                 check_file(file)

@@ -8,12 +8,11 @@ import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from files import is_a, load_json, one_line
+from files import is_a, one_line
 from norms import KINDS, build_norm, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
@@ -361,20 +360,6 @@ def _argument(option: dataclasses.Field, kind: Any) -> dict[str, Any]:
     return {"type": kind, "metavar": None if "choices" in option.metadata else kind.__name__.upper()} | argument
 
 
-def read_run(path: Path) -> dict[str, Any]:
-    """The fields of both configurations from a `run.json`. Fields that an earlier version lacked are absent.
-
-    Raises ValueError, naming file and field, if the file is missing or not a run.json, or has an unknown field.
-    """
-    try:
-        run = load_json(path)
-        given = {**run["model"], **run["training"]}
-    except (OSError, ValueError, TypeError, KeyError):
-        raise ValueError(f"--config {path}: not a readable run.json") from None
-    check_fields(given, f"--config {path}")
-    return given
-
-
 def check_fields(given: dict[str, Any], source: str) -> None:
     """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
     hints = get_type_hints(ModelConfig) | get_type_hints(TrainConfig)
@@ -386,22 +371,23 @@ def check_fields(given: dict[str, Any], source: str) -> None:
 
 
 def configs_from(
-    flags: argparse.Namespace, device: str, pretrained: dict[str, Any] | None = None
+    flags: argparse.Namespace,
+    device: str,
+    of_run: dict[str, Any] | None = None,
+    pretrained: dict[str, Any] | None = None,
 ) -> tuple[ModelConfig, TrainConfig]:
-    """Combine defaults, then the preset (`small` on a GPU) or `--config` file, then flags.
+    """Combine defaults, then the fields `of_run` or else the preset (`small` on a GPU), then flags.
 
-    `pretrained` are the fields of the model of `--init-from` and its kind of tokenizer. They replace those of a preset,
-    and flags may repeat them, shorten the context and set the dropout.
+    `of_run` are the fields in a run.json: of `--config`, or of the run that is continued. `pretrained` are those of the
+    model of `--init-from` and its kind of tokenizer. They replace those of a preset, and flags may repeat them, shorten
+    the context and set the dropout.
 
-    Raises ValueError for a file that is not a run's configuration and for values that are incompatible.
+    Raises ValueError for values that are incompatible.
     """
     require(not (flags.preset and flags.config), "use either --preset or --config, not both")
-    if flags.config:
-        given = read_run(Path(flags.config))
-    else:
-        given = PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
+    given = of_run or PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
     if pretrained:
-        chosen = {name: given[name] for name in NOT_PRETRAINED if flags.config and name in given}
+        chosen = {name: given[name] for name in NOT_PRETRAINED if of_run}
         given = given | pretrained | chosen
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     if "rope_scaling" in by_flag:

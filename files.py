@@ -1,7 +1,4 @@
-"""What every package needs: checked JSON, atomic writes, one lock, messages on one line.
-
-Only the standard library is imported here.
-"""
+"""What every package needs: checked JSON, atomic writes, one lock, messages on one line. Standard library only."""
 
 import errno
 import json
@@ -18,7 +15,6 @@ try:
 except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
-MAX_JSON_BYTES = 4 << 20  # of a configuration, which takes about 20 times as much memory
 MAX_LINE = 1200  # characters of an error message
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
@@ -47,21 +43,17 @@ def is_a(value: Any, kind: Any) -> bool:
 
 
 def load_json(path: Path) -> Any:
-    """The content of a configuration file. Raises OSError, or ValueError for one that is damaged, deep or too large."""
-    with open(path, "rb") as file:
-        content = file.read(MAX_JSON_BYTES + 1)
-    if len(content) > MAX_JSON_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    """The content of a JSON file. Raises OSError, or ValueError if it is damaged or nested too deeply."""
     try:
-        return json.loads(content)
+        return json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
 
 
 def one_line(message: str) -> str:
-    """A message that may quote names and values from files, safe to print: on one line, of at most `MAX_LINE` letters.
+    """A message that may quote names and values from files, on one line that is safe to print.
 
-    What is not printable is escaped, and the middle of a longer message is left out.
+    Unprintable characters are escaped, and the middle of a message longer than `MAX_LINE` is left out.
     """
     if len(message) > MAX_LINE:
         message = f"{message[: MAX_LINE // 2]} ... {message[-MAX_LINE // 3 :]}"
@@ -73,7 +65,7 @@ def one_line(message: str) -> str:
 
 @contextmanager
 def explained(path: Path, size: int) -> Iterator[None]:
-    """Make an OSError inside, usually of a full disk, name what was to be written and its size in bytes."""
+    """Make an OSError inside, usually from a full disk, name the file and its size in bytes."""
     try:
         yield
     except OSError as error:
@@ -90,9 +82,9 @@ def disk_error(number: int | None, message: str) -> OSError:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that no reader ever sees half of it, nor anyone after a power failure.
+    """Write a file that is never seen half written, not even after a power failure.
 
-    What UTF-8 cannot encode, as in file names, is escaped. Raises OSError as `explained`.
+    What UTF-8 cannot encode, as in file names, is escaped. Raises OSError like `explained`.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     part = path.with_name(path.name + ".part")

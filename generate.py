@@ -8,7 +8,7 @@ Shapes in comments: B samples, T tokens, V token ids.
 if __name__ == "__main__":  # before the imports, which take seconds
     from runtime.process import start
 
-    start()
+    start(may_close=["stderr"])  # a closed standard output ends the command
 
 import argparse
 import codecs
@@ -34,7 +34,7 @@ from runtime.checkpoint import open_checkpoint
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.plugins import import_first
-from runtime.process import NotFinite, bad_input, exit_codes, outlive_readers, write
+from runtime.process import NotFinite, bad_input, exit_codes, write
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
 MAX_SAMPLES = 1 << 16  # each has a random number generator of its own
@@ -68,7 +68,6 @@ class Sampling:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    outlive_readers(["stderr"])
     flags = parse(arguments)
     with exit_codes("--samples or --tokens"):
         with bad_input():

@@ -51,8 +51,8 @@ from runtime.device import (
     to_device,
 )
 from runtime.huggingface.directory import open_model
-from runtime.plugins import import_first, import_records, keep_copies
-from runtime.process import NotFinite, Stopped, bad_input, exit_codes, outlive_readers, stop_requests
+from runtime.plugins import command_to_type, import_first, import_records, keep_copies
+from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import FIXED_ON_RESUME, Run, resolve_run
 from runtime.run_dir import (
@@ -62,7 +62,6 @@ from runtime.run_dir import (
     has_evaluation,
     locked,
     make_tracker,
-    read_run_file,
     write_run_file,
 )
 
@@ -76,7 +75,6 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    outlive_readers()
     with distributed.process_group(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         with distributed.printed_by_main():
             flags = parse(arguments)
@@ -87,9 +85,9 @@ def main(arguments: list[str] | None = None) -> None:
             return
         with distributed.held_by_main(locked(run.folder), InUse):
             with bad_input():
-                distributed.from_main(check_run_dir, run.folder, flags.resume)
+                distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
                 distributed.from_main(clear_unfinished, run.folder)
-                trainer = Trainer(run, flags.resume)
+                trainer = Trainer(run)
             trainer.train()
 
 
@@ -119,10 +117,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 class Trainer:
-    """Trains the model of a run, from the start or with `resume` from its newest checkpoint."""
+    """Trains the model of a run, from the start or, if the run exists, from its newest checkpoint."""
 
-    def __init__(self, run: Run, resume: bool = False):
-        self.run = run
+    def __init__(self, run: Run):
+        self.run, resume = run, run.earlier is not None
         allow_tf32(run.config.tf32)
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
         if checkpoint:
@@ -246,15 +244,14 @@ class Trainer:
             yield
             return
         description = describe_run(run, self.model)
-        run_file = run.folder / "run.json"
-        if run_file.exists():
-            description = continued(read_run_file(run_file), description, self.step)
+        if run.earlier:
+            description = continued(run.earlier, description, self.step)
         elif run.config.init_from:
             description["weights_from"] = weight_hashes(run.config.init_from)
-        write_run_file(run_file, description)
+        write_run_file(run.folder / "run.json", description)
         keep_copies(run.folder)
         tracker = make_tracker(run.config.log, run.folder, description)
-        self.log = Log(run.folder, self.step, tracker, unlogged=len(self.losses))
+        self.log = Log(run.folder, self.step, tracker)
         named = {"compile": ", compiled", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
         modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
@@ -353,7 +350,7 @@ class Trainer:
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
         print(f"done in {self.clock.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
-        print(f"generate text: python generate.py --checkpoint {run.folder}")
+        print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")
 
 
 class Clock:

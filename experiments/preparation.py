@@ -19,7 +19,6 @@ from data.corpus import open_corpus
 from data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
 from data.workers import available_cpus, encode_jobs, make_jobs
 from experiments.benchmarks import BenchConfig, Call, Report, time_alternately
-from runtime.process import temporary_folders
 
 SAMPLE_SECONDS = 0.05  # between two looks at the memory in use
 CONTEXT = 256
@@ -45,7 +44,6 @@ class PrepareConfig(BenchConfig):
 def bench_prepare(config: PrepareConfig, device: torch.device) -> Report:
     """Measure preparing a text: speed with one process and with several, and the peak memory of all of them."""
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as name:
-        temporary_folders.append(name)
         folder = Path(name)
         rows = encoding_speeds(config, folder, device)
         text = folder / f"text.{config.format}"

@@ -1,89 +1,78 @@
-"""How a command starts, is stopped, prints and ends.
+"""How a command starts, is stopped by signals, prints, and ends.
 
 Only the standard library is imported at the top, because a command calls `start` before it imports anything else:
-importing torch takes seconds, and a signal that arrives then must not end in a traceback. Not covered are the
-milliseconds before the command's first line. Signals that are ignored stay ignored: SIGHUP under nohup, SIGINT in a
-shell's background job.
+importing torch takes seconds, and a signal that arrives in them must not end in a traceback.
 """
 
-import errno
 import io
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
 from files import DISK_FAILED, InUse, one_line
 
 FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
-SHOWN_ROWS = 8  # of a batch; metrics.jsonl has all of them
+PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "matplotlib")
+SETUP = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py"  # in README
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 SAME_STOP = 1.0  # seconds
-temporary_folders: list[str] = []  # removed when a signal ends this process
 
 
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
-def start() -> None:
-    """End at signals with one line, and draw plots into files only."""
+def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
+    """Prepare the process of a command. It continues when the streams `may_close` are closed.
+
+    Environment variables that torch reads when it is imported are set here.
+    """
     stop_at_signals()
-    os.environ.pop("MPLBACKEND", None)  # a notebook sets it to its own, which may be missing here
+    check_packages()
+    os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
+    survive_closed_output(may_close)
+
+
+def check_packages() -> None:
+    """Exit with one line, which says how to install them, if packages are missing."""
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
 def stop_at_signals() -> None:
-    """From now on a signal ends this process. For a command, on its first line; never for an import as a library."""
+    """From now on a signal ends this process. Ignored signals stay ignored, such as SIGHUP under nohup."""
     for number in _not_ignored():
         signal.signal(number, stop_now)
 
 
 def stop_now(number: int, frame: FrameType | None = None) -> None:
-    """Say so in one line, end the processes that this one has started, and exit with code 128 + `number`.
+    """Print one line, on rank 0 only, and exit with code 128 + `number`.
 
-    No exception is raised, because imports and callbacks from C swallow them. Whatever is being written is left as
-    `kill -9` would leave it. Of several ranks, rank 0 says it.
+    No exception is raised, because imports and callbacks from C swallow them.
     """
-    say_nothing_more()
+    for other in STOP_SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
         line = f"error: stopped by {signal.Signals(number).name}\n"
         with suppress(OSError):  # standard error may be closed
             os.write(2, (b"\n" if os.isatty(2) else b"") + line.encode())  # below a progress bar
-    stop_silently(number)
-
-
-def stop_silently(number: int, frame: FrameType | None = None) -> None:
-    """`stop_now` without the line."""
-    for child in _descendants(os.getpid()):
-        with suppress(OSError):  # it has just ended
-            os.kill(child, signal.SIGTERM)
-    for folder in temporary_folders:
-        shutil.rmtree(folder, ignore_errors=True)
     os._exit(128 + number)
-
-
-def say_nothing_more() -> None:
-    """The command has said why it ends: a signal from now on, such as torchrun's, adds no other line."""
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is stop_now:
-            signal.signal(number, stop_silently)
 
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Collect signals in a list. The loop inside finishes its step, saves and stops.
 
-    A signal that comes later than `SAME_STOP` stops immediately; one that comes sooner is of the same stop, as when a
-    shell and the system both pass on that a terminal was closed. With several ranks none does: each may get those of
-    the terminal and of torchrun, which kills them after 30 s.
+    A second signal stops the process at once, unless it follows within `SAME_STOP` seconds, as when a terminal closes,
+    or there are several ranks: they get the signals of the terminal and of torchrun, which kills them after 30 s.
     """
     requests: list[int] = []
     first = 0.0
@@ -107,70 +96,36 @@ def _not_ignored() -> list[int]:
     return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
-def _descendants(pid: int) -> list[int]:
-    """Children, their children, and so on. Only on Linux; elsewhere a compiler ends by itself, and so does a process
-    that encodes text.
-    """
-    children: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread or the process has just ended
-            children += map(int, path.read_text().split())
-    return [found for child in children for found in (child, *_descendants(child))]
-
-
-# --- standard output and error ----------------------------------------------------------------------------------------
+# --- standard output and error ---------------------------------------------------------------------------------------
 
 
 class _Lossy(io.FileIO):
-    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed (on Windows, EINVAL).
-
-    If the reason is another one, such as a full disk, a line on standard error says so.
-    """
-
-    warned = False
+    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EINVAL) and self.fileno() == 1 and not self.warned:
-                self.warned = True
-                print(f"warning: standard output is lost: {error.strerror}", file=sys.stderr)
+        except OSError:
             return memoryview(data).nbytes
 
 
-def replace_closed() -> None:
-    """Give standard streams that are closed to the null device, so that no file gets their descriptors."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (stays open)
+def survive_closed_output(may_close: Sequence[str]) -> None:
+    """Continue when the streams `may_close` have no reader any more. What the locale cannot encode is escaped.
 
-
-def outlive_readers(names: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Go on when nobody reads these streams any more. What the locale cannot encode is printed as an escape.
-
-    A stream that is not the process's own, as in a notebook or a test, stays as it is.
+    Those that are closed already get the null device, so that no file gets their descriptors.
     """
-    replace_closed()
-    for name in names:
+    while os.open(os.devnull, os.O_RDWR) <= 2:
+        pass
+    for descriptor, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):
-            stream.flush()
-            lossy: Any = _Lossy(stream.fileno(), "w", closefd=False)
-            if not stream.write_through:  # as with python -u
-                lossy = io.BufferedWriter(lossy)
-            buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", **buffering))
+        if stream is None or name in may_close:
+            lossy = io.BufferedWriter(_Lossy(descriptor, "w", closefd=False))
+            encoding = stream.encoding if stream else "utf-8"
+            setattr(sys, name, io.TextIOWrapper(lossy, encoding, "backslashreplace", line_buffering=True))
 
 
 def write(text: str) -> None:
-    """Write to standard output, for a command whose result that is.
-
-    Raises BrokenPipeError if its reader has left, and OSError with the reason if it cannot be written.
-    """
+    """Write to standard output. Raises BrokenPipeError if it was closed, and OSError if it cannot be written."""
     try:
         print(text, end="", flush=True)
     except OSError as error:
@@ -184,19 +139,13 @@ def write(text: str) -> None:
 
 
 class NotFinite(ValueError):
-    """A loss, a gradient, a weight or a logit is NaN or infinite.
+    """A loss, a gradient, a weight or a logit is NaN or infinite. In training, `step` says when."""
 
-    In training, `step` says when. If that is due to its batch, `row_starts` says where the rows of the batch begin in
-    the tokens of the training text.
-    """
+    code = NOT_FINITE
 
-    def __init__(self, what: str, step: int = 0, row_starts: Sequence[int] = ()):
-        rows = ", ".join(map(str, row_starts[:SHOWN_ROWS])) + (", ..." if len(row_starts) > SHOWN_ROWS else "")
-        message = f"{what} not finite" + (f" at step {step}; try a lower --lr" if step else "")
-        if row_starts:
-            message += f", or a higher --skip-nonfinite; rows of its batch begin at training tokens {rows}"
-        super().__init__(message)
-        self.step, self.row_starts = step, row_starts
+    def __init__(self, what: str, step: int = 0):
+        super().__init__(f"{what} not finite" + (f" at step {step}; try a lower --lr" if step else ""))
+        self.step = step
 
 
 class Stopped(Exception):
@@ -204,34 +153,23 @@ class Stopped(Exception):
 
     def __init__(self, signum: int, resume_with: str = "--resume"):
         super().__init__(f"stopped by {signal.Signals(signum).name}; continue with {resume_with}")
-        self.signum = signum
+        self.code = 128 + signum
 
 
 class CellFailed(Exception):
     """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
 
     def __init__(self, cell: str, code: int, line: str):
-        if code < 0:
-            reason = f"killed by {signal.Signals(-code).name}"
-        elif "error: " in line:
-            reason = line.removeprefix("error: ")
-        else:
-            reason = f"exit code {code}" + (f"; its last line is {line}" if line else "")
-        super().__init__(f"{cell}: {reason}")
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else line.removeprefix("error: ")
+        super().__init__(f"{cell}: {reason or f'exit code {code}'}")
         self.code = max(1, code)
 
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Wrap input handling: a ValueError or OSError there ends with exit code 2. All ranks must have the same error.
-
-    That the disk failed, or that a process we started was killed, is not bad input; it ends with exit code 1. That
-    memory ran out is left to `exit_codes`.
-    """
+    """Exit with code 2 on a ValueError or OSError inside, and with 1 if the disk failed. All ranks must have it."""
     try:
         yield
-    except ChildProcessError as error:
-        _exit(FAILED, str(error))
     except (ValueError, OSError) as error:
         if out_of_memory(error):
             raise
@@ -241,40 +179,28 @@ def bad_input() -> Iterator[None]:
 
 @contextmanager
 def exit_codes(memory_options: str) -> Iterator[None]:
-    """Wrap the work itself. `memory_options` names the flags to change when memory runs out."""
+    """Exit with the code of an error inside. `memory_options` names the flags to change when memory runs out."""
     try:
         yield
     except InUse as error:
         _exit_together(IN_USE, str(error))
-    except NotFinite as error:
-        _exit_together(NOT_FINITE, str(error))
-    except Stopped as error:
-        _exit_together(128 + error.signum, str(error))
-    except CellFailed as error:
-        _exit(error.code, str(error))
-    except KeyboardInterrupt:
-        _exit(128 + signal.SIGINT, "interrupted")
+    except (NotFinite, Stopped, CellFailed) as error:
+        _exit_together(error.code, str(error))
     except Exception as error:
         if out_of_memory(error):
             _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
         if isinstance(error, OSError):  # usually a full disk; every finished checkpoint is intact
             _exit(FAILED, str(error))
-        from runtime.plugins import error_line
-
-        if line := error_line(error):  # a norm or a placement that the user wrote
-            _exit(BAD_INPUT, line)
         raise
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out. On every device torch says that it cannot allocate it."""
-    allocation = isinstance(error, RuntimeError) and "allocate" in str(error)
-    mapping = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return allocation or mapping or isinstance(error, MemoryError)
+    """Whether memory ran out. On every device torch says that it cannot allocate it, and so does the system."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and "allocate" in str(error))
 
 
 def _exit_together(code: int, line: str) -> None:
-    """Exit for a reason that every rank has. Rank 0 says it, before torchrun sees any of them end."""
+    """Exit for a reason that every rank has. Rank 0 prints it, before torchrun sees any of them end."""
     from runtime import distributed
 
     with distributed.printed_by_main():
@@ -282,6 +208,9 @@ def _exit_together(code: int, line: str) -> None:
 
 
 def _exit(code: int, line: str) -> None:
+    """Print the line and exit. A signal from now on, such as torchrun's, adds no other line."""
     print(f"error: {one_line(line)}", file=sys.stderr)
-    say_nothing_more()
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is stop_now:
+            signal.signal(number, lambda number, frame: os._exit(code))
     sys.exit(code)

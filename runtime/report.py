@@ -5,7 +5,6 @@ page("Title", [markdown("Some **text**."), table(["run", "loss"], rows), figure(
 
 import base64
 import io
-import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,29 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from files import write_atomically
-from runtime.run_dir import read_rows, read_run_file, read_samples
+from runtime.run_dir import SAMPLE_HEADING, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 120  # of every plot that is saved as PNG
-MOST_POINTS = 1000  # of a line: the plot of a long run, which every evaluation draws anew, takes no longer
 MOST_SAMPLES = 20  # on the page
-HELD_OUT = "validation: documents that are not in the training text (or the last tenth, if there is only one)"
 
-# Colors follow the reader's light or dark theme; figures keep a white ground. What is wide scrolls in its own box.
+# Colors follow the browser's light or dark theme; figures keep a white background. Wide elements scroll on their own.
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 0.5rem 1rem 3rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 h3 { font-size: 1rem; margin-bottom: 0; }
-p { overflow-wrap: anywhere; }
-.table, pre, figure { overflow-x: auto; margin: 1rem 0; }
+p, pre { overflow-wrap: anywhere; }
+.table, figure { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; white-space: nowrap; }
-pre { padding: 0.6rem; border: 1px solid #8886; border-radius: 0.3rem; font-size: 0.85rem; }
-pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; }
+th, td { padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }
+pre { padding: 0.6rem; border: 1px solid #8886; border-radius: 0.3rem; font-size: 0.85rem; white-space: pre-wrap; }
 img { display: block; max-width: max(100%, 34rem); background: white; }
 """
 
@@ -61,9 +57,9 @@ def page(title: str, sections: Sequence[str]) -> str:
 """
 
 
-def preformatted(text: str, wrapped: bool = False) -> str:
-    """Text as it is, such as a sample or a command. Long lines scroll, or break if `wrapped`."""
-    return f'<pre class="wrapped">{escape(text)}</pre>' if wrapped else f"<pre>{escape(text)}</pre>"
+def preformatted(text: str) -> str:
+    """Text as it is, such as a sample or a command. Long lines wrap."""
+    return f"<pre>{escape(text)}</pre>"
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -72,22 +68,15 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def figure(plot: "Figure", alt: str) -> str:
-    """A matplotlib figure as SVG in an `img`, so that names inside one figure cannot clash with another's.
-
-    `alt` says in words what the figure shows. The same figure gives the same bytes.
-    """
-    from matplotlib import rc_context  # imported here because it takes half a second
-
+    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows."""
     svg = io.BytesIO()
-    with rc_context({"svg.hashsalt": "normal-llama"}):
-        plot.savefig(svg, format="svg", metadata={"Date": None})
+    plot.savefig(svg, format="svg")
     data = base64.b64encode(svg.getvalue()).decode()
     return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
 def markdown(text: str) -> str:
-    """HTML of the Markdown in our reports: headings, paragraphs, tables, `code`, **bold**, *italic* and
-    [links](address)."""
+    """HTML of Markdown's headings, paragraphs, tables, `code`, **bold**, *italic* and [links](address)."""
     return "\n".join(_block(block) for block in re.split(r"\n\s*\n", text.strip()))
 
 
@@ -127,17 +116,16 @@ def _emphasis(text: str) -> str:
 def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     """Training and validation loss over the steps of a `metrics.jsonl`, next to gzip's bits per byte.
 
-    The left axis is in nats per token. Once there is an evaluation, the right axis has the same in bits per byte of
-    the validation text. It is exact for the validation loss and for gzip; training text may have other bytes per token.
-    A long line is thinned; its ends and its extremes stay.
+    The left axis is in nats per token. Once there is an evaluation, the right axis shows bits per byte of the
+    validation text. It is exact for the validation loss and for gzip; training text may have other bytes per token.
     """
     from matplotlib.figure import Figure  # imported here because it takes half a second
 
     plot = Figure(figsize=(8, 4.5))
-    plot.subplots_adjust(left=0.09, right=0.91, bottom=0.16, top=0.97)  # a layout engine takes twice as long
+    plot.subplots_adjust(left=0.09, right=0.91, bottom=0.11, top=0.97)  # a layout engine takes twice as long
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
-        points = thinned([(row["step"], row[name]) for row in rows if name in row])
+        points = [(row["step"], row[name]) for row in rows if name in row]
         axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=name.replace("_", " "))
     evaluations = [row for row in rows if "val_bpb" in row]
     if evaluations:
@@ -145,24 +133,10 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
         axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")
         right = axes.secondary_yaxis("right", functions=(lambda nats: nats * bpb_per_nat, lambda b: b / bpb_per_nat))
         right.set_ylabel("bits per byte of validation text")
-    axes.set(ylabel="loss (nats per token)")
-    axes.set_xlabel("step")
-    plot.supxlabel(HELD_OUT, fontsize="small", color="0.4")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
     return plot
-
-
-def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most `MOST_POINTS` of the `points` (step, loss): both ends, and the lowest and the highest of each stretch."""
-    if len(points) <= MOST_POINTS:
-        return points
-    length = math.ceil(len(points) / (MOST_POINTS // 2 - 1))
-    kept = {points[0], points[-1]}
-    for start in range(0, len(points), length):
-        stretch = sorted(points[start : start + length], key=lambda point: point[1])
-        kept |= {stretch[0], stretch[-1]}
-    return sorted(kept)
 
 
 def save_plot(plot: "Figure", path: Path) -> None:
@@ -175,25 +149,17 @@ def save_plot(plot: "Figure", path: Path) -> None:
 def write_report(folder: Path, gzip_bpb: float) -> None:
     """Write `report.html` of the run in `folder`, which has ended."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
+    samples = read_samples(folder)[-MOST_SAMPLES:]
     sections = [
         markdown(f"{result(rows, gzip_bpb)}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result(rows, gzip_bpb)}"),
-        "<h2>Samples</h2>",
-        *last_samples(read_samples(folder) or "none yet"),
+        f"<h2>Last {MOST_SAMPLES} samples</h2>",
+        preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
         "<h2>Settings</h2>",
-        preformatted(shlex.join(["python", *run["command"]]), wrapped=True),
+        preformatted(shlex.join(["python", *run["command"]])),
         settings_table(run["model"] | run["training"] | run["versions"]),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
-
-
-def last_samples(text: str) -> list[str]:
-    """HTML of the last samples in a `samples.txt`, and how many there are if not all are shown."""
-    starts = [found.start() for found in re.finditer(r"^----- step \d+ -----$", text, re.M)]
-    if len(starts) <= MOST_SAMPLES:
-        return [preformatted(text, wrapped=True)]
-    note = f"The last {MOST_SAMPLES} of {len(starts):,}; all are in `samples.txt`."
-    return [markdown(note), preformatted(text[starts[-MOST_SAMPLES] :], wrapped=True)]
 
 
 def result(rows: list[dict[str, Any]], gzip_bpb: float) -> str:

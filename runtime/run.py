@@ -1,19 +1,17 @@
 """The run that flags describe: a new one, or one to continue or evaluate."""
 
 import argparse
-import dataclasses
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import ModelConfig, TrainConfig, configs_from, read_run, require
+from config import ModelConfig, TrainConfig, configs_from, require
 from data.batches import Prepared, prepare
 from data.tokenizer import Tokenizer
-from files import InUse, is_a, load_json
+from files import InUse
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint, latest_checkpoint
@@ -22,7 +20,7 @@ from runtime.huggingface.directory import check_context, open_model, read_tokeni
 from runtime.plugins import warn_of_imports
 from runtime.report import shown
 from runtime.run_dir import (
-    RUNS,
+    RUNS_FOLDER,
     check_not_in_use,
     check_run_dir,
     check_tracker,
@@ -33,11 +31,15 @@ from runtime.run_dir import (
 )
 
 FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
+RunFile = dict[str, Any]  # the contents of a run.json
 
 
 @dataclass
 class Run:
-    """A resolved run: where it is stored, what is trained, how, and on what."""
+    """A resolved run: where it is stored, what is trained, how, and on what.
+
+    earlier: the run.json of the run that is continued or evaluated, or None for a new run.
+    """
 
     folder: Path
     model_config: ModelConfig
@@ -45,61 +47,86 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     data: Prepared
+    earlier: RunFile | None = None
 
 
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
     restarted = distributed.restarted()
     with distributed.raise_on_all_ranks(InUse):
-        out, model_config, config, device, data = resolve_settings(flags, restarted)
-    name = f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
-    folder = distributed.from_main(make_run_dir, out, name)
-    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data)
+        run = resolve_settings(flags, restarted)
+    if run.earlier is None:
+        out = run.folder if getattr(flags, "out", "") else None
+        run.folder = distributed.from_main(make_run_dir, out, run.folder.name)
+    return run
 
 
-def resolve_settings(
-    flags: argparse.Namespace, restarted: bool = False
-) -> tuple[Path | None, ModelConfig, TrainConfig, torch.device, Prepared]:
-    """Everything of a run but its folder: --out or None. The cheap checks come first.
+def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
+    """The run, of which nothing is written yet. The cheap checks come first.
 
     A restart by torchrun continues the run in --out if the same launch has started it, or starts a run.
     """
     out = Path(flags.out) if getattr(flags, "out", "") else None
-    if distributed.may_restart() and out is None:
-        raise ValueError("torchrun --max-restarts needs --out: a restart finds its run there")
-    if restarted and out and started_by_this_launch(out / "run.json"):
-        flags.resume, flags.preset = not flags.eval_only, None
+    require(bool(out) or not distributed.may_restart(), "torchrun --max-restarts needs --out, to find the run again")
     existing = flags.resume or flags.eval_only
     if existing:
-        if flags.preset:
-            raise ValueError("--preset is for new runs; --resume and --eval-only take the configuration of the run")
+        require(not flags.preset, "--preset is for new runs; --resume and --eval-only take the options of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
-        flags.config = out / "run.json"
+    elif restarted and out and (out / "run.json").exists():
+        existing = read_run_file(out / "run.json").get("launch") == distributed.launch()
     if out:
         if distributed.is_main() and not flags.eval_only:
             check_not_in_use(out)
         check_run_dir(out, existing, writes=not flags.eval_only)
-    if existing:
-        read_run_file(flags.config)  # a damaged file is not one with other settings
-    model_config, config = resolve(flags)
-    if existing:
-        check_same_settings(flags.config, model_config, config, FIXED_ON_RESUME)
-        check_history(flags.config)
-        check_checkpoints(flags.config.parent)
-        if flags.resume and (changes := changed_options(flags.config, config)) and distributed.is_main():
-            print(f"changed: {', '.join(changes)}", file=sys.stderr)
+    earlier = read_run_file(out / "run.json") if out and existing else None
+    model_config, config = resolve(flags, earlier)
+    if out and earlier:
+        check_same_run(out, earlier, model_config, config)
     if not flags.eval_only:
-        check_space(out or RUNS, model_config, config)
-    device = pick_device(config.device)
+        check_space(out or RUNS_FOLDER, model_config, config)
     tokenizer = None
     if config.init_from:
-        # A run that has started no longer needs DIR.
-        saved = intact_checkpoint(out, TRAINING_STATE) if out and existing else None
+        saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
     data = prepare_text(flags, model_config, config, tokenizer)
-    if existing:
-        check_same_text(flags.config, data)
-    return out, model_config, config, device, data
+    if out and earlier:
+        check_same_text(out, earlier, data)
+    folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
+    device = pick_device(config.device)
+    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data, earlier)
+
+
+def resolve(flags: argparse.Namespace, earlier: RunFile | None = None) -> tuple[ModelConfig, TrainConfig]:
+    """The configurations, with everything that depends on the machine decided.
+
+    Raises ValueError for incompatible options.
+    """
+    model_config, config = read_configs(flags, pick_device(getattr(flags, "device", "auto")).type, earlier)
+    device, ranks = pick_device(config.device), distributed.world_size()
+    distributed.check_device(device)
+    check_tracker(config.log)
+    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
+    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
+    config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
+    check_options(model_config, config, ranks)
+    return model_config, config
+
+
+def read_configs(
+    flags: argparse.Namespace, device: str, earlier: RunFile | None = None
+) -> tuple[ModelConfig, TrainConfig]:
+    """`configs_from` a preset, the run.json of --config or `earlier`, the model of --init-from, and the flags."""
+    given = pretrained = None
+    if run := earlier or (read_run_file(Path(flags.config)) if flags.config else None):
+        warn_of_imports(run)
+        given = run["model"] | run["training"]
+    init_from = getattr(flags, "init_from", "") or (given or {}).get("init_from", "")
+    if init_from and not earlier:
+        directory = find_checkpoint(init_from)  # verified before the text is prepared
+        model, _ = open_model(directory)
+        pretrained = asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
+    return configs_from(flags, device, given, pretrained)
 
 
 def prepare_text(
@@ -111,110 +138,44 @@ def prepare_text(
     return prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, tokenizer, earlier)
 
 
-def started_by_this_launch(run_file: Path) -> bool:
-    """Whether torchrun, before it restarted the ranks, has started the run or resumed it."""
-    return run_file.exists() and read_run_file(run_file).get("launch") == distributed.launch()
-
-
-def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations, with everything that depends on the machine decided.
-
-    Raises ValueError for incompatible options.
-    """
-    model_config, config = read_configs(flags, pick_device(getattr(flags, "device", "auto")).type)
-    device = pick_device(config.device)
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
-    check_tracker(config.log)
-    distributed.check_device(device)
-    config = dataclasses.replace(config, device=str(device), dtype=dtype, compile=compiled, out="")
-    ranks = distributed.world_size()
-    check_options(model_config, config, ranks)
-    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
-    return model_config, dataclasses.replace(config, shard=shard)
-
-
-def read_configs(flags: argparse.Namespace, device: str) -> tuple[ModelConfig, TrainConfig]:
-    """`configs_from`. Raises ValueError that asks for `--import` if the run of --config needs a file."""
-    if flags.config:
-        read_run(Path(flags.config))
-        warn_of_imports(load_json(Path(flags.config)), Path(flags.config))
-    return configs_from(flags, device, pretrained_settings(flags))
-
-
-def pretrained_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
-    """The model of --init-from and its kind of tokenizer, for a new run. Raises ValueError if it cannot be read."""
-    init_from = getattr(flags, "init_from", "")
-    if flags.resume or flags.eval_only:
-        return None
-    if flags.config and not init_from:
-        init_from = read_run(Path(flags.config)).get("init_from", "")
-    if not init_from:
-        return None
-    directory = find_checkpoint(init_from)  # verified before the text is prepared
-    model, _ = open_model(directory)
-    return dataclasses.asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
-
-
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
     """Raise ValueError unless so many ranks can train this model with these options."""
     norm, traits = model_config.norm, TRAITS[model_config.norm]
     if config.compile and config.recompute and not traits.causal_in_training:
         raise ValueError(f"--recompute and --compile do not work together with --norm {norm}")
-    if not traits.per_token and config.micro_batch_size * model_config.context < 2:
-        raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:
         raise ValueError(f"--norm {norm} trains on one rank: others would have other statistics")
     check_context(model_config, 4 * model_config.weights, "--context is")
     distributed.check_batch(config.batch_size, config.micro_batch_size, ranks)
 
 
-def check_same_settings(run_file: Path, model_config: ModelConfig, config: TrainConfig, names: Iterable[str]) -> None:
-    """Raise ValueError, naming the differences, unless the run in `run_file` has this model and these settings.
+def differences(run: RunFile, model_config: ModelConfig, config: TrainConfig) -> dict[str, tuple[str, str]]:
+    """The options in which a run.json differs from these configurations: their values there and here."""
+    there, here = run["model"] | run["training"], asdict(model_config) | asdict(config)
+    return {name: (shown(there[name]), shown(here[name])) for name in here if there[name] != here[name]}
 
-    `names` are the fields of TrainConfig to compare. Fields that the run's version lacked count as their defaults.
+
+def check_same_run(folder: Path, run: RunFile, model_config: ModelConfig, config: TrainConfig) -> None:
+    """Raise ValueError if the model or an option of `FIXED_ON_RESUME` differs, or if the checkpoints are missing.
+
+    Other options that differ are printed.
     """
-    given, in_model = read_run(run_file), {field.name for field in dataclasses.fields(ModelConfig)}
-    theirs = dataclasses.asdict(TrainConfig()) | given
-    theirs |= dataclasses.asdict(ModelConfig(**{name: given[name] for name in given.keys() & in_model}))
-    ours = dataclasses.asdict(model_config)
-    ours |= {name: getattr(config, name) for name in names}
-    differences = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
-    if differences:
-        raise ValueError(f"the run in {run_file.parent} has {'; '.join(differences)}")
+    fixed, changed = [], []
+    for name, (there, here) in differences(run, model_config, config).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in run["model"] or name in FIXED_ON_RESUME:
+            fixed.append(f"{flag} {there}, not {here}")
+        else:
+            changed.append(f"{flag} {there} -> {here}")
+    require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
+    rows = read_rows(folder / "metrics.jsonl")
+    lost = rows and rows[-1]["step"] > config.save_every and not latest_checkpoint(folder)
+    require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
+    if changed and distributed.is_main():
+        print(f"changed: {', '.join(changed)}", file=sys.stderr)
 
 
-def check_history(run_file: Path) -> None:
-    """Raise ValueError if what a resumed run keeps of its run.json is damaged."""
-    run = load_json(run_file)
-    for name, kind in {"command": list[str], "resumed": list[dict[str, Any]], "weights_from": dict[str, Any]}.items():
-        require(name not in run or is_a(run[name], kind), f"{run_file}: {name!r} is damaged")
-
-
-def check_checkpoints(folder: Path) -> None:
-    """Raise ValueError if the run in `folder` has no checkpoint, and its log goes beyond the first that was due."""
-    rows, first = read_rows(folder / "metrics.jsonl"), read_run(folder / "run.json").get("save_every", 0)
-    if rows and rows[-1]["step"] > first and not latest_checkpoint(folder):
-        raise ValueError(
-            f"{folder / 'checkpoints'} holds no checkpoint, but the log reaches step {rows[-1]['step']}; restore the "
-            "checkpoints, or delete metrics.jsonl to begin again"
-        )
-
-
-def changed_options(run_file: Path, config: TrainConfig) -> list[str]:
-    """The options that differ from those of the run in `run_file`, as "--lr 0.015 -> 0.01"."""
-    theirs = dataclasses.asdict(TrainConfig()) | read_run(run_file)
-    ours = dataclasses.asdict(config)
-    return [
-        f"--{name.replace('_', '-')} {shown(theirs[name])} -> {shown(ours[name])}"
-        for name in ours
-        if name != "out" and theirs[name] != ours[name]
-    ]
-
-
-def check_same_text(run_file: Path, data: Prepared) -> None:
-    """Raise ValueError if text or tokenizer differ from those of the run in `run_file`."""
-    theirs = read_run_file(run_file)
-    for name, ours in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        if theirs[name].get("hash") != ours:
-            raise ValueError(f"the {name} of the run in {run_file.parent} has changed since the run started")
+def check_same_text(folder: Path, run: RunFile, data: Prepared) -> None:
+    """Raise ValueError if text or tokenizer differ from those of the run in `folder`."""
+    for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
+        require(run[name]["hash"] == here, f"the {name} of the run in {folder} has changed since the run started")

@@ -28,8 +28,8 @@ from norms.placement import Unsupported
 from runtime.device import describe
 from runtime.plugins import check_imports, import_flags
 from runtime.process import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, stop_requests
-from runtime.run import check_same_settings, check_same_text, resolve
-from runtime.run_dir import check_name, read_rows, read_run_file, refuse_links
+from runtime.run import check_same_text, differences, resolve
+from runtime.run_dir import read_rows, read_run_file, refuse_links
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
@@ -139,7 +139,6 @@ class Grid:
     def check(self, cells: Iterable[Cell]) -> None:
         """Raise ValueError if the folder is not for runs like these, or holds a cell trained with other settings."""
         folder = self.folder
-        check_name(folder)
         if folder.exists() and not (folder / "cells").is_dir():
             require(
                 folder.is_dir() and not any(folder.iterdir()), f"--out {folder} is not empty; choose another folder"
@@ -153,10 +152,12 @@ class Grid:
             if run_file.exists():
                 model_config, config = self.settings[cell.arm]
                 config = replace(config, lr=cell.lr, seed=cell.seed)
-                check_same_settings(run_file, model_config, config, compared)
-                check_same_text(run_file, self.data)
                 run = read_run_file(run_file)
-                for line in check_imports(run, run_file):
+                different = differences(run, model_config, config).items()
+                listed = [f"{name} {there}, not {here}" for name, (there, here) in different if name in compared]
+                require(not listed, f"the run in {run_file.parent} has {'; '.join(listed)}")
+                check_same_text(run_file.parent, run, self.data)
+                for line in check_imports(run):
                     raise ValueError(f"the run in {run_file.parent}: {line}")
                 here = f"{describe(torch.device(config.device))} with torch {torch.__version__}"
                 there = f"{run.get('device')} with torch {run['versions'].get('torch')}"

@@ -60,7 +60,7 @@ def ablation_page(grid: Grid, cells: Iterable[Cell], tables: str, figures: Mappi
         "<h2>Plots</h2>",
         *(figure(plot, alt) for alt, plot in figures.items()),
         "<h2>Samples after training</h2>",
-        *(f"{markdown(f'### {name}')}{preformatted(text, wrapped=True)}" for name, text in samples.items() if text),
+        *(f"{markdown(f'### {name}')}{preformatted(text)}" for name, text in samples.items() if text),
         "<h2>Settings</h2>",
         "<p>Of the first arm. The others have their own values of what is compared, and each run its own seed.</p>",
         settings_table(asdict(model_config) | asdict(config)),

@@ -26,7 +26,7 @@ from runtime.checkpoint import load_pretrained
 from runtime.process import bad_input
 from runtime.report import save_plot
 from runtime.run import prepare_text
-from runtime.run_dir import RUNS, check_not_in_use
+from runtime.run_dir import RUNS_FOLDER, check_not_in_use
 
 MAX_PROCESSES = 1024  # at a time, or threads of each
 
@@ -95,7 +95,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     context = max(model_config.context for model_config, _ in settings.values())
     cores = torch.get_num_threads()
     torch.set_num_threads(flags.threads)  # a run's description of its device includes them
-    folder = Path(getattr(flags, "out", "") or RUNS / f"ablation-{settings_digest(settings)}")
+    folder = Path(getattr(flags, "out", "") or RUNS_FOLDER / f"ablation-{settings_digest(settings)}")
     check_not_in_use(folder)
     grid = Grid(
         folder=folder,

@@ -13,7 +13,7 @@ from experiments.destinations import check_file, make_folder
 from files import write_atomically
 from runtime.device import pick_device
 from runtime.process import bad_input
-from runtime.run_dir import RUNS, locked
+from runtime.run_dir import RUNS_FOLDER, locked
 
 
 def main(arguments: list[str]) -> None:
@@ -28,7 +28,9 @@ def main(arguments: list[str]) -> None:
         "--report", action="store_true", help="run nothing; write figures, CLAIMS.md and claims.html from the results"
     )
     parser.add_argument("--results", type=Path, default=Path("results"), help="results directory (default: results)")
-    parser.add_argument("--runs", type=Path, default=RUNS / "claims", help="run directory (default: runs/claims)")
+    parser.add_argument(
+        "--runs", type=Path, default=RUNS_FOLDER / "claims", help="run directory (default: runs/claims)"
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     parser.add_argument("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
     parser.add_argument(

@@ -75,7 +75,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
             kinds = ", ".join(TOKENIZERS)
             require(own["tokenizer"] in TOKENIZERS, f"the tokenizer {own['tokenizer']!r} is unknown; {kinds} are known")
             check_fields(own["model"], OWN)
-            warn_of_imports(own, directory / CONFIG)
+            warn_of_imports(own)
         if described.get("model_type") == OWN_TYPE:
             return ModelConfig(**own["model"]), own["tokenizer"]
         config, kind = from_theirs(described), None
