@@ -41,7 +41,7 @@ def finding(entry: Entry, results: str) -> str:
     environment = entry.content["environment"]
     made_at = f", commit {environment['commit']}" if environment.get("commit") else ""  # early results lack it
     return (
-        f"**{entry.scale}: {entry.judgment.verdict}** ({entry.judgment.reason}). {entry.judgment.ours}. "
+        f"**{entry.scale}: {entry.judgment.verdict}** ({entry.judgment.reason}). "
         f"[Figure]({results}/{entry.scale}/claims/{entry.claim.name}.png). "
         f"{how_to_repeat(entry)} Measured on {environment['device']}, {environment['instruction_set']}, "
         f"torch {environment['torch']}{made_at}."
