@@ -15,7 +15,7 @@ from scipy import stats
 import ablate
 from experiments.ablation.grid import Cell, Grid
 from experiments.ablation.outcome import Outcome
-from experiments.claims.claim import OPEN, Claim, Comparison
+from experiments.claims.claim import OPEN, Claim, Comparison, Scale
 from experiments.claims.command import CLAIMS
 from experiments.claims.document import to_markdown
 from experiments.claims.judge import judge, log_lr_range
@@ -212,7 +212,7 @@ def test_a_quick_claim_writes_its_result_and_claims_md_and_report_writes_the_sam
     picture.unlink()
     ablate.main(["claims", "--report"])
     assert Path("CLAIMS.md").read_text("utf-8") == document and picture.read_bytes().startswith(b"\x89PNG")
-    fewer = {"quick": replace(CLAIMS["outliers"].protocols["quick"], seeds=(0, 1))}
+    fewer: dict[Scale, Protocol] = {"quick": replace(CLAIMS["outliers"].protocols["quick"], seeds=(0, 1))}
     with pytest.raises(ValueError, match="was measured with another protocol"):
         read_entry(Path("results"), replace(CLAIMS["outliers"], protocols=fewer), "quick")
     for text in ("{", "[]", "{}"):
