@@ -1,79 +1,70 @@
-"""What a claim is: a sentence with a source, protocols as data, and the rule that turns measurements into a verdict."""
+"""What a claim is: a statement with a source, what to measure at each scale, and what the claim expects of it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from matplotlib.figure import Figure
+from experiments.claims.measure import Lab, Measured, Protocol, train_grid
 
 Scale = Literal["quick", "cpu", "gpu"]
 SCALES: tuple[Scale, ...] = ("quick", "cpu", "gpu")
 Verdict = Literal["confirmed", "refuted", "inconclusive at this scale"]
-CONFIRMED: Verdict = "confirmed"
-REFUTED: Verdict = "refuted"
 OPEN: Verdict = "inconclusive at this scale"
 
-Measured = dict[str, Any]  # JSON
-
 
 @dataclass(frozen=True)
-class Protocol:
-    """What is run. `minutes` is the expected time on the hardware of its scale."""
+class Comparison:
+    """What a claim expects of a sum of arms' values, averaged over seeds. Differences are {"a": 1, "b": -1}.
 
-    minutes: float
-    flags: str = ""  # of train.py, shared by all arms
-    arms: tuple[Mapping[str, str], ...] = ()  # factors, see `ablation.outcome.Arm`; the first is the baseline
-    lrs: tuple[float, ...] = ()
-    select_lr: bool = True  # each arm gets its best rate, selected on two other seeds; else every rate is reported
-    best_variant: bool = (
-        False  # of arms that differ in their norm's arguments only, the best on those seeds is reported
-    )
-    seeds: int = 5  # reported, paired
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what only this claim needs
+    `value` is a column of the runs, or a name in `judge.DERIVED`. Losses are in nats per token. Values whose names
+    begin with log_ are logarithms, which are reported as ratios.
+    """
 
-
-@dataclass(frozen=True)
-class Judgment:
-    """A verdict, the figure that it rests on, and why."""
-
-    verdict: Verdict
-    ours: str  # the measured figure with its 95% interval and unit
-    reason: str  # which part of the rule applied
-    p: float | None = None  # of the claim's main comparison, corrected for the comparisons within the claim
-
-
-@dataclass(frozen=True)
-class Lab:
-    """Where and how the runs of a claim are made. Finished runs in `folder` are reused."""
-
-    folder: Path
-    scale: Scale
-    jobs: int = 1
-    threads: int = 1
-    devices: tuple[str, ...] = ("cpu",)  # the runs are spread over them
-    cache_dir: str = ".cache"
+    terms: Mapping[str, float]  # coefficients by arm
+    expected: Literal["above", "below", "within", "anything"]  # within: ± the bound; anything: shown, not judged
+    bound: float = 0.0
+    value: str = "val_loss"
+    negligible: float = 0.0  # above and below: also refuted if shown to be within ± this of the bound
 
     @property
-    def device(self) -> str:
-        """Where everything happens that is not a run of its own."""
-        return self.devices[0]
+    def name(self) -> str:
+        """`rmsnorm − layernorm`."""
+        signed = [
+            f"{'+' if factor > 0 else '−'} {'' if abs(factor) == 1 else f'{abs(factor):g} '}{arm}"
+            for arm, factor in self.terms.items()
+        ]
+        value = "" if self.value == "val_loss" else f" ({self.value.replace('_', ' ')})"
+        return " ".join(signed).removeprefix("+ ") + value
+
+    @property
+    def statement(self) -> str:
+        """`rmsnorm − layernorm within ±0.02`."""
+        if self.expected == "anything":
+            return self.name
+        text = f"{self.name} {self.expected} {'±' if self.expected == 'within' else ''}{self.bound:g}"
+        return f"{text} and not within ±{self.negligible:.3g} of it" if self.negligible else text
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`rule` says in words what `judge` does. Both were written before the runs."""
+    """`rule` says what is compared, `comparisons` what is expected of it. Both are written before the runs."""
 
-    number: int
     name: str
     statement: str
     source: str
     published: str  # the published figure
     rule: str
     protocols: Mapping[Scale, Protocol]
-    measure: Callable[[Protocol, Lab], Measured]
-    judge: Callable[[Measured], Judgment]
-    plot: Callable[[Measured], Figure]
+    comparisons: tuple[Comparison, ...]
+    measure: Callable[[Protocol, Lab], Measured] = train_grid
+    must_learn: tuple[str, ...] = ()  # arms of which most runs must learn more than the frequencies of the tokens
 
 
-NOT_RUN = Judgment(OPEN, "–", "not run")
+@dataclass(frozen=True)
+class Judgment:
+    """A verdict, the figures that it rests on with their 95% intervals, and why."""
+
+    verdict: Verdict
+    ours: str
+    reason: str
+    p: float | None = None  # of the deciding comparison, corrected for all comparisons of the claim

@@ -1,46 +1,65 @@
 """Results of claims: a JSON file and a figure for each."""
 
-import dataclasses
 import json
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.claims.claim import NOT_RUN, SCALES, Claim, Judgment, Lab, Measured, Protocol, Scale
-from experiments.statistics import holm
+from experiments.claims.claim import OPEN, SCALES, Claim, Judgment, Scale
+from experiments.claims.judge import judge
+from experiments.claims.measure import Lab
+from experiments.claims.plot import plot
 from files import write_atomically
 from runtime.device import describe
+from runtime.report import save_plot
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A claim at one scale."""
+
+    claim: Claim
+    scale: Scale
+    content: Mapping[str, Any]  # of the results file; empty if not run
+    judgment: Judgment
 
 
 def results_file(results: Path, claim: Claim, scale: Scale) -> Path:
     return results / scale / "claims" / f"{claim.name}.json"
 
 
-def run_claim(claim: Claim, lab: Lab, results: Path) -> Judgment:
-    """Measure a claim at the lab's scale, and write its results and its figure. Returns the verdict."""
-    protocol = claim.protocols[lab.scale]
+def command(claim: Claim, scale: Scale) -> str:
+    return f"python ablate.py claim {claim.name} --scale {scale}"
+
+
+def run_claim(claim: Claim, scale: Scale, lab: Lab, results: Path) -> Judgment:
+    """Measure a claim, and write its results and its figure. Returns the verdict."""
+    protocol = claim.protocols[scale]
     started = time.monotonic()
     measured = claim.measure(protocol, lab)
-    file = results_file(results, claim, lab.scale)
-    file.parent.mkdir(parents=True, exist_ok=True)
     environment = {
-        "device": describe(torch.device(lab.device)),
+        "command": command(claim, scale),
+        "commit": commit(),
+        "device": describe(torch.device(lab.devices[0])),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit(),
         "jobs": lab.jobs,
         "seconds": round(time.monotonic() - started),  # less where finished runs were reused
     }
-    content = {"environment": environment, "protocol": dataclasses.asdict(protocol), "measured": measured}
+    content = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
+    file = results_file(results, claim, scale)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(content, indent=1) + "\n")
-    measured = read_results(results, claim, lab.scale)["measured"]
-    draw(claim, measured, file)
-    return claim.judge(measured)
+    entry = read_entry(results, claim, scale)
+    draw(entry, results)
+    return entry.judgment
 
 
 def commit() -> str | None:
@@ -53,60 +72,33 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def draw(claim: Claim, measured: Measured, file: Path) -> None:
-    """Write the figure of a results file."""
-    claim.plot(measured).savefig(file.with_suffix(".png"), dpi=110)
+def draw(entry: Entry, results: Path) -> None:
+    """Write the figure of a result next to it."""
+    figure = plot(entry.claim, entry.claim.protocols[entry.scale], entry.content["measured"])
+    save_plot(figure, results_file(results, entry.claim, entry.scale).with_suffix(".png"))
 
 
-def read_results(results: Path, claim: Claim, scale: Scale) -> dict[str, Any]:
-    """What `run_claim` wrote. Raises ValueError if it is damaged, or if the protocol has changed since."""
-    file = results_file(results, claim, scale)
-    again = f"run python ablate.py claim {claim.name} --scale {scale} again"
+def read_entry(results: Path, claim: Claim, scale: Scale) -> Entry:
+    """Raises ValueError if the result is damaged, or was measured with another protocol."""
+    file, protocol = results_file(results, claim, scale), claim.protocols[scale]
+    again = f"run {command(claim, scale)} again"
+    if not file.exists():
+        return Entry(claim, scale, {}, Judgment(OPEN, "–", "not run"))
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON; {again}") from error
-    if not isinstance(content, dict) or not content.keys() >= {"environment", "protocol", "measured"}:
-        raise ValueError(f"{file} is not the result of a claim; {again}")
-    if {**content["protocol"], "minutes": 0} != as_json(dataclasses.replace(claim.protocols[scale], minutes=0)):
+        content = json.loads(file.read_text("utf-8"))
+        made, runs = content["protocol"], content["measured"]["runs"]
+        same = made["flags"] == protocol.flags and made["lrs"] == list(protocol.lrs)
+        same &= {row["seed"] for row in runs} == set(protocol.seeds)
+        same &= all(any(row["arm"] in variants for row in runs) for variants in protocol.arms.values())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged; {again}") from error
+    if not same:
         raise ValueError(f"{file} was measured with another protocol; {again}")
-    return content
+    return Entry(claim, scale, content, judge(claim, protocol, content["measured"]))
 
 
-def as_json(protocol: Protocol) -> Any:
-    return json.loads(json.dumps(dataclasses.asdict(protocol)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A claim at one scale."""
-
-    claim: Claim
-    scale: Scale
-    judgment: Judgment
-    p_over_all: float | None
-    content: dict[str, Any]  # of the results file; empty if not run
-
-    @property
-    def verdict(self) -> str:
-        return self.judgment.verdict + ("" if self.content else ": not run")
-
-    @property
-    def command(self) -> str:
-        return f"python ablate.py claim {self.claim.name} --scale {self.scale}"
-
-
-def read_entries(claims: dict[str, Claim], results: Path) -> list[Entry]:
+def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
     """Every claim at every scale that it has a protocol for."""
-    found: list[tuple[Claim, Scale, Judgment, dict[str, Any]]] = []
-    for claim in claims.values():
-        for scale in SCALES:
-            if scale in claim.protocols:
-                done = results_file(results, claim, scale).exists()
-                content = read_results(results, claim, scale) if done else {}
-                found.append((claim, scale, claim.judge(content["measured"]) if done else NOT_RUN, content))
-    corrected = holm([judgment.p for _, _, judgment, _ in found])
     return [
-        Entry(claim, scale, judgment, p, content)
-        for (claim, scale, judgment, content), p in zip(found, corrected, strict=True)
+        read_entry(results, claim, scale) for claim in claims.values() for scale in SCALES if scale in claim.protocols
     ]

@@ -1,391 +1,260 @@
-"""Claims: every verdict rule on measurements that are made up so that it must confirm, refute, and leave open."""
+"""Claims: the judge on made-up measurements, the grid without training, the command, and what is committed."""
 
+import json
 import math
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from scipy import stats
 
 import ablate
 from experiments.ablation.grid import Cell, Grid
-from experiments.ablation.outcome import Arm, Outcome
-from experiments.claims import (
-    affine_and_order,
-    batchnorm_small_batch,
-    deepnorm_depth,
-    derf_muon,
-    dyt_fixed_compute,
-    dyt_replaces_norm,
-    largest_rate,
-    lns_depth_scaled_init,
-    load_claims,
-    ngpt_steps,
-    prenorm_stability,
-    qk_norm_rates,
-    rmsnorm_layernorm,
-)
-from experiments.claims.claim import CONFIRMED, NOT_RUN, OPEN, REFUTED, SCALES, Lab, Protocol
+from experiments.ablation.outcome import Outcome
+from experiments.claims.claim import OPEN, Claim, Comparison, Scale
+from experiments.claims.command import CLAIMS
 from experiments.claims.document import to_markdown
-from experiments.claims.results import read_entries, results_file, run_claim
-from experiments.claims.runs import best_variants, learned, make_runs, unigram_loss
+from experiments.claims.judge import judge, log_lr_range
+from experiments.claims.measure import Lab, Protocol, train_grid, unigram_loss
+from experiments.claims.plot import plot
+from experiments.claims.quick import measure_outliers
+from experiments.claims.results import commit, read_entries, read_entry
 
 ROOT = Path(__file__).parents[3]
 NOISE = (0.004, -0.006, 0.001, -0.003, 0.004)  # by seed; sums to 0
 BASE = (2.0, 2.1, 1.9, 2.05, 1.95)  # by seed, shared by all arms
-SPREAD = 10  # times the noise: too much for any verdict
+ARMS = {name: [{"norm": name}] for name in "abcd"}
+PROTOCOL = Protocol(1, ARMS)
+A_MINUS_B = {"a": 1, "b": -1}
 
 
-def run(arm: dict[str, str], seed: int, loss: float | None, lr: float = 0.01, **more: Any) -> dict[str, Any]:
+def claim(*comparisons: Comparison, **more: Any) -> Claim:
+    return Claim("made-up", "a is better", "source", "published", "rule", {"cpu": PROTOCOL}, comparisons, **more)
+
+
+def run(arm: str, seed: int, loss: float | None, lr: float = 0.01) -> dict[str, Any]:
     """A row of a results file. Without a loss, the run diverged."""
-    step = int(arm.get("steps", 400))
-    row = {"arm": arm, "lr": lr, "seed": seed, "diverged": loss is None, "step": step, "val_loss": loss}
-    return row | {"best_val_loss": loss, "val_bpb": loss, "seconds": 1.0, "curve": [[step, loss]]} | more
+    return {"arm": {"norm": arm}, "lr": lr, "seed": seed, "diverged": loss is None, "val_loss": loss}
 
 
-def runs(arms: list[tuple[dict[str, str], float]], spread: float = 1.0) -> dict[str, Any]:
-    """Measurements in which each arm's loss is above the base by its number, with noise that differs between arms."""
+def shifted(spread: float = 1.0, **shifts: float) -> dict[str, Any]:
+    """Runs in which each arm's loss is above the base by its number, with noise that differs between arms."""
     rows = [
-        run(arm, seed, BASE[seed] + shift + spread * NOISE[(seed + number) % len(NOISE)])
-        for seed in range(len(BASE))
-        for number, (arm, shift) in enumerate(arms)
+        run(arm, seed, BASE[seed] + shift + spread * NOISE[(seed + number) % 5])
+        for number, (arm, shift) in enumerate(shifts.items())
+        for seed in range(5)
     ]
-    return {"runs": rows, "selection": rows}
+    return {"runs": rows, "unigram": 3.0}
 
 
-def shifted(arms, *shifts: float, spread: float = 1.0) -> dict[str, Any]:
-    return runs(list(zip(arms, shifts, strict=True)), spread)
-
-
-def rates(kind: str, init: str, largest: float, unstable: float | None) -> list[dict[str, Any]]:
-    """Runs at every rate and seed, which end below the unigram loss up to `largest`; seed 0 at `unstable` instead."""
-    arm = largest_rate.KINDS[kind] | {"init": init}
-    limits = [unstable or largest] + [largest] * 7
-    return [
-        run(arm, seed, 2.0 if lr <= limit else None, lr) for seed, limit in enumerate(limits) for lr in largest_rate.LRS
-    ]
-
-
-def stable_rates(pre: tuple[float, float], none: tuple[float, float], unstable: float | None = None) -> dict[str, Any]:
-    """The largest stable rates under normal and Xavier init, with the norm and without."""
-    rows = []
-    for kind, pair in (("pre", pre), ("none", none), ("rezero", none)):
-        for init, largest in zip(largest_rate.INITS, pair, strict=True):
-            rows += rates(kind, init, largest, unstable if kind == "pre" else None)
-    return {"runs": rows, "selection": [], "unigram": 3.0}
-
-
-def depth_failures(post: int, deepnorm: int, shallow: int = 0) -> dict[str, Any]:
-    """So many of 5 runs fail at 48 blocks; at 4 blocks, `shallow` of post-norm's."""
-    rows = []
-    failures = {("post", "4"): shallow, ("deepnorm", "4"): 0, ("post", "48"): post, ("deepnorm", "48"): deepnorm}
-    for (placement, layers), failed in failures.items():
-        for seed in range(5):
-            loss = 2.5 if seed >= failed else None if seed % 2 else 3.2
-            rows.append(run({"placement": placement, "layers": layers}, seed, loss))
-    return {"runs": rows, "selection": rows, "unigram": 3.0}
-
-
-def directions(times: float, spread: float) -> dict[str, Any]:
-    """Cosines of so many times 1/√d."""
-    values = [times + spread * noise for noise in NOISE]
-    return {"dim": 64, "runs": [], "start": [[0.125] * 5] * 5, "end": [[value / 8] * 5 for value in values]}
-
-
-def stable_ranges(none: tuple[float, ...], head: tuple[float, ...]) -> dict[str, Any]:
-    """The largest stable learning rate of each seed; the smallest is 3e-4."""
-    rows = []
-    for qk_norm, largest in (("none", none), ("head", head)):
-        for seed, limit in enumerate(largest):
-            for lr in qk_norm_rates.LRS:
-                loss = 2.0 if lr <= limit else None if lr > 0.05 else 2.5
-                rows.append(run({"qk_norm": qk_norm}, seed, loss, lr, largest_logit=loss and 10 * lr))
-    return {"runs": rows, "selection": []}
-
-
-def with_orders(arms, shift: float, *orders: float, spread: float = 1.0) -> dict[str, Any]:
-    """Claim 16: the model without scale and shift, and the MLP with the norm after activation and after dropout."""
-    losses = {
-        order: [BASE[seed] + more + spread * NOISE[(seed + number) % 5] for seed in range(5)]
-        for number, (order, more) in enumerate(zip(affine_and_order.ORDERS, (0.0, *orders), strict=True))
-    }
-    return shifted(arms, 0, shift, spread=spread) | {"orders": losses}
-
-
-ARMS_1, ARMS_4, ARMS_10, ARMS_18 = (
-    module.CLAIM.protocols["cpu"].arms
-    for module in (rmsnorm_layernorm, prenorm_stability, batchnorm_small_batch, derf_muon)
-)
-ARMS_18 = tuple(arm for arm in ARMS_18 if arm["norm"] in ("rmsnorm", "derf:alpha=1.0"))
-ARMS_19 = ngpt_steps.CLAIM.protocols["cpu"].arms
-ARMS_8 = (lns_depth_scaled_init.PLAIN, lns_depth_scaled_init.SCALED, lns_depth_scaled_init.LNS)
-ARMS_9 = tuple(dyt_replaces_norm.arm(norm, steps) for steps in ("40", "2000") for norm in ("rmsnorm", "dyt:alpha=0.5"))
-ARMS_20 = dyt_fixed_compute.ARMS[:2]
-LOW = (1e-2,) * 8
-
-CASES: dict[str, dict[str, Any]] = {  # by claim: measurements for each verdict
-    "rmsnorm-layernorm": {
-        CONFIRMED: shifted(ARMS_1, 0, 0.005),
-        REFUTED: shifted(ARMS_1, 0, 0.05),
-        OPEN: shifted(ARMS_1, 0, 0.005, spread=SPREAD),
-    },
-    "prenorm-stability": {  # pre and post with warmup, pre and post without
-        CONFIRMED: shifted(ARMS_4, 0, 0.01, 0, 0.2) | {"unigram": 3.0},
-        REFUTED: shifted(ARMS_4, 0, 0, 0, -0.1) | {"unigram": 3.0},
-        OPEN: shifted(ARMS_4, 0, 0.1, 0, 0.1) | {"unigram": 3.0},
-    },
-    "deepnorm-depth": {
-        CONFIRMED: depth_failures(5, 0),
-        REFUTED: depth_failures(0, 5),
-        OPEN: depth_failures(2, 0),
-    },
-    "lns-depth-scaled-init": {
-        CONFIRMED: shifted(ARMS_8, 0.1, 0, 0.005),
-        REFUTED: shifted(ARMS_8, 0.1, 0.1, 0),
-        OPEN: shifted(ARMS_8, 0, 0, 0, spread=SPREAD),
-    },
-    "dyt-replaces-norm": {
-        CONFIRMED: shifted(ARMS_9, 0, 0, 0, 0),
-        REFUTED: shifted(ARMS_9, 0, 0, 0, 0.1),
-        OPEN: shifted(ARMS_9, 0, 0, 0, 0.02, spread=SPREAD),
-    },
-    "batchnorm-small-batch": {  # LayerNorm and BatchNorm at 32, at 8, at 2
-        CONFIRMED: shifted(ARMS_10, 0, 0, 0, 0.1, 0, 0.3),
-        REFUTED: shifted(ARMS_10, 0, 0.3, 0, 0.1, 0, 0),
-        OPEN: shifted(ARMS_10, 0, 0, 0, 0, 0, 0.02, spread=SPREAD),
-    },
-    "qk-norm-rates": {
-        CONFIRMED: stable_ranges((1e-2, 3e-2, *LOW[2:]), (1e-1, 1e-1, 3e-1, *(1e-1,) * 5)),
-        REFUTED: stable_ranges(LOW, LOW),
-        OPEN: stable_ranges(LOW, (1e-1, 1e-3, 1e-2, 3e-2, 3e-3, 1e-2, 1e-1, 1e-3)),
-    },
-    "largest-rate": {
-        CONFIRMED: stable_rates((3e-2, 3e-2), (1e-2, 1e-3), unstable=1e-1),
-        REFUTED: stable_rates((1e-3, 1e-3), (1e-2, 1e-2), unstable=3e-3),
-        OPEN: stable_rates((3e-2, 3e-2), (1e-2, 1e-2), unstable=1e-1),
-    },
-    "ones-direction": {
-        CONFIRMED: directions(1.0, 1),
-        REFUTED: directions(3.0, 1),
-        OPEN: directions(1.5, 1),
-    },
-    "affine-and-order": {
-        CONFIRMED: with_orders(affine_and_order.ARMS, 0.005, 0.05, 0.1),
-        REFUTED: with_orders(affine_and_order.ARMS, 0.005, -0.05, 0.1),
-        OPEN: with_orders(affine_and_order.ARMS, 0.005, 0, 0),
-    },
-    "derf-muon": {  # RMSNorm and Derf with AdamW, RMSNorm and Derf with Muon
-        CONFIRMED: shifted(ARMS_18, 0.1, 0, 0, 0.2),
-        REFUTED: shifted(ARMS_18, 0, 0.1, 0, 0.1),
-        OPEN: shifted(ARMS_18, 0.005, 0, 0, 0, spread=SPREAD),
-    },
-    "ngpt-steps": {  # pre-norm; nGPT with all steps, a half, a quarter
-        CONFIRMED: shifted(ARMS_19, 0, -0.3, -0.2, -0.1),
-        REFUTED: shifted(ARMS_19, 0, -0.1, 0.1, 0.3),
-        OPEN: shifted(ARMS_19, 0, -0.1, 0, 0.02, spread=SPREAD),
-    },
-    "dyt-fixed-compute": {
-        CONFIRMED: shifted(ARMS_20, 0, 0.1),
-        REFUTED: shifted(ARMS_20, 0.1, 0),
-        OPEN: shifted(ARMS_20, 0, 0.02, spread=SPREAD),
-    },
-}
-CLAIMS = load_claims()
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("verdict", [CONFIRMED, REFUTED, OPEN])
-def test_rule(name, verdict):
-    judgment = CLAIMS[name].judge(CASES[name][verdict])
-    assert judgment.verdict == verdict, judgment
-    assert judgment.ours != "–" and judgment.reason
-    assert judgment.p is None or (judgment.p < 0.05) == (verdict != OPEN) or "too" in judgment.reason
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_plot(name):
-    assert isinstance(CLAIMS[name].plot(CASES[name][CONFIRMED]), Figure)
-
-
-AVERAGING = sorted(CASES.keys() - {"deepnorm-depth", "largest-rate", "qk-norm-rates", "ones-direction"})
-
-
-@pytest.mark.parametrize("name", AVERAGING)
-def test_a_diverged_run_is_never_left_out_silently(name):
-    """Where losses are averaged, one diverged run leaves the claim open."""
-    measured = CASES[name][CONFIRMED]
-    first, *rest = measured["runs"]
-    judgment = CLAIMS[name].judge(measured | {"runs": [first | {"diverged": True, "val_loss": None}, *rest]})
-    assert judgment.verdict == OPEN and "1 of the reported runs diverged" in judgment.reason
-
-
-def test_warmup_is_not_judged_where_post_norm_learned_nothing():
-    judgment = CLAIMS["prenorm-stability"].judge(shifted(ARMS_4, 0, 1, 0, 1.2) | {"unigram": 2.8})
-    assert judgment.verdict == OPEN and "post-norm learned only" in judgment.reason
-
-
-# --- what the rules rest on ------------------------------------------------------------------------------------------
-
-
-def test_largest_stable_rate_is_the_last_before_a_failure_above_a_success():
-    arm = largest_rate.KINDS["pre"] | {"init": "normal"}
-    losses = {0: (2.0, 2.0, 3.5, 2.0), 1: (2.0, 2.0, 2.0, None), 2: (3.1, 2.0, 2.0, None), 3: (None, 3.5, 3.1, None)}
+def failures(a: int, b: int) -> dict[str, Any]:
+    """So many of 5 runs fail: every other one diverges, the others learn only the frequencies."""
     rows = [
-        run(arm, seed, loss, lr) for seed, row in losses.items() for lr, loss in zip((1, 2, 4, 8), row, strict=True)
+        run(arm, seed, 2.0 if seed >= failed else None if seed % 2 else 2.95)
+        for arm, failed in (("a", a), ("b", b))
+        for seed in range(5)
     ]
-    found = largest_rate.largest_stable({"runs": rows, "unigram": 3.0}, "pre", "normal")
-    assert found == {0: 2, 1: 4, 2: 4, 3: 0.5}
+    return {"runs": rows, "unigram": 3.0}
 
 
-def test_post_norm_that_fails_at_every_depth_says_nothing_about_depth():
-    judgment = deepnorm_depth.judge(depth_failures(5, 0, shallow=3))
-    assert judgment.verdict == OPEN and "4 blocks too" in judgment.reason
-    assert deepnorm_depth.judge(depth_failures(5, 0, shallow=2)).verdict == CONFIRMED
+def ranges(*largest: float) -> dict[str, Any]:
+    """Stable up to these rates by seed with arm a, and up to 1e-2 with arm b."""
+    rows = [
+        run(arm, seed, 2.0 if lr <= limit else None if lr > 0.05 else 2.5, lr)
+        for seed, with_a in enumerate(largest)
+        for arm, limit in (("a", with_a), ("b", 1e-2))
+        for lr in (1e-3, 1e-2, 3e-2, 1e-1)
+    ]
+    return {"runs": rows, "unigram": 3.0}
 
 
-def test_a_seed_all_of_whose_runs_diverge_has_no_stable_range():
-    measured = stable_ranges(LOW, LOW)
-    rows = [row | ({"diverged": True, "val_loss": None} if row["seed"] == 3 else {}) for row in measured["runs"]]
-    assert qk_norm_rates.stable_range({"runs": rows}, "none")[3] == 1
-
-
-def test_unigram_loss_is_the_entropy():
-    tokens = np.array([5, 5, 7, 9])
-    assert unigram_loss(tokens) == pytest.approx(1.5 * math.log(2))
-
-
-def test_a_run_near_the_unigram_loss_has_learned_nothing():
-    assert learned(run({}, 0, 2.8), unigram=3.0)
-    assert not learned(run({}, 0, 2.95), unigram=3.0) and not learned(run({}, 0, None), unigram=3.0)
-
-
-def test_best_variant_is_the_lowest_on_the_selection_seeds():
-    arms = [Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt:alpha=0.2", "dyt:alpha=1.0")]
-    losses = {arms[0]: (2.0, 2.0), arms[1]: (1.8, None), arms[2]: (2.1, 2.2)}
-    selection = {}
-    for arm, pair in losses.items():
-        for seed, loss in enumerate(pair):
-            outcome = Outcome(arm, 0.01, seed, loss is None, 400, loss, loss, loss, None, None, [])
-            selection[Cell(arm, 0.01, seed)] = outcome
-            selection[Cell(arm, 0.1, seed)] = Outcome(arm, 0.1, seed, False, 400, 0.1, 0.1, 0.1, None, None, [])
-    assert best_variants(dict.fromkeys(arms, 0.01), selection) == [arms[0], arms[2]]
-
-
-# --- the document ----------------------------------------------------------------------------------------------------
-
-
-def test_a_claim_reports_the_seeds_of_its_protocol(tmp_path, monkeypatch):
-    """A second experiment has seeds that the first one did not see. Nothing is trained."""
-
-    def ended(grid: Grid, wanted: list[Cell], on_end: Any = None) -> dict[Cell, Outcome]:
-        return {cell: Outcome(cell.arm, cell.lr, cell.seed, False, 4, 2.0, 2.0, 2.0, None, None, []) for cell in wanted}
-
-    monkeypatch.setattr(Grid, "run", ended)
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sees a dog. " * 200)
-    protocol = Protocol(
-        minutes=0, flags=f"{TOY} --data {text}", arms=({"norm": "rmsnorm"}, {"norm": "dyt"}), lrs=(1e-3,), seeds=2,
-        settings={"first_seed": 8},
-    )  # fmt: skip
-    for select_lr in (True, False):
-        lab = Lab(tmp_path / "runs", "cpu", cache_dir=str(tmp_path / "cache"))
-        measured = make_runs(replace(protocol, select_lr=select_lr), lab)
-        assert [row["seed"] for row in measured["runs"]] == [8, 8, 9, 9]
-        assert not {8, 9} & {row["seed"] for row in measured["selection"]}
-
-
-def test_claims_are_numbered_and_named_once():
-    numbers = [claim.number for claim in CLAIMS.values()]
-    assert numbers == sorted(set(numbers)) and len(CLAIMS) == len(numbers)
-    assert all(set(claim.protocols) <= set(SCALES) for claim in CLAIMS.values())
-
-
-def test_a_claim_without_results_is_listed_as_not_run(tmp_path):
-    entries = read_entries({"qk-norm-rates": CLAIMS["qk-norm-rates"]}, tmp_path)
-    assert [(entry.judgment, entry.verdict) for entry in entries] == [(NOT_RUN, f"{OPEN}: not run")]
-    text = to_markdown(entries)
-    assert (
-        "*inconclusive at this scale: not run*" in text and "python ablate.py claim qk-norm-rates --scale gpu" in text
-    )
-
-
-@pytest.mark.parametrize("text", ['{"protocol":', "{}", "[]"])
-def test_a_damaged_result_is_named(text, tmp_path):
-    claim = CLAIMS["outliers"]
-    file = results_file(tmp_path, claim, "quick")
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"outliers\.json is not .*; run .* outliers --scale quick again"):
-        read_entries({claim.name: claim}, tmp_path)
-
-
-def test_claim_16_is_refuted_with_the_p_of_the_order_that_is_better():
-    """Of the other orders, one is better and one about equal."""
-    judgment = affine_and_order.judge(with_orders(affine_and_order.ARMS, 0.005, -0.05, 0.0005))
-    assert judgment.verdict == REFUTED and judgment.p is not None and judgment.p < 0.001
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
+WITHIN = claim(Comparison(A_MINUS_B, "within", 0.02))
+BELOW = claim(Comparison(A_MINUS_B, "below", 0.02))
+ABOVE = claim(Comparison(A_MINUS_B, "above", negligible=0.02))
+BOTH = claim(Comparison(A_MINUS_B, "above"), Comparison({"a": 1, "b": -1, "c": -1, "d": 1}, "below"))
+FAILED = claim(Comparison(A_MINUS_B, "above", value="failed"))
+RATIO = claim(Comparison(A_MINUS_B, "above", value="log_lr_range", negligible=math.log(1.5)))
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    "made_up, measured, verdict",
     [
-        ("--runs file", "--runs {}/file is not a folder"),
-        ("--runs file/runs", "Not a directory: '{}/file/runs'"),
-        ("--results file", "--results {}/file is not a folder"),
-        ("--results linked/results", "{}/linked/CLAIMS.md is not a regular file"),
-        ("--results other/results", "{}/other/results/quick/claims/outliers.png is a folder"),
+        (WITHIN, shifted(a=0.005, b=0), "confirmed"),
+        (WITHIN, shifted(a=0.05, b=0), "refuted"),
+        (WITHIN, shifted(a=-0.05, b=0), "refuted"),
+        (WITHIN, shifted(a=0.005, b=0, spread=10), OPEN),
+        (BELOW, shifted(a=0.005, b=0), "confirmed"),  # worse, by less than the bound
+        (BELOW, shifted(a=0.05, b=0), "refuted"),
+        (BELOW, shifted(a=0.02, b=0), OPEN),
+        (ABOVE, shifted(a=0.1, b=0), "confirmed"),
+        (ABOVE, shifted(a=0, b=0.1), "refuted"),
+        (ABOVE, shifted(a=0.001, b=0), "refuted"),  # shown to be negligible
+        (ABOVE, shifted(a=0.02, b=0, spread=10), OPEN),
+        (BOTH, shifted(a=0.1, b=0, c=0.3, d=0), "confirmed"),
+        (BOTH, shifted(a=0.1, b=0, c=0, d=0), "refuted"),  # the interaction has the other sign
+        (BOTH, shifted(a=0.1, b=0, c=0.1, d=0), OPEN),
+        (FAILED, failures(5, 0), "confirmed"),
+        (FAILED, failures(0, 5), "refuted"),
+        (FAILED, failures(2, 0), OPEN),
+        (RATIO, ranges(3e-2, 1e-1, 1e-1, 3e-2, 1e-1), "confirmed"),
+        (RATIO, ranges(1e-3, 1e-3, 1e-3, 1e-3, 1e-2), "refuted"),
+        (RATIO, ranges(1e-2, 1e-2, 1e-2, 1e-2, 1e-2), "refuted"),  # equal
+        (RATIO, ranges(1e-1, 1e-3, 1e-2, 3e-2, 1e-2), OPEN),
     ],
 )
-def test_where_it_writes_is_checked_before_it_measures(flags, named, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("experiments.claims.command.run_claim", lambda *_: pytest.fail("measured"))
-    (tmp_path / "file").touch()
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked/CLAIMS.md").symlink_to("nothing")
-    (tmp_path / "other/results/quick/claims/outliers.png").mkdir(parents=True)
-    flag, path = flags.split()
-    with pytest.raises(SystemExit) as exit:
-        ablate.main(["claim", "outliers", "--runs", str(tmp_path / "runs"), flag, str(tmp_path / path)])
-    lines = capsys.readouterr().err.splitlines()
-    assert exit.value.code == 2 and len(lines) == 1 and named.format(tmp_path) in lines[0]
+def test_judge(made_up, measured, verdict):
+    judgment = judge(made_up, PROTOCOL, json.loads(json.dumps(measured)))
+    assert judgment.verdict == verdict, judgment
+    assert judgment.ours != "–" and judgment.p is not None
+    assert (judgment.p < 0.05) == (verdict != OPEN)
+    assert len(plot(made_up, PROTOCOL, measured).axes[0].texts) == len(made_up.comparisons)
 
 
-# --- whole protocols at toy size -------------------------------------------------------------------------------------
+def test_p_values_are_those_of_scipy():
+    measured = shifted(a=0.03, b=0, c=0.02, d=0)
+    a, b, c, d = (np.array([row["val_loss"] for row in measured["runs"] if row["arm"] == ARMS[arm][0]]) for arm in ARMS)
 
-TOY = (
-    "--tokenizer bytes --dim 16 --layers 2 --heads 2 --hidden-dim 32 --context 16 --batch-size 4 --dtype float32 "
-    "--no-compile --no-fast --steps 4 --eval-every 2 --eval-tokens 256 --save-every 4"
+    def p(*comparisons: Comparison) -> float | None:
+        return judge(claim(*comparisons), PROTOCOL, measured).p
+
+    assert p(Comparison(A_MINUS_B, "below", 0.025)) == pytest.approx(stats.ttest_1samp(a - b, 0.025).pvalue)
+    assert p(Comparison(A_MINUS_B, "within", 0.02)) == pytest.approx(stats.ttest_1samp(a - b, 0.02).pvalue)
+    tost = stats.ttest_1samp(a - b, 0.04, alternative="less").pvalue
+    assert p(Comparison(A_MINUS_B, "within", 0.04)) == pytest.approx(tost)
+    small, large = (stats.ttest_1samp(values, 0).pvalue for values in (a - b, a - b - c + d))
+    first, second = BOTH.comparisons
+    assert p(first, replace(second, expected="above")) == pytest.approx(large)  # open; Holm: above 2 · small
+    assert p(replace(first, expected="below"), second) == pytest.approx(2 * small)  # refuted by the first
+    half = judge(claim(Comparison({"a": 1, "c": -0.5}, "above", 1)), PROTOCOL, measured)
+    assert f"a − 0.5 c: {np.mean(a - c / 2):+.4f} ± " in half.ours
+    assert half.p == pytest.approx(stats.ttest_1samp(a - c / 2, 1).pvalue)
+    counts = judge(FAILED, PROTOCOL, failures(5, 1))
+    assert counts.p == pytest.approx(stats.fisher_exact([[5, 0], [1, 4]]).pvalue) and "5 and 1 of 5" in counts.ours
+    shown = judge(claim(first, Comparison({"c": 1, "d": -1}, "anything")), PROTOCOL, measured)  # not corrected for it
+    assert (shown.verdict, shown.p) == ("confirmed", pytest.approx(small)) and "c − d: " in shown.ours
+
+
+def test_a_diverged_run_leaves_a_claim_open_where_losses_are_averaged():
+    measured = shifted(a=0.1, b=0)
+    measured["runs"][0] |= {"diverged": True, "val_loss": None}
+    judgment = judge(ABOVE, PROTOCOL, measured)
+    assert (judgment.verdict, judgment.reason) == (OPEN, "1 of the reported runs diverged")
+    plot(ABOVE, PROTOCOL, measured)
+
+
+def test_a_control_that_learns_nothing_leaves_a_claim_open():
+    for failed, verdict in ((2, "confirmed"), (3, OPEN)):
+        control = [row | {"arm": ARMS["c"][0]} for row in failures(failed, 0)["runs"] if row["arm"] == ARMS["a"][0]]
+        measured = {"runs": [*failures(5, 0)["runs"], *control], "unigram": 3.0}
+        judgment = judge(replace(FAILED, must_learn=("c",)), PROTOCOL, measured)
+        assert judgment.verdict == verdict and ("most runs of c" in judgment.reason) == (verdict == OPEN)
+
+
+def test_derived_values_by_hand():
+    rows = [run("a", 0, loss, lr) for lr, loss in ((0.001, 2.5), (0.01, 2.05), (0.1, 2.0), (1.0, None))]
+    assert log_lr_range(rows, {}) == pytest.approx(math.log(10))
+    assert log_lr_range([run("a", 0, None)], {}) == 0
+    assert unigram_loss(np.array([5, 5, 7, 9])) == pytest.approx(1.5 * math.log(2))
+
+
+TOY = "--tokenizer bytes --dim 16 --layers 1 --context 16 --batch-size 4 --steps 4"
+
+
+@pytest.mark.parametrize("select_lr", [True, False])
+def test_a_grid_reports_its_seeds_at_the_best_rate_and_variant(select_lr, tmp_path, monkeypatch):
+    def losses(grid: Grid, wanted: list[Cell], on_end: Any = None) -> dict[Cell, Outcome]:
+        """Nothing is trained. Lower rates are better, and alpha 0.5 has a lower loss but diverges."""
+        outcomes = {}
+        for cell in wanted:
+            diverged = "0.5" in cell.arm["norm"]
+            loss = 2 + cell.lr - diverged
+            outcomes[cell] = Outcome(cell.arm, cell.lr, cell.seed, diverged, 4, loss, loss, loss, None, None, [])
+        return outcomes
+
+    monkeypatch.setattr(Grid, "run", losses)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sees a dog. " * 200)
+    arms = {"rmsnorm": [{"norm": "rmsnorm"}], "dyt": [{"norm": "dyt:alpha=0.5"}, {"norm": "dyt:alpha=2.0"}]}
+    toy = Protocol(1, arms, f"{TOY} --data {text}", (0.001, 0.003), select_lr, seeds=(8, 9))
+    measured = json.loads(json.dumps(train_grid(toy, Lab(tmp_path / "runs", cache_dir=str(tmp_path)))))
+    reported = {(row["arm"]["norm"], row["lr"], row["seed"]) for row in measured["runs"]}
+    if select_lr:  # two rates beyond the grid were tried
+        assert reported == {(norm, 0.000111, seed) for norm in ("rmsnorm", "dyt:alpha=2.0") for seed in (8, 9)}
+        assert not {8, 9} & {row["seed"] for row in measured["selection"]}
+    else:
+        norms = ("rmsnorm", "dyt:alpha=0.5", "dyt:alpha=2.0")
+        assert reported == {(norm, lr, seed) for norm in norms for lr in (0.001, 0.003) for seed in (8, 9)}
+    assert 1 < measured["unigram"] < math.log(257)
+
+
+def test_effect_of_an_outlier():
+    """Both divide by about the RMS of the row, √((511 + 100²) / 512)."""
+    protocol = replace(CLAIMS["outliers"].protocols["quick"], seeds=(0, 1, 2))
+    for row in measure_outliers(protocol, Lab(Path()))["runs"]:
+        assert row["left"] == pytest.approx(math.sqrt(512 / (511 + 100**2)), rel=0.05)
+
+
+def test_a_quick_claim_writes_its_result_and_claims_md_and_report_writes_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ablate.main(["claims", "--list"])
+    assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == list(CLAIMS)
+    ablate.main(["claim", "outliers"])
+    assert "RMSNorm is more robust to outliers than LayerNorm: refuted" in capsys.readouterr().out
+    content = json.loads(Path("results/quick/claims/outliers.json").read_text())
+    assert content["environment"].keys() >= {"command", "commit", "device", "instruction_set", "torch", "seconds"}
+    document, picture = Path("CLAIMS.md").read_text("utf-8"), Path("results/quick/claims/outliers.png")
+    assert "| *refuted* | quick |" in document and "- `python ablate.py claim ngpt-steps --scale cpu`" in document
+    Path("CLAIMS.md").unlink()
+    picture.unlink()
+    ablate.main(["claims", "--report"])
+    assert Path("CLAIMS.md").read_text("utf-8") == document and picture.read_bytes().startswith(b"\x89PNG")
+    fewer: dict[Scale, Protocol] = {"quick": replace(CLAIMS["outliers"].protocols["quick"], seeds=(0, 1))}
+    with pytest.raises(ValueError, match="was measured with another protocol"):
+        read_entry(Path("results"), replace(CLAIMS["outliers"], protocols=fewer), "quick")
+    for text in ("{", "[]", "{}"):
+        Path("results/quick/claims/outliers.json").write_text(text)
+        with pytest.raises(SystemExit) as exit:
+            ablate.main(["claims", "--report"])
+        assert exit.value.code == 2 and "outliers.json is damaged; run python" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("claim outlier", "'outliers'"),
+        ("claim outliers --scale cpu", "claim outliers has no protocol for --scale cpu"),
+        ("claims --report --results reslts", "--results reslts: no such directory"),
+    ],
 )
+def test_bad_input_exits_2_and_says_what_would_be_right(flags, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        ablate.main(flags.split())
+    assert exit.value.code == 2 and named in capsys.readouterr().err
+    assert not Path("CLAIMS.md").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, scale", [(name, scale) for name in CASES for scale in CLAIMS[name].protocols])
-def test_a_protocol_runs_from_its_flags_to_a_verdict(name, scale, tmp_path_factory):
-    """Small models with two seeds and one or two learning rates. Values of factors are those of the protocol."""
-    whole = CLAIMS[name].protocols[scale]
-    lrs = whole.lrs[:1] if whole.select_lr else whole.lrs[:2]
-    protocol = replace(whole, flags=f"{whole.flags} {TOY}", lrs=lrs, seeds=2)
-    claim = replace(CLAIMS[name], protocols={scale: protocol})
-    folder = tmp_path_factory.getbasetemp() / "claims"
-    judgment = run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results")
-    assert judgment.verdict in (CONFIRMED, REFUTED, OPEN)
-    (entry,) = read_entries({name: claim}, folder / "results")
-    assert entry.judgment == judgment
-    first = protocol.settings.get("first_seed", 0)
-    assert {row["seed"] for row in entry.content["measured"]["runs"]} == {first, first + 1}
-    assert results_file(folder / "results", claim, scale).with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("checkpoints")}
-    assert run_claim(claim, Lab(folder / "runs", scale, jobs=2), folder / "results") == judgment
-    assert before == {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("checkpoints")}
-
-
-# --- what is committed -----------------------------------------------------------------------------------------------
-
-
-def test_claims_md_is_what_the_results_say():
-    """Every result fits its protocol, and CLAIMS.md is generated from the results."""
+def test_committed_results_have_their_verdicts_and_claims_md_says_so():
     entries = read_entries(CLAIMS, ROOT / "results")
-    assert (ROOT / "CLAIMS.md").read_text("utf-8") == to_markdown(entries)
+    found = {(entry.claim.name, entry.judgment.verdict) for entry in entries if entry.content}
+    verdicts = {
+        "confirmed": ("prenorm-stability", "deepnorm-depth", "dyt-fixed-compute"),
+        "refuted": ("outliers", "derf-muon", "ngpt-steps"),
+        OPEN: ("rmsnorm-layernorm", "batchnorm-small-batch"),
+    }
+    assert found == {(name, verdict) for verdict, names in verdicts.items() for name in names}
+    text = (ROOT / "CLAIMS.md").read_text("utf-8")
+    assert text == to_markdown(entries)
+    for file in (ROOT / "results").glob("*/claims/*.png"):  # of claims of earlier versions too
+        assert file.relative_to(ROOT).as_posix() in text
+
+
+def test_results_name_the_commit_of_the_code():
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    named = commit()
+    assert head.startswith(named.removesuffix("-dirty")) and len(named) >= 12 if head and named else named is None
