@@ -229,7 +229,7 @@ class Trainer:
                 micro_loss = self.loss(micro_inputs, micro_targets) / len(inputs)
             self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
-        return distributed.mean(loss)
+        return distributed.all_reduce_mean(loss)
 
     # Logging, evaluation, saving.
 
@@ -403,7 +403,7 @@ def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[floa
     # The losses stay on the device until here, since reading one waits for it.
     values = torch.stack(losses).tolist() if losses else []
     nats = sum(value * size for value, size in zip(values, sizes, strict=True))
-    nats, tokens, utf8_bytes = distributed.totals(nats, sum(sizes), utf8_bytes)
+    nats, tokens, utf8_bytes = distributed.all_reduce_sum(nats, sum(sizes), utf8_bytes)
     model.train(training)
     return nats / tokens, nats / math.log(2) / utf8_bytes
 

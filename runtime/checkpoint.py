@@ -13,11 +13,9 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -32,20 +30,16 @@ from data.tokenizer import Tokenizer
 from files import disk_error, explained, is_a, load_json, sync
 from model import Llama
 from runtime import distributed
-from runtime.huggingface.directory import (
-    CONFIG,
-    match_weights,
-    read_model,
-    read_tokenizer,
-    stored_state,
-    write_model,
-)
-from runtime.huggingface.weights import WEIGHTS, save_tensors, tensors_in, weight_files
+from runtime.huggingface.directory import CONFIG, match_weights, read_model, read_tokenizer, stored_state, write_model
+from runtime.huggingface.weights import save_tensors, stored_tensors, weight_files
 from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
-OPTIMIZER_STATES = {"adamw": 2, "muon": 1}  # numbers per weight of a block's matrices; other weights have AdamW's
+STORED_PER_WEIGHT = {"adamw": 3, "muon": 2}  # numbers: at least the weight and the optimizer's state of it
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -65,16 +59,14 @@ def save_checkpoint(
     clear_unfinished(run)
     unfinished = checkpoints / f".{finished.name}-unfinished"
     earlier = [path for path in list_checkpoints(run) if _step(path) < step]
-    size = sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))
     try:
-        with explained(finished, size):
+        with explained(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
             unfinished.mkdir(parents=True)
             write_model(unfinished, model.config, weights, tokenizer)
             save_tensors(state, unfinished / OPTIMIZER)
-            trainer = {"step": step, "optimizers": _kinds(optimizers)} | trainer
-            (unfinished / TRAINER).write_text(json.dumps(trainer, indent=1))
-            manifest = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
-            (unfinished / MANIFEST).write_text(json.dumps(manifest | {MANIFEST: _hash_of(manifest)}, indent=1))
+            (unfinished / TRAINER).write_text(json.dumps({"step": step} | trainer, indent=1))
+            hashes = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
+            (unfinished / MANIFEST).write_text(json.dumps(hashes | {MANIFEST: _hash_of(hashes)}, indent=1))
             for path in (*unfinished.iterdir(), unfinished):
                 sync(path)
             if finished.exists():  # a directory cannot replace another one that has files
@@ -89,16 +81,31 @@ def save_checkpoint(
     return finished
 
 
+def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
+    """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
+
+    So does `transformers`, if it has the architecture; otherwise config.json says why not. Raises ValueError if there
+    is something in `directory`, and OSError if the disk is full; there is no directory then.
+    """
+    directory = Path(directory)
+    empty = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    require(empty, f"{directory} is not empty; name a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        write_model(directory, model.config, stored_state(model), tokenizer)
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
+
+
 def check_space(run: Path, model: ModelConfig, training: TrainConfig) -> None:
     """Raise OSError unless the disk has space for the checkpoints that a run keeps and one that it is writing."""
-    last = latest_checkpoint(run)
-    if last and _step(last) >= training.steps:
+    saved = list_checkpoints(run)
+    if saved and _step(saved[-1]) >= training.steps:
         return
-    in_blocks = model.weights - (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
-    states = OPTIMIZER_STATES[training.optimizer] * in_blocks + OPTIMIZER_STATES["adamw"] * (model.weights - in_blocks)
-    size = 4 * (model.weights + states)
+    size = 4 * model.weights * STORED_PER_WEIGHT[training.optimizer]
     saves = math.ceil(training.steps / training.save_every)
-    count = max(1, min(training.keep + 1, saves) - len(list_checkpoints(run)))
+    count = max(1, min(training.keep + 1, saves) - len(saved))
     disk = next(path for path in (run, *run.absolute().parents) if path.exists())
     usage = shutil.disk_usage(disk)
     if usage.total and usage.free < count * size:
@@ -125,21 +132,10 @@ def _retire(checkpoint: Path) -> None:
 
 
 def clear_unfinished(run: Path) -> None:
-    """Delete unfinished and retired checkpoints: what a process that was killed while saving has left.
-
-    A link of such a name is deleted, and not what it leads to.
-    """
+    """Delete unfinished and retired checkpoints: what a process that was killed while saving has left."""
     for leftover in (run / "checkpoints").glob(".step-*"):
-        if re.fullmatch(r"\.step-\d+-(unfinished|retired)", leftover.name):
-            _delete(leftover)
-
-
-def _delete(path: Path) -> None:
-    """Delete a directory, a file or a link, but not what the link leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        if leftover.name.endswith(("-unfinished", "-retired")):
+            shutil.rmtree(leftover)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -149,6 +145,10 @@ def list_checkpoints(run: Path) -> list[Path]:
     """The finished checkpoints of a run, the earliest first."""
     found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -163,21 +163,16 @@ def find_checkpoint(where: str | Path | None) -> Path:
     Raises ValueError if there is none, or if what a model needs of it is damaged.
     """
     folder = Path(where or newest_run())
-    if (folder / MANIFEST).is_file() or (folder / CONFIG).is_file() or (folder / TRAINER).is_file():
+    if (folder / MANIFEST).is_file() or (folder / TRAINER).is_file():
         verify(folder, leave_out=TRAINING_STATE)
         return folder
-    last = intact_checkpoint(folder, leave_out=TRAINING_STATE)
-    if last is None and (folder / "params.json").is_file():
-        raise ValueError(
-            f"{folder / 'params.json'} is of Meta's layout, whose weights are pickles; download the model in Hugging "
-            "Face's layout, or convert it with convert_llama_weights_to_hf.py of transformers 4"
-        )
-    if last is None:
+    found = folder if (folder / CONFIG).is_file() else intact_checkpoint(folder, leave_out=TRAINING_STATE)
+    if found is None:
         problem = "holds no checkpoint" if folder.is_dir() else "is not a directory"
         raise ValueError(
             f"{folder} {problem}; name a run of train.py, one of its checkpoints, or a Hugging Face directory"
         )
-    return last
+    return found
 
 
 def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None:
@@ -188,10 +183,8 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
     problem = ""
     for checkpoint in reversed(list_checkpoints(run)):
         try:
-            verify(checkpoint, leave_out, ours=True)
+            verify(checkpoint, leave_out)
         except (OSError, ValueError) as error:
-            if not os.path.lexists(checkpoint):  # the run goes on: it has saved a later one, and deleted this
-                return intact_checkpoint(run, leave_out)
             problem = problem or str(error)
         else:
             if problem and distributed.is_main():
@@ -202,46 +195,21 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
     return None
 
 
-def set_aside_after(run: Path, checkpoint: Path) -> None:
-    """Rename the checkpoints after `checkpoint`, so that damaged ones do not count among those that a run keeps."""
-    for later in list_checkpoints(run):
-        if _step(later) > _step(checkpoint):
-            aside = later.with_name(f"damaged-{later.name}")
-            _delete(aside)
-            later.rename(aside)
-
-
 @cache
 def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr)
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+def set_aside_after(run: Path, checkpoint: Path) -> None:
+    """Rename the checkpoints after `checkpoint`, so that damaged ones do not count among those that a run keeps."""
+    for later in list_checkpoints(run):
+        if _step(later) > _step(checkpoint):
+            aside = later.with_name(f"damaged-{later.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            later.rename(aside)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
-    """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
-
-    So does `transformers`, if it has the architecture; otherwise config.json says why not. Raises ValueError if there
-    is something in `directory`, and OSError if the disk is full; there is no directory then.
-    """
-    directory = Path(directory).resolve()
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ValueError(f"{directory} is not empty; name a new directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent)) / "unfinished"
-    unfinished.mkdir()  # inside the temporary one, because that is closed to others
-    try:
-        write_model(unfinished, model.config, stored_state(model), tokenizer)
-        if directory.exists():
-            directory.rmdir()
-        unfinished.rename(directory)
-    finally:
-        shutil.rmtree(unfinished.parent)
 
 
 def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
@@ -255,21 +223,10 @@ def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -
 
 
 def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu") -> tuple[Path, Llama, Tokenizer]:
-    """What `find_checkpoint` finds, and what `load_pretrained` returns for it.
-
-    The next one is taken if a training run deletes a checkpoint while it is read.
-    """
-    while True:
-        checkpoint = find_checkpoint(where)
-        try:
-            tokenizer = read_tokenizer(checkpoint)
-            return checkpoint, read_model(checkpoint).to(device).eval(), tokenizer
-        except (OSError, RuntimeError, ValueError):
-            if os.path.lexists(checkpoint):
-                raise
-
-
-load_model = load_pretrained  # its name in earlier versions
+    """What `find_checkpoint` finds, and what `load_pretrained` returns for it."""
+    checkpoint = find_checkpoint(where)
+    tokenizer = read_tokenizer(checkpoint)
+    return checkpoint, read_model(checkpoint).to(device).eval(), tokenizer
 
 
 def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama:
@@ -290,45 +247,34 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
 def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Restore weights and optimizer state bit for bit, and return the contents of trainer.json with its "step".
 
-    `intact_checkpoint` verifies the files before. Raises ValueError, naming the file, if one is of another model or
-    optimizer.
+    `intact_checkpoint` verifies the files before. Raises ValueError, naming the file, if one does not match the model
+    or the optimizers.
     """
     trainer = load_json(checkpoint / TRAINER)
-    valid = is_a(trainer, dict) and is_a(trainer.get("step"), int) and is_a(trainer.get("optimizers"), list[str])
-    require(valid, f"{checkpoint / TRAINER}: step or optimizers are missing or damaged")
-    if trainer["optimizers"] != _kinds(optimizers):
-        there, here = ", ".join(trainer["optimizers"]), ", ".join(_kinds(optimizers))
-        raise ValueError(f"{checkpoint / OPTIMIZER} is of another optimizer: {there}, not {here}")
+    valid = is_a(trainer, dict) and is_a(trainer.get("step"), int)
+    require(valid, f"{checkpoint / TRAINER}: step is missing or damaged")
     expected = stored_state(model)
     for name, stored in match_weights(checkpoint, model).items():
         expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))
     states: dict[str, dict[str, Tensor]] = {}
-    for stored in tensors_in(checkpoint / OPTIMIZER):
+    for stored in stored_tensors(checkpoint / OPTIMIZER).values():
         name, _, state = stored.name.rpartition(".")
         states.setdefault(name, {})[state] = stored.read()
     names = _parameter_names(model)
-    shapes = {names[id(weight)]: weight.shape for weight in model.parameters()}
-    for name, tensors in states.items():
-        fits = all(tensor.shape in (torch.Size(), shapes.get(name)) for tensor in tensors.values())
-        require(name in shapes and fits, f"{checkpoint / OPTIMIZER} is of another model: it has a state of {name}")
     for optimizer in optimizers:
         packed = optimizer.state_dict()
-        parameters = (weight for group in optimizer.param_groups for weight in group["params"])
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         packed["state"] = {
             index: {
                 key: distributed.sharded_like(tensor, weight) if tensor.shape == weight.shape else tensor
-                for key, tensor in states.pop(names[id(weight)], {}).items()
+                for key, tensor in states.pop(names[id(weight)]).items()
             }
-            for index, weight in enumerate(parameters)
+            for index, weight in enumerate(weights)
+            if names[id(weight)] in states
         }
-        packed["state"] = {index: state for index, state in packed["state"].items() if state}
         optimizer.load_state_dict(packed)
-    require(not states, f"{checkpoint / OPTIMIZER} is of another model: no optimizer updates {sorted(states)}")
+    require(not states, f"{checkpoint / OPTIMIZER} does not match the model: no optimizer updates {sorted(states)}")
     return trainer
-
-
-def _kinds(optimizers: list[Optimizer]) -> list[str]:
-    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def _parameter_names(model: Llama) -> dict[int, str]:
@@ -348,33 +294,23 @@ def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Ten
 # --- integrity -------------------------------------------------------------------------------------------------------
 
 
-def verify(checkpoint: Path, leave_out: Collection[str] = (), ours: bool = False) -> None:
-    """Raise ValueError, naming the file, unless every file matches the manifest.
-
-    Directories that are not `ours` may have none. Manifests of earlier versions have no hash of themselves.
-    """
+def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
+    """Raise ValueError, naming the file, unless every file but those in `leave_out` matches the manifest."""
     path = checkpoint / MANIFEST
-    if not (ours or path.is_file() or (checkpoint / TRAINER).is_file()):
-        return
     try:
-        manifest: Any = load_json(path) if path.is_file() else None
-        valid = isinstance(manifest, dict) and manifest.keys() >= {CONFIG, WEIGHTS, *TRAINING_STATE}
-        valid = valid and all(Path(name).name == name for name in manifest)
-        valid = valid and manifest.pop(MANIFEST, None) in (None, _hash_of(manifest))
-    except (OSError, ValueError):
+        hashes = load_json(path)
+        valid = hashes.pop(MANIFEST) == _hash_of(hashes)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         valid = False
-    if not valid:
-        raise ValueError(f"{path} is missing or damaged")
-    for name in manifest.keys() - leave_out:
-        path = checkpoint / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing, which {checkpoint / MANIFEST} lists")
-        if sha256(path) != manifest[name]:
-            raise ValueError(f"{path} is damaged: its SHA-256 differs from the manifest's")
+    require(valid, f"{path} is missing or damaged")
+    for name in hashes.keys() - leave_out:
+        file = checkpoint / name
+        require(file.is_file(), f"{file} is missing, which {path} lists")
+        require(sha256(file) == hashes[name], f"{file} is damaged: its SHA-256 differs from the manifest's")
 
 
-def _hash_of(manifest: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+def _hash_of(hashes: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:

@@ -1,11 +1,10 @@
 """Training on several ranks, the processes of `torchrun`: what they agree on, and a model they train together.
 
 In one process there is no process group, and every function here does what one process does.
-Small values go between the CPUs, over Gloo, so no agreement waits for a GPU. Gradients and weights go between the
-devices, over Gloo or NCCL.
+Small values are exchanged between the CPUs, over Gloo, so that no agreement waits for a GPU. Gradients and weights are
+exchanged between the devices, over NCCL or Gloo.
 """
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from model import Llama
 
 T = TypeVar("T")
-TORCHRUN_NOTICES = 3  # seconds; it looks every 0.1 s
-# A thread of Gloo that frees its last tensor while Python shuts down seems to be what has aborted a rank on a busy
-# machine. It needs some microseconds.
-GLOO_ENDS = 0.2  # seconds
+# torchrun reports the rank that it sees end first. A rank that fails because another one is gone waits, so that the
+# other one is reported.
+FAILURE_DELAY = 3  # seconds
+# On a busy machine, a thread of Gloo that frees its last tensor while Python shuts down can abort the process.
+GLOO_SHUTDOWN = 0.2  # seconds
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -33,8 +33,8 @@ GLOO_ENDS = 0.2  # seconds
 @contextmanager
 def process_group() -> Iterator[None]:
     """Join the ranks that torchrun started, if there are several. On a GPU, rank k of a machine uses card k."""
-    launched = dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
-    if not launched or dist.is_initialized():
+    launched = dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized()
+    if not launched or os.environ["WORLD_SIZE"] == "1":
         yield
         return
     cards = torch.cuda.device_count()
@@ -42,27 +42,19 @@ def process_group() -> Iterator[None]:
         torch.cuda.set_device(local_rank())
     store, _, _ = next(dist.rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # After a restart, torchrun's store still has the addresses of the ranks that are gone. Only on one machine do
-        # all ranks know how many restarts there were.
+        # After a restart, torchrun's store still has the addresses of the ranks that are gone. The number of restarts
+        # is the same on all ranks only on a single machine.
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cards else "gloo", store=store, **ranks)
     try:
         yield
-    except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            raise
-        # Another rank is gone. torchrun reports the rank that it sees end first, and ends the others: wait, so that it
-        # reports the one with the cause.
-        time.sleep(TORCHRUN_NOTICES)
+        dist.destroy_process_group()
+    except RuntimeError:
+        time.sleep(FAILURE_DELAY)
         raise
-    except SystemExit:
-        time.sleep(GLOO_ENDS)
-        raise
-    dist.destroy_process_group()
-    time.sleep(GLOO_ENDS)
+    finally:
+        time.sleep(GLOO_SHUTDOWN)
 
 
 def rank() -> int:
@@ -84,7 +76,7 @@ def is_main() -> bool:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started the ranks again after one failed. Only some machines may have counted that."""
+    """Whether torchrun has restarted the ranks after one failed. Not every machine counts every restart."""
     return all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
 
 
@@ -101,39 +93,63 @@ def may_restart() -> bool:
 # --- agreement -------------------------------------------------------------------------------------------------------
 
 
+def all_gather(x: T) -> list[T]:
+    """`x` of each rank. It can be anything that pickle can store."""
+    gathered = [x] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(gathered, x)
+    return gathered
+
+
+def all_reduce_max(number: int) -> int:
+    return max(all_gather(number))
+
+
+def all_reduce_sum(*numbers: float) -> list[float]:
+    """The sum over the ranks of each number."""
+    return [sum(each) for each in zip(*all_gather(numbers), strict=True)]
+
+
+def all_reduce_mean(x: Tensor) -> Tensor:
+    """The mean over the ranks, on the device."""
+    if world_size() == 1:
+        return x
+    x = x / world_size()
+    dist.all_reduce(x)
+    return x
+
+
+def barrier() -> None:
+    all_gather(None)
+
+
 @contextmanager
 def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
-    """A ValueError or OSError inside, or an error of `kinds`, on any rank, is raised on all.
+    """Raise a ValueError, an OSError or an error of `kinds` that any rank raises inside on all ranks.
 
     Nothing inside may wait for other ranks.
     """
-    if world_size() == 1:
-        yield
-        return
     error: Exception | None = None
-    shared: tuple[type[Exception], ...] = (ValueError, OSError, *kinds)
     try:
         yield
-    except shared as caught:
+    except (ValueError, OSError, *kinds) as caught:
+        if world_size() == 1:
+            raise
         error = caught
-    errors: list[Any] = [None] * world_size()
-    dist.all_gather_object(errors, error and (type(error), str(error), getattr(error, "errno", None)))
-    for kind, message, number in filter(None, errors):
-        shared_error = (ValueError if issubclass(kind, ValueError) else kind)(message)
-        if isinstance(shared_error, OSError):
-            shared_error.errno = number  # the exit code depends on it
-        raise shared_error from error
+    for shared, number in all_gather((error, getattr(error, "errno", None))):
+        if isinstance(shared, OSError):
+            shared.errno = number  # which pickle loses, and the exit code depends on
+        if shared:
+            raise shared
 
 
 def from_main(function: Callable[..., T], *arguments: Any) -> T:
     """The result of `function` on rank 0. Its ValueError or OSError is raised on all ranks."""
-    result: list[Any] = [None]
+    result: Any = None
     with raise_on_all_ranks():
         if is_main():
-            result[0] = function(*arguments)
-    if world_size() > 1:
-        dist.broadcast_object_list(result)
-    return result[0]
+            result = function(*arguments)
+    return all_gather(result)[0]
 
 
 @contextmanager
@@ -148,7 +164,7 @@ def held_by_main(resource: AbstractContextManager, *kinds: type[Exception]) -> I
 
 @contextmanager
 def printed_by_main() -> Iterator[None]:
-    """Only rank 0 prints what every rank would print, and if that is the end, all leave together."""
+    """Let only rank 0 print. If the process exits inside, all ranks exit together."""
     with ExitStack() as stack:
         if not is_main():
             null = stack.enter_context(open(os.devnull, "w"))
@@ -161,71 +177,35 @@ def printed_by_main() -> Iterator[None]:
             raise
 
 
-def barrier() -> None:
-    all_reduce_max(0)
-
-
-def all_reduce_max(number: int) -> int:
-    """The maximum over the ranks."""
-    if world_size() == 1:
-        return number
-    numbers = torch.tensor(number)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return int(numbers)
-
-
-def totals(*numbers: float) -> list[float]:
-    """The sum over the ranks of each number."""
-    if world_size() == 1:
-        return list(numbers)
-    sums = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def mean(x: Tensor) -> Tensor:
-    """The mean over the ranks, on the device."""
-    if world_size() == 1:
-        return x
-    x = x / world_size()
-    dist.all_reduce(x)
-    return x
-
-
 # --- what each rank gets ---------------------------------------------------------------------------------------------
 
 
 def check_device(device: torch.device) -> None:
     """Raise ValueError unless each rank can have a `device` of its own."""
-    if world_size() > 1 and device.type == "mps":
-        raise ValueError("--device mps trains on one rank; use --device cpu")
-    if world_size() > 1 and device.index is not None:
-        raise ValueError(f"--device {device} is one GPU for all ranks; use --device cuda, and each has its own")
-    if device.type == "cuda" and local_rank() >= torch.cuda.device_count() > 0 and world_size() > 1:
-        raise ValueError(
-            f"--device cuda: torchrun starts more ranks than the {torch.cuda.device_count()} GPUs of a machine; "
-            "lower --nproc-per-node"
-        )
+    if world_size() == 1:
+        return
+    if device.type == "mps" or device.index is not None:
+        raise ValueError(f"--device {device} is one device for all ranks; use --device cuda or cpu")
+    cards = torch.cuda.device_count()
+    if device.type == "cuda" and local_rank() >= cards:
+        raise ValueError(f"--device cuda: torchrun starts more ranks than the {cards} GPUs; lower --nproc-per-node")
 
 
 def check_batch(batch_size: int, micro_batch_size: int, ranks: int) -> None:
-    """Raise ValueError unless the batch divides among the ranks, and a rank's share into micro-batches."""
-    share = batch_size // ranks
+    """Raise ValueError unless the batch divides among the ranks, and a rank's rows into micro-batches."""
+    rows = batch_size // ranks
     if batch_size % ranks:
         raise ValueError(f"--batch-size {batch_size} is not divisible by the number of ranks, {ranks}")
-    if share % min(share, micro_batch_size):
+    if rows % min(rows, micro_batch_size):
         raise ValueError(
-            f"--micro-batch-size {micro_batch_size} does not divide the {share} sequences of each of {ranks} ranks"
+            f"--micro-batch-size {micro_batch_size} does not divide the {rows} sequences of each of {ranks} ranks"
         )
 
 
 def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
-    """Whether to shard: as `wanted`, with several ranks. A sharded run may be resumed in one process.
-
-    Raises ValueError if the user has asked for it and it is not possible.
-    """
+    """Whether to shard, which needs several ranks. Raises ValueError if the user asks for it and it is not possible."""
     if by_flag and ranks == 1:
-        raise ValueError("--shard needs several ranks: torchrun --nproc-per-node, or --ranks for --plan")
+        raise ValueError("--shard needs several ranks, which torchrun --nproc-per-node starts")
     if wanted and ranks > 1 and dtype == "float16":
         raise ValueError("--shard needs --dtype float32 or bfloat16: float16's loss scale is not the same on all ranks")
     return wanted and ranks > 1
@@ -233,8 +213,8 @@ def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
 
 def rows(batch_size: int) -> range:
     """The rows of the global batch that this rank trains on."""
-    share = batch_size // world_size()
-    return range(rank() * share, (rank() + 1) * share)
+    count = batch_size // world_size()
+    return range(rank() * count, (rank() + 1) * count)
 
 
 def seed(of_step: int) -> int:
@@ -245,25 +225,23 @@ def seed(of_step: int) -> int:
 def shares(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """This rank's part of `batches`, and whether each counts.
 
-    Every rank gets equally many, because the forward pass of a sharded model needs them all: a rank that has run out
+    The forward pass of a sharded model needs all ranks, so all get equally many: a rank that has run out of batches
     gets one that another rank counts.
     """
     remaining = iter(batches)
     while group := list(islice(remaining, world_size())):
-        mine = rank() < len(group)
-        yield group[rank() if mine else 0], mine
+        counts = rank() < len(group)
+        yield group[rank() if counts else 0], counts
 
 
 # --- the parallel model ----------------------------------------------------------------------------------------------
 
 
 class Parallel:
-    """The loss of `model` with gradients that are averages over the ranks. In one process, simply `model.loss`.
+    """The loss of `model` with gradients averaged over the ranks. In one process, simply `model.loss`.
 
     By default every rank holds the whole model (DDP). With `shard`, each holds its part of every weight, gradient and
     optimizer state, and gathers the weights of a block when it needs them (FSDP2).
-
-    Call `loss`, not `model.loss`: DDP synchronizes only what goes through its own forward.
     """
 
     def __init__(self, model: Llama, shard: bool):
@@ -273,27 +251,18 @@ class Parallel:
             shard_weights(model)
             self.loss = model.loss  # now with the hooks that gather the weights
         elif world_size() > 1:
-            # Buffers need no copying: rotary tables never change, and norms with running statistics are refused.
-            parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-            copies = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
-            options: dict[str, Any] = {copies: False, "gradient_as_bucket_view": True}
-            self.loss = DistributedDataParallel(Loss(model), **options)
+            self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
+            # Rotary tables never change, and norms with running statistics are refused.
+            self.loss.broadcast_buffers = False
 
     def micro_batches(self, batches: list[T]) -> Iterator[T]:
         """`batches`. Gradients are averaged in the last backward pass only, over what all have accumulated."""
-        with self.without_averaging():
-            yield from batches[:-1]
-        yield batches[-1]
-
-    @contextmanager
-    def without_averaging(self) -> Iterator[None]:
-        sharded = self.shard and world_size() > 1
-        with self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) else nullcontext():
-            if sharded:
-                self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
-            yield
-        if sharded:
-            self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            if self.shard and world_size() > 1:
+                self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            with self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) and not last else nullcontext():
+                yield batch
 
 
 class Loss(nn.Module):

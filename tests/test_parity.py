@@ -1,12 +1,14 @@
 """Parity with `transformers` through directories on disk, both ways, for random configurations of six architectures.
 
-`pytest tests/test_parity.py -s` prints the errors; with `-m "slow or not slow"`, those of all 30 configurations.
+In float64 the two compute the same. In fp32 and bf16, our error against that is at most as large as theirs, up to a
+factor that allows for another order of sums. `pytest tests/test_parity.py -s` prints the errors.
 """
 
 import json
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from runtime.huggingface.architectures import architecture_of
 
 transformers = pytest.importorskip("transformers")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONTEXT, VOCAB = 128, 384
+TOKENS = torch.randint(0, VOCAB, (8, 48), generator=torch.Generator().manual_seed(2))
 OURS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": "head"},
@@ -34,11 +36,6 @@ OURS: dict[str, dict[str, Any]] = {
     "stablelm": {"norm": "layernorm"},
     "gemma2": {"placement": "sandwich", "norm_args": {"zero_centered": True}},
 }
-CASES = [
-    pytest.param(name, seed, id=f"{name}-{seed}", marks=[pytest.mark.slow] if seed else [])
-    for seed in range(5)
-    for name in OURS
-]
 
 
 def draw_config(name: str, seed: int) -> ModelConfig:
@@ -76,6 +73,53 @@ def tokenizer() -> SentencePieceTokenizer:
     return train_tokenizer([Path(__file__).read_text("utf-8")] * 3, VOCAB)
 
 
+@contextmanager
+def fp32_is_float64() -> Iterator[None]:
+    """Both models compute norms, softmax and rotary angles in fp32, whatever their dtype. Make that float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        yield
+
+
+def their_model(directory: Path, dtype: torch.dtype) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.no_grad()
+def exact_logits(directory: Path, end: int) -> Tensor:
+    """Logits in float64, and that ours and theirs are the same, as are 40 greedy tokens."""
+    ours, theirs = load_pretrained(directory)[0], their_model(directory, torch.float32)
+    with fp32_is_float64():
+        ours, theirs = ours.double(), theirs.double()  # ours computes its rotary table again
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        logits, prompt = theirs(TOKENS).logits, TOKENS[:1, :8]
+        assert logits.dtype == torch.float64
+        torch.testing.assert_close(ours(TOKENS), logits, rtol=0, atol=1e-9)
+        generated = theirs.generate(
+            prompt, do_sample=False, max_new_tokens=40, attention_mask=torch.ones_like(prompt), pad_token_id=0
+        )
+        mine = [token for (token,) in stream_ids(ours, prompt, Sampling(tokens=40, temperature=0), end)]
+    assert mine == generated[0, 8:].tolist()
+    return logits
+
+
+@torch.no_grad()
+def assert_as_exact(directory: Path, dtype: torch.dtype, exact: Tensor) -> str:
+    """The weights, the residual stream and the logits are in `dtype`. Returns the RMS errors, ours and theirs."""
+    ours, theirs = load_pretrained(directory)[0].to(dtype), their_model(directory, torch.float32)
+    for weight in theirs.parameters():  # not `theirs.to(dtype)`, which would round the RoPE frequencies too
+        weight.data = weight.to(dtype)
+    logits = ours(TOKENS), theirs(TOKENS).logits
+    assert all(each.dtype == dtype for each in logits)
+    our_error, their_error = (float((each - exact).square().mean().sqrt()) for each in logits)
+    rounding = torch.finfo(dtype).eps / 2 * float(exact.square().mean().sqrt())  # of the logits alone
+    assert our_error <= 1.5 * their_error + rounding
+    return f"{our_error:.1e} | {their_error:.1e}"
+
+
 def tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of the files in a directory."""
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -88,94 +132,42 @@ def assert_same_bytes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Non
 
 
 def in_transformers_4(directory: Path) -> None:
-    """Spell the rotary parameters as transformers 4 does."""
+    """Spell the rotary parameters as transformers 4 does, and remove what only we write."""
     config = json.loads((directory / "config.json").read_text())
     rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    if "partial_rotary_factor" in rope:
-        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    del config["normal_llama"]
+    config |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     (directory / "config.json").write_text(json.dumps(config))
 
 
-TOKENS = torch.randint(0, VOCAB, (8, 48), generator=torch.Generator().manual_seed(2))
-
-
-def their_model(directory: Path, dtype: torch.dtype) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return model.eval()
-
-
-def greedy(ours: Llama, theirs: Any, end: int) -> tuple[list[int], list[int]]:
-    """Each model's continuation of a prompt by up to 100 tokens."""
-    prompt = TOKENS[:1, :8]
-    generated = theirs.generate(
-        prompt, do_sample=False, max_new_tokens=100, attention_mask=torch.ones_like(prompt), pad_token_id=0
-    )
-    sampling = Sampling(tokens=100, temperature=0)
-    return [token for (token,) in stream_ids(ours, prompt, sampling, end)], generated[0, 8:].tolist()
-
-
-@dataclass
-class Errors:
-    """The largest difference of a logit in fp32, and in bf16 the RMS errors of our model and of theirs."""
-
-    fp32: float
-    ours: float
-    theirs: float
-
-
-@torch.no_grad()
-def logit_errors(directory: Path) -> Errors:
-    """In bf16, both models have bf16 weights and a bf16 residual stream, and are compared with theirs in float64."""
-    ours, theirs = load_pretrained(directory)[0].float(), their_model(directory, torch.float32)
-    fp32 = float((ours(TOKENS) - theirs(TOKENS).logits).abs().max())
-    ours = ours.bfloat16()
-    for weight in theirs.parameters():  # not `theirs.bfloat16()`, which would round the RoPE frequencies too
-        weight.data = weight.bfloat16()
-    logits = ours(TOKENS), theirs(TOKENS).logits
-    assert all(each.dtype == torch.bfloat16 for each in logits)
-    exact = theirs.double()(TOKENS).logits
-    return Errors(fp32, *(float((each - exact).square().mean().sqrt()) for each in logits))
-
-
-@pytest.mark.parametrize("name, seed", CASES)
-def test_parity_and_round_trips(tmp_path, capsys, tokenizer, name, seed):
-    ours = draw_model(draw_config(name, seed))
-    config = ours.config
-    assert architecture_of(config) == name
+@pytest.mark.parametrize("number, name", list(enumerate(OURS)))
+def test_parity_and_round_trips(tmp_path, capsys, tokenizer, number, name):
+    ours = draw_model(draw_config(name, 0))
+    assert architecture_of(ours.config) == name
 
     # Ours opens in transformers.
     save_pretrained(tmp_path / "ours", ours, tokenizer)
-    theirs = their_model(tmp_path / "ours", torch.float32)
-    with torch.no_grad():
-        assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-5
-    mine, generated = greedy(ours, theirs, tokenizer.end_of_document)
-    assert mine == generated
+    exact = exact_logits(tmp_path / "ours", tokenizer.end_of_document)
+    fp32 = assert_as_exact(tmp_path / "ours", torch.float32, exact)
 
-    # Theirs opens here: other dtypes, several files, both spellings of the rotary parameters.
-    choose = random.Random(f"files of {name} {seed}").choice
-    dtype = choose(list(DTYPES.values()))
+    # Theirs opens here: other dtypes, several files.
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
     directory, again = tmp_path / "theirs", tmp_path / "again"
-    theirs.to(dtype).save_pretrained(directory, max_shard_size=choose(["20KB", "1GB"]))
+    theirs = their_model(tmp_path / "ours", dtype)
+    theirs.save_pretrained(directory, max_shard_size="1GB" if number % 2 else "20KB")
     tokenizer.save(directory)
-    if choose([True, False]):
-        in_transformers_4(directory)
     loaded, loaded_tokenizer = load_pretrained(directory)
-    assert loaded.config == config and loaded_tokenizer.hash == tokenizer.hash
-    assert loaded.embed_tokens.weight.dtype == dtype
+    assert loaded.config == ours.config and loaded_tokenizer.hash == tokenizer.hash
     # Ours → theirs → ours has the same bytes, and so has theirs → ours → theirs.
     assert_same_bytes(loaded.state_dict(), {name: tensor.to(dtype) for name, tensor in ours.state_dict().items()})
     save_pretrained(again, loaded, loaded_tokenizer)
     assert_same_bytes(tensors(again), tensors(directory))
     assert_same_bytes(their_model(again, dtype).state_dict(), theirs.state_dict())
 
-    # A directory of theirs that knows nothing of us.
-    described = json.loads((directory / "config.json").read_text())
-    del described["normal_llama"]
-    (directory / "config.json").write_text(json.dumps(described))
-    errors = logit_errors(directory)
+    # A directory that knows nothing of us, in the spelling of an earlier version.
+    in_transformers_4(again)
+    exact = exact_logits(again, tokenizer.end_of_document)
+    bf16 = assert_as_exact(again, torch.bfloat16, exact)
     with capsys.disabled():
-        print(f"\n| {name} | {errors.fp32:.1e} | {errors.ours:.2e} | {errors.theirs:.2e} | ", end="")
-    assert errors.fp32 <= 1e-5
-    assert errors.ours <= errors.theirs
+        print(f"\n| {name} | {fp32} | {bf16} | ", end="")

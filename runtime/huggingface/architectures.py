@@ -1,8 +1,8 @@
 """Configurations of Hugging Face's architectures and ours, both ways.
 
-An architecture is a row in `ARCHITECTURES`: what our settings must be for it, and its own fields that we express at one
-value only. Everything else is in `SIZES` and in the functions below. A field of theirs that changes what the model
-computes and that we do not express is refused by its name.
+An architecture is a row in `ARCHITECTURES`: what our settings must be for it, and its own fields that we compute at one
+value only. A field that is not known here is refused by its name, whatever its value: it may change what the model
+computes.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from config import MAX_SIZE, ROPE_SCALING, ModelConfig, require
 from files import is_a
 
-OWN_TYPE = "normal-llama"  # the model_type of what no architecture expresses
+OWN_TYPE = "normal-llama"  # the model_type of a model that no architecture expresses
 OWN = "normal_llama"  # the key of our configuration in config.json
 
 SIZES = {  # theirs, ours
@@ -27,12 +27,15 @@ SIZES = {  # theirs, ours
     "max_position_embeddings": "context",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 HARMLESS = {  # these do not change the logits
-    "_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
-    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "pretraining_tp",
-    "attn_implementation", "_attn_implementation", "cache_implementation", "return_dict", "output_attentions",
-    "output_hidden_states", "task_specific_params", "id2label", "label2id", "problem_type", OWN,
+    "_name_or_path", "architectures", "model_type", "transformers_version", "transformers.js_config", "dtype",
+    "torch_dtype", "use_cache", "initializer_range", "pretraining_tp", "is_llama_config", "tokenizer_class",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "cache_implementation",
+    "return_dict", "output_attentions", "output_hidden_states", "torchscript", "task_specific_params", "id2label",
+    "label2id", "problem_type", "finetuning_task", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty",
+    "max_length", OWN,
     "auto_map",  # names code in the directory, which is never run
 }  # fmt: skip
 
@@ -48,11 +51,10 @@ class Architecture:
     ours: the fields of ModelConfig that it fixes.
     norm_args: the arguments of the norm that it fixes.
     eps: its field for the norm's eps, or "" if that is 1e-5.
-    fixed: its fields that we express at one value only: that value, and its default for a missing field.
+    fixed: its fields that we compute at one value only: that value, and its default for a missing field.
     defaults: its other defaults for missing fields; that of `eps` is 1e-5 otherwise.
     unused: its fields that do nothing at the fixed values.
     any_head_dim: whether --head-dim may differ from --dim / --heads.
-    divides: whether --heads must divide --dim whatever --head-dim is.
     """
 
     name: str
@@ -63,15 +65,16 @@ class Architecture:
     defaults: dict[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     any_head_dim: bool = True
-    divides: bool = False
     embedding_scale: Callable[[int], float] = lambda dim: 1.0
 
 
 RMSNORM = {"elementwise_affine": True, "zero_centered": False}
-
-
-def no_biases(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    return {"hidden_act": ("silu", "silu"), "attention_bias": (False, False), "attention_dropout": (0.0, 0.0)}
+NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
+OFF = (False, False)
+# Fields of any architecture, which `transformers` reads and writes only if they are not at these defaults.
+COMMON = {"is_causal": (True, True), "rope_interleaved": OFF, "quantization_config": (None, None)}
+ATTENTION = {"attention_bias": OFF, "attention_dropout": (0.0, 0.0)}
+SILU = {"hidden_act": ("silu", "silu")}
 
 
 def full_attention(config: ModelConfig) -> list[str]:
@@ -83,20 +86,17 @@ ARCHITECTURES = {
         "LlamaForCausalLM",
         {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"},
         RMSNORM,
-        fixed=lambda config: no_biases(config) | {"mlp_bias": (False, False)},
+        fixed=lambda config: ATTENTION | SILU | {"mlp_bias": OFF},
         defaults={"rms_norm_eps": 1e-6},
-        divides=True,
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
         {"placement": "pre", "norm": "rmsnorm", "qk_norm": "head"},
         RMSNORM,
         fixed=lambda config: (
-            no_biases(config)
-            | {
-                "use_sliding_window": (False, False),
-                "layer_types": (full_attention(config), full_attention(config)),
-            }
+            ATTENTION
+            | SILU
+            | {"use_sliding_window": OFF, "layer_types": (full_attention(config), full_attention(config))}
         ),
         defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
         unused=("sliding_window", "max_window_layers"),
@@ -106,26 +106,22 @@ ARCHITECTURES = {
         {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
         {"elementwise_affine": False, "eps": 1e-5},
         eps="",
-        fixed=lambda config: no_biases(config) | {"clip_qkv": (None, None)},
+        fixed=lambda config: ATTENTION | SILU | {"clip_qkv": (None, None)},
     ),
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
         {"placement": "reordered", "norm": "rmsnorm", "qk_norm": "full"},
         RMSNORM,
-        fixed=no_biases,
+        fixed=lambda config: ATTENTION | SILU,
     ),
     "stablelm": Architecture(
         "StableLmForCausalLM",
         {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
         {"elementwise_affine": True, "bias": True},
         eps="layer_norm_eps",
-        fixed=lambda config: {
-            "hidden_act": ("silu", "silu"),
-            "attention_dropout": (0.0, 0.0),
-            "hidden_dropout": (0.0, 0.0),
-            "use_qkv_bias": (False, False),
-            "qk_layernorm": (False, False),
-            "use_parallel_residual": (False, False),
+        fixed=lambda config: SILU | {
+            "attention_dropout": (0.0, 0.0), "hidden_dropout": (0.0, 0.0), "use_qkv_bias": OFF, "qk_layernorm": OFF,
+            "use_parallel_residual": OFF,
         },
         defaults={"partial_rotary_factor": 0.25},
         any_head_dim=False,
@@ -134,22 +130,16 @@ ARCHITECTURES = {
         "Gemma2ForCausalLM",
         {"placement": "sandwich", "norm": "rmsnorm", "qk_norm": "none"},
         RMSNORM | {"zero_centered": True},
-        fixed=lambda config: {
-            "hidden_activation": ("silu", "gelu_pytorch_tanh"),
-            "attention_bias": (False, False),
-            "attention_dropout": (0.0, 0.0),
-            "attn_logit_softcapping": (None, 50.0),
-            "final_logit_softcapping": (None, 30.0),
-            "query_pre_attn_scalar": (config.head_dim, 256),
-            "layer_types": (full_attention(config), None),
-            "use_bidirectional_attention": (None, None),
+        fixed=lambda config: ATTENTION | {
+            "hidden_activation": ("silu", "gelu_pytorch_tanh"), "attn_logit_softcapping": (None, 50.0),
+            "final_logit_softcapping": (None, 30.0), "query_pre_attn_scalar": (config.head_dim, 256),
+            "layer_types": (full_attention(config), None), "use_bidirectional_attention": (None, None),
         },
         defaults={"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True},
         unused=("sliding_window", "hidden_act"),
-        divides=True,
         embedding_scale=math.sqrt,
     ),
-}
+}  # fmt: skip
 
 
 # --- ours to theirs --------------------------------------------------------------------------------------------------
@@ -169,24 +159,21 @@ def architecture_of(config: ModelConfig) -> str:
 
 def _obstacle(config: ModelConfig, architecture: Architecture) -> str:
     """Why an architecture with this norm and placement cannot be `config`, or nothing."""
-    name = architecture.name.removesuffix("ForCausalLM")
-    norm_args = _NORM_DEFAULTS | config.norm_args
+    here = f"Hugging Face's {architecture.name.removesuffix('ForCausalLM')}"
+    norm_args = NORM_DEFAULTS | config.norm_args
     for argument, value in architecture.norm_args.items():
         if norm_args[argument] != value:
-            return f"Hugging Face's {name} has --norm-arg {argument}={str(value).lower()}, not {norm_args[argument]}"
+            return f"{here} has --norm-arg {argument}={str(value).lower()}, not {norm_args[argument]}"
     if config.scaled_embedding:
-        return f"Hugging Face's {name} has no --scaled-embedding"
+        return f"{here} has no --scaled-embedding"
     scale = architecture.embedding_scale(config.dim)
     if not math.isclose(config.embedding_scale, scale, rel_tol=1e-6):
-        return f"Hugging Face's {name} has --embedding-scale {scale:.9g}, not {config.embedding_scale:.9g}"
+        return f"{here} has --embedding-scale {scale:.9g}, not {config.embedding_scale:.9g}"
+    if config.dim % config.heads:
+        return f"{here} needs --dim divisible by --heads"
     if not architecture.any_head_dim and config.head_dim * config.heads != config.dim:
-        return f"Hugging Face's {name} has --head-dim {config.dim // config.heads}, not {config.head_dim}"
-    if architecture.divides and config.dim % config.heads:
-        return f"Hugging Face's {name} needs --dim divisible by --heads"
+        return f"{here} has --head-dim {config.dim // config.heads}, not {config.head_dim}"
     return ""
-
-
-_NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
 
 
 def to_theirs(config: ModelConfig) -> dict[str, Any]:
@@ -203,7 +190,7 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     scaling: dict[str, Any] | None = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
     if scaling:  # transformers warns of 8192.0
         length = scaling["original_max_position_embeddings"]
-        scaling["original_max_position_embeddings"] = int(length) if length == int(length) else length
+        scaling["original_max_position_embeddings"] = length if length % 1 else int(length)
     partial = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in architecture.defaults else {}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
@@ -215,10 +202,10 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
-    """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not express."""
+    """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not compute."""
     model_type = theirs.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise ValueError(f"model_type {_short(model_type)} is not supported; {', '.join(ARCHITECTURES)} are")
+        raise ValueError(f"model_type {model_type!r} is not supported; {', '.join(ARCHITECTURES)} are")
     architecture = ARCHITECTURES[model_type]
     names = theirs.get("architectures")
     require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
@@ -228,7 +215,7 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
         value = theirs.get(name)
         if value is not None or name not in OPTIONAL:
             valid = type(value) is int and 1 <= value <= MAX_SIZE
-            require(valid, f"{name} must be a positive integer up to {MAX_SIZE}, not {_short(value)}")
+            require(valid, f"{name} must be a positive integer up to {MAX_SIZE}, not {value!r}")
             given[ours] = value
     given["norm_args"] = {name: value for name, value in architecture.norm_args.items() if name != "eps"}
     given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5) if architecture.eps else 1e-5
@@ -236,15 +223,13 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     given["tie_embeddings"] = theirs.get("tie_word_embeddings", False)
     require(is_a(given["tie_embeddings"], bool), "tie_word_embeddings must be true or false")
     config = ModelConfig(**given, **_rope(theirs))
-    fixed = architecture.fixed(config)
+    fixed = COMMON | architecture.fixed(config)
     for name, (value, default) in fixed.items():
         actual = theirs.get(name, default)
-        if actual != value and (actual or value):  # null, false and 0 all mean off
-            raise ValueError(f"{name} {_short(actual)} is not supported, only {_short(value)}")
+        require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
     known = {*SIZES, *ROPE, *HARMLESS, *fixed, architecture.eps, *architecture.unused, "tie_word_embeddings"}
     for name in theirs.keys() - known:
-        if theirs[name] not in (None, False):
-            raise ValueError(f"{_plain(name)} is a field that this version does not know, so it cannot be left out")
+        raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
     obstacle = _obstacle(config, architecture)
     require(not obstacle, obstacle)
     return config
@@ -271,16 +256,5 @@ def _rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
     value: Any = fields.get(name)
     value = default if value is None else value
-    valid = is_a(value, float) and math.isfinite(value)
-    require(valid, f"{name} must be a number, not {_short(value)}")
+    require(is_a(value, float) and math.isfinite(value), f"{name} must be a number, not {value!r}")
     return float(value)
-
-
-def _plain(name: str) -> str:
-    """A name from a file, quoted unless it is safe to print."""
-    return name if name.isidentifier() else _short(name)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -6,7 +6,6 @@ a model_type of ours, which `transformers` refuses, and the reason.
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from runtime.huggingface.weights import WEIGHTS, StoredTensor, save_tensors, sto
 from runtime.plugins import NotImported, import_records, warn_of_imports
 
 CONFIG = "config.json"
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FORMAT = 1  # of our part of config.json and of the names of weights; increase it whenever they change
+DTYPES = ("F32", "BF16", "F16")
 TENSORS_PER_LAYER = 7  # at least: its matrices
 MAX_ROPE_BYTES = 1 << 25  # of the table of rotary positions, unless the weights are larger
 TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PretrainedTokenizer.kind)
@@ -42,8 +42,8 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
         described |= to_theirs(config)
     except Inexpressible as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
-    described[OWN] = {"model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
-    (directory / CONFIG).write_text(json.dumps(described, indent=1), "utf-8")
+    own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
+    (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
     save_tensors({hugging_face_name(name, config): tensor for name, tensor in state.items()}, directory / WEIGHTS)
     tokenizer.save(directory)
 
@@ -64,48 +64,43 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
 
     Raises ValueError, naming file and field, for what is damaged or not supported.
     """
-    described = _read_json(directory / CONFIG)
+    path = directory / CONFIG
     try:
-        if _is_old(described):
-            described = {"model_type": OWN_TYPE, OWN: described}
-        own: Any = described.get(OWN)
-        if own or described.get("model_type") == OWN_TYPE:
-            valid = is_a(own, dict) and is_a(own.get("model"), dict) and is_a(own.get("tokenizer"), str)
-            require(valid, f"{OWN} is damaged")
-            kinds = ", ".join(TOKENIZERS)
-            require(own["tokenizer"] in TOKENIZERS, f"the tokenizer {own['tokenizer']!r} is unknown; {kinds} are known")
-            check_fields(own["model"], OWN)
-            warn_of_imports(own)
+        described = load_json(path)
+        require(is_a(described, dict), "it is not a JSON object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged: {error}") from None
+    try:
+        own = described.get(OWN)
+        config, kind = _read_own(own) if own is not None else (None, None)
         if described.get("model_type") == OWN_TYPE:
-            return ModelConfig(**own["model"]), own["tokenizer"]
-        config, kind = from_theirs(described), None
-        if own:
-            ours, kind = ModelConfig(**own["model"]), own["tokenizer"]
-            if from_theirs(to_theirs(ours)) == config:  # otherwise their fields were changed, and say what is stored
-                config = ours
-        return config, kind
+            require(config is not None, f"{OWN} is missing")
+            return config, kind
+        theirs = from_theirs(described)
+        # Where others have changed their fields, those say what is stored.
+        return config if config and from_theirs(to_theirs(config)) == theirs else theirs, kind
     except NotImported:
         raise
-    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{directory / CONFIG} does not describe a model of this version: {error}") from None
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = load_json(path)
-    except (OSError, ValueError):
-        content = None
-    require(isinstance(content, dict), f"{path} is missing or damaged")
-    return content
-
-
-def _is_old(described: dict[str, Any]) -> bool:
-    """Whether this is the config.json of an earlier version, whose weights have our names."""
-    return "model" in described and "model_type" not in described
+def _read_own(own: Any) -> tuple[ModelConfig, str]:
+    """Our part of a config.json. Raises ValueError, naming the field, if it is damaged or of another format."""
+    require(is_a(own, dict), f"{OWN} is damaged")
+    if own.get("format") != FORMAT:
+        later = is_a(own.get("format"), int) and own["format"] > FORMAT
+        raise ValueError(
+            f"written by {'a later' if later else 'an earlier'} version of normal-llama, whose format is not {FORMAT}"
+        )
+    require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
+    check_fields(own["model"], OWN)
+    warn_of_imports(own)
+    return ModelConfig(**own["model"]), own["tokenizer"]
 
 
 def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> Llama:
-    """The model on the CPU, in the dtype of the files or in `dtype`. Memory peaks a tensor above that of the weights.
+    """The model on the CPU, in the dtype of the files or in `dtype`. Memory peaks one tensor above the weights' size.
 
     `config` may differ from the stored one in what has no weights, such as the context. Raises ValueError, naming the
     file, before anything is allocated if weights and configuration do not fit together.
@@ -124,24 +119,18 @@ def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.
 
 
 def check_context(config: ModelConfig, weight_bytes: int, where: str) -> None:
-    """Raise ValueError if the table of rotary positions takes more memory than is worth reserving for these weights.
-
-    The message begins with `where`, what names the context.
-    """
-    table = 4 * config.context * config.head_dim
-    require(
-        table <= max(MAX_ROPE_BYTES, weight_bytes),
-        f"{where} {config.context}, for which RoPE alone needs {table / 1e9:.2f} GB, more than the weights; "
-        "make it smaller",
-    )
+    """Raise ValueError, beginning with `where`, if the rotary table is large, and larger than the weights."""
+    size = 4 * config.context * config.head_dim
+    message = f"{where} {config.context}, for which RoPE needs {size / 1e9:.2f} GB, more than the weights"
+    require(size <= max(MAX_ROPE_BYTES, weight_bytes), message)
 
 
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
-    tensors = len(stored_tensors(directory))
-    weight_bytes = sum(path.stat().st_size for path in weight_files(directory))
-    check_context(config, weight_bytes, f"{directory / CONFIG} has a context of")
+    files = weight_files(directory)
+    tensors = len(stored_tensors(*files))
+    check_context(config, sum(path.stat().st_size for path in files), f"{directory / CONFIG} has a context of")
     require(
         config.layers * TENSORS_PER_LAYER <= tensors,
         f"{directory / CONFIG} describes {config.layers} layers, and the weights are {tensors} tensors",
@@ -154,35 +143,31 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
 def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
     """The stored tensor of each name in `stored_state(model)`, none of which is read yet.
 
-    Raises ValueError, naming the differences, if the files are of another model.
+    Raises ValueError, naming a difference, if the files do not match the model.
     """
-    found, expected = stored_tensors(directory), stored_state(model)
-    old = _is_old(_read_json(directory / CONFIG))
-    names = {name if old else hugging_face_name(name, model.config): name for name in expected}
+    found, expected = stored_tensors(*weight_files(directory)), stored_state(model)
+    names = {hugging_face_name(name, model.config): name for name in expected}
     for name in [name for name in found if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)]:
         del found[name]  # in files of transformers before 4.32; derived from the configuration
     if model.config.tie_embeddings and "lm_head.weight" in found:
-        head = found.pop("lm_head.weight")
-        embedding = found.get("model.embed_tokens.weight")
+        head, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())
         require(bool(same), f"{head.path}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
-    common = names.keys() & found.keys()
-    problems = {
-        "lacks": names.keys() - found.keys(),
-        "has an unknown": found.keys() - names.keys(),
-        "has another shape of": {name for name in common if found[name].shape != expected[names[name]].shape},
-        "has another dtype than F32, BF16 or F16 of": {
-            name for name in common if expected[names[name]].is_floating_point() and found[name].dtype not in DTYPES
-        },
-    }
-    if any(problems.values()):
-        listed = "; ".join(f"{problem} {_abridged(found)}" for problem, found in problems.items() if found)
-        raise ValueError(f"{directory / WEIGHTS} is of another model: it {listed}")
+    for name in sorted(names.keys() | found.keys()):
+        if name not in found or name not in names:
+            problem = "lacks" if name in names else "has an unknown"
+        elif found[name].shape != expected[names[name]].shape:
+            problem = "has another shape of"
+        elif expected[names[name]].is_floating_point() and found[name].dtype not in DTYPES:
+            problem = f"has another dtype than {', '.join(DTYPES)} of"
+        else:
+            continue
+        raise ValueError(f"{directory / WEIGHTS} does not match {directory / CONFIG}: it {problem} {name}")
     return {ours: found[name] for name, ours in names.items()}
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a directory. Raises ValueError, in one line, if it is missing, damaged or of another model."""
+    """The tokenizer of a directory. Raises ValueError if it is missing, damaged or does not match the model."""
     config, kind = read_config(directory)
     if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
         kind = PretrainedTokenizer.kind  # transformers saves a tokenizer.json in its place
@@ -193,9 +178,3 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         f"{directory}: the tokenizer has {tokenizer.vocab_size} ids and the model {config.vocab_size}",
     )
     return tokenizer
-
-
-def _abridged(names: Iterable[str]) -> str:
-    """The first of `names` and how many more, for one line."""
-    first, *others = sorted(names)
-    return f"{first} and {len(others)} more" if others else first

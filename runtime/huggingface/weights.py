@@ -1,7 +1,6 @@
 """Files of weights: one safetensors file, or several with an index. No pickle."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,17 +9,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from config import require
 from files import load_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 16 << 20
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. `dtype` is safetensors' name of it, such as BF16."""
+    """A tensor in a file. `dtype` is safetensors' name for it, such as BF16."""
 
     path: Path
     name: str
@@ -28,7 +27,7 @@ class StoredTensor:
     dtype: str
 
     def read(self) -> Tensor:
-        """The tensor in memory of its own, because matrix products round differently at other alignments.
+        """The tensor in its own memory, because matrix products round differently at other alignments.
 
         The file is closed again, so that the pages of a large file do not add up. Raises ValueError for NaN and inf.
         """
@@ -40,74 +39,46 @@ class StoredTensor:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights. Raises ValueError, in one line, if there are none that can be read safely."""
+    """The files that hold the weights. Raises ValueError if there are none that can be read safely."""
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
     if (directory / INDEX).is_file():
-        return sorted({directory / file for file in _read_index(directory).values()})
-    pickled = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+        return _indexed_files(directory)
+    pickled = sorted(path for pattern in PICKLED for path in directory.glob(pattern))
     if pickled:
         raise ValueError(
-            f"{directory / pickled[0]} is a pickle, which can run code when it is read; convert it with transformers: "
+            f"{pickled[0]} is a pickle, which can run code when it is read; convert it with transformers: "
             "from_pretrained, then save_pretrained, writes model.safetensors"
         )
     raise ValueError(f"{directory} holds no {WEIGHTS} and no {INDEX}")
 
 
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory by name. Only the headers of the files are read.
-
-    Raises ValueError, naming the file, if one is missing or damaged, or if they differ from the index.
-    """
-    found: dict[str, StoredTensor] = {}
-    for path in weight_files(directory):
-        _check_header(path)
-        for tensor in tensors_in(path):
-            if tensor.name in found:
-                raise ValueError(f"{path}: {tensor.name} is in {found[tensor.name].path.name} as well")
-            found[tensor.name] = tensor
-    if not (directory / WEIGHTS).is_file():
-        for name, file in _read_index(directory).items():
-            if name not in found or found[name].path.name != file:
-                raise ValueError(f"{directory / file} lacks {name}, which {INDEX} says it has")
-    return found
-
-
-def _check_header(path: Path) -> None:
-    """Raise ValueError if the header is too large to be that of a model with `MAX_LAYERS`, before memory is taken."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: not a readable safetensors file: its header has {size} bytes")
-
-
-def _read_index(directory: Path) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError if the index is damaged or names a file outside the directory."""
+def _indexed_files(directory: Path) -> list[Path]:
+    """The files that the index names. Raises ValueError if it is damaged, or a file is missing or elsewhere."""
     path = directory / INDEX
     try:
-        files = load_json(path)["weight_map"]
-        valid = isinstance(files, dict) and files and all(isinstance(file, str) for file in files.values())
-    except (OSError, ValueError, TypeError, KeyError):
-        valid = False
-    if not valid:
-        raise ValueError(f"{path}: not a readable index with a weight_map")
-    for file in sorted(set(files.values())):
-        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
-            raise ValueError(f"{path}: weight_map names {file!r}, which is not a .safetensors file in this directory")
-        if not (directory / file).is_file():
-            raise ValueError(f"{directory / file} is missing; {INDEX} names it")
-    return files
+        files = sorted(set(load_json(path)["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{path}: not a readable index with a weight_map") from None
+    for file in files:
+        inside = isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)
+        require(bool(inside), f"{path}: weight_map names {file!r}, which is not a .safetensors file in this directory")
+        require((directory / file).is_file(), f"{directory / file} is missing; {INDEX} names it")
+    return [directory / file for file in files]
 
 
-def tensors_in(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors file. Raises ValueError if it is missing or damaged."""
-    try:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                part = file.get_slice(name)
-                yield StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file: {error}") from None
+def stored_tensors(*files: Path) -> dict[str, StoredTensor]:
+    """The tensors of safetensors files by name. Only the headers are read. Raises ValueError for a damaged file."""
+    found = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    part = file.get_slice(name)
+                    found[name] = StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: not a readable safetensors file: {error}") from None
+    return found
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

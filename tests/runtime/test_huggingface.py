@@ -1,28 +1,26 @@
-"""Hugging Face directories that are refused, older checkpoints, and models that no architecture expresses."""
+"""Hugging Face directories that are read or refused, and models that no architecture expresses."""
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.optim import AdamW
 
 import generate
-import train
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from runtime.checkpoint import load_pretrained, load_training_state, save_checkpoint, save_pretrained, sha256
+from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import Inexpressible, architecture_of, from_theirs, to_theirs
-from runtime.huggingface.directory import stored_state
-from runtime.huggingface.names import hugging_face_name
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
 LLAMA = ModelConfig(**SIZES, tie_embeddings=False)
@@ -46,10 +44,6 @@ def write(directory: Path, config: ModelConfig = LLAMA) -> Path:
 def change_config(directory: Path, **fields: Any) -> None:
     config = json.loads((directory / "config.json").read_text()) | fields
     (directory / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value != ()}))
-
-
-def change_rope(directory: Path, **fields: Any) -> None:
-    change_config(directory, rope_scaling=None, rope_parameters={"rope_theta": 1e4} | fields)
 
 
 def change_weights(directory: Path, change: Callable[[dict], Any]) -> None:
@@ -85,63 +79,61 @@ def pickled(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
 
 
-def of_meta(directory: Path) -> None:
-    shutil.rmtree(directory)
-    directory.mkdir()
-    (directory / "params.json").write_text('{"dim": 16}')
-    (directory / "consolidated.00.pth").write_bytes(b"pickle")
-
-
 def cut(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
 
 
-REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another architecture": (lambda d: change_config(d, model_type="mistral"), "model_type 'mistral' is not supported"),
-    "no architecture": (lambda d: change_config(d, model_type=()), "model_type None is not supported"),
-    "a classifier": (
-        lambda d: change_config(d, architectures=["LlamaForSequenceClassification"]),
-        r"architectures must be \['LlamaForCausalLM'\]",
-    ),
-    "a width that is text": (lambda d: change_config(d, hidden_size="16"), "hidden_size must be a positive integer"),
-    "no depth": (lambda d: change_config(d, num_hidden_layers=()), "num_hidden_layers must be a positive integer"),
-    "a width beyond float64": (lambda d: change_config(d, hidden_size=10**400), "hidden_size must be a positive"),
-    "an eps beyond float64": (lambda d: change_config(d, rms_norm_eps=10**400), "rms_norm_eps must be a number"),
-    "a model_type that is a list": (lambda d: change_config(d, model_type=["llama"]), "model_type .* is not supported"),
-    "a field of two lines": (lambda d: change_config(d, **{"a\nb": 1}), r"'a\\nb' is a field that"),
-    "an odd head": (lambda d: change_config(d, head_dim=7), "--head-dim is odd"),
-    "biases": (lambda d: change_config(d, attention_bias=True), "attention_bias True is not supported, only False"),
-    "GELU": (lambda d: change_config(d, hidden_act="gelu"), "hidden_act 'gelu' is not supported, only 'silu'"),
-    "dropout": (lambda d: change_config(d, attention_dropout=0.1), "attention_dropout 0.1 is not supported"),
-    "quantized": (lambda d: change_config(d, quantization_config={"bits": 4}), "quantization_config is a field that"),
-    "a sliding window": (lambda d: change_config(d, sliding_window=8), "sliding_window is a field that"),
-    "YaRN": (lambda d: change_rope(d, rope_type="yarn", factor=4), "rope_parameters of type 'yarn' is not supported"),
-    "YaRN in transformers 4": (
-        lambda d: change_config(d, rope_scaling={"type": "yarn", "factor": 4}),
-        "rope_scaling of type 'yarn' is not supported",
-    ),
-    "half of Llama 3's scaling": (lambda d: change_rope(d, rope_type="llama3", factor=8), "low_freq_factor must be"),
-    "unknown scaling": (lambda d: change_rope(d, rope_type="default", factor=8), "rope_parameters has 'factor'"),
-    "partial RoPE": (lambda d: change_rope(d, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported"),
-    "our key damaged": (lambda d: change_config(d, normal_llama=[1]), "normal_llama is damaged"),
-    "our key with a width that is text": (
-        lambda d: change_config(d, normal_llama={"model": {"dim": "16"}, "tokenizer": "bytes"}),
+def change_own(directory: Path, **fields: Any) -> None:
+    own = {"format": 1, "model": dataclasses.asdict(LLAMA), "tokenizer": "bytes"} | fields
+    change_config(directory, normal_llama=own)
+
+
+# How a directory is changed, and what the error says of it. `()` removes a field.
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+    ({"model_type": ()}, "model_type None is not supported"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
+    ({"hidden_size": "16"}, "hidden_size must be a positive integer"),
+    ({"num_hidden_layers": ()}, "num_hidden_layers must be a positive integer"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+    ({"head_dim": 7}, "--head-dim is odd"),
+    ({"attention_bias": True}, "attention_bias True is not supported, only False"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+    ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config .* is not supported, only None"),
+    ({"is_causal": False}, "is_causal False is not supported, only True"),
+    ({"is_causal": None}, "is_causal None is not supported, only True"),
+    ({"rope_interleaved": True}, "rope_interleaved True is not supported"),
+    ({"sliding_window": 8}, "'sliding_window' is not a known field of LlamaForCausalLM"),
+    ({"scale_embeddings": False}, "'scale_embeddings' is not a known field"),
+    ({"logit_scale": 0}, "'logit_scale' is not a known field"),
+    ({"a\nb": None}, r"'a\\nb' is not a known field"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope_parameters of type 'yarn' is not supported"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling of type 'yarn' is not supported"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor must be"),
+    ({"rope_parameters": {"rope_type": "default", "factor": 8}}, "rope_parameters has 'factor'"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+    ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
+    ({"intermediate_size": 32}, r"another shape of model\.layers\.0\.mlp\.down_proj\.weight"),
+    ({"normal_llama": [1]}, "normal_llama is damaged"),
+    ({"normal_llama": {"model": {}, "tokenizer": "bytes"}}, "written by an earlier version of normal-llama"),
+    ({"normal_llama": {"format": 2}}, "written by a later version of normal-llama, whose format is not 1"),
+]
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "our key with text": (
+        lambda d: change_own(d, model={"dim": "16"}),
         "normal_llama: dim must be of type int, not '16'",
     ),
+    "our key with another tokenizer": (lambda d: change_own(d, tokenizer="x"), "normal_llama is damaged"),
     "config.json damaged": (lambda d: (d / "config.json").write_text("{"), r"config\.json is missing or damaged"),
     "a missing shard": (without_shard, r"model-00002-of-00002\.safetensors is missing"),
     "a shard elsewhere": (
         lambda d: shard(d, **{"lm_head.weight": "../model.safetensors"}),
         r"weight_map names '\.\./model\.safetensors', which is not",
     ),
-    "a wrong index": (lambda d: shard(d, **{"lm_head.weight": SHARDS[1]}), "lacks lm_head.weight, which"),
-    "a damaged index": (
-        with_damaged_index,
-        "not a readable index with a weight_map",
-    ),
+    "a damaged index": (with_damaged_index, "not a readable index with a weight_map"),
     "pickled weights": (pickled, r"pytorch_model\.bin is a pickle, which can run code"),
-    "Meta's layout": (of_meta, "is of Meta's layout, whose weights are pickles"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"holds no model\.safetensors"),
     "half a file": (cut, r"model\.safetensors: not a readable safetensors file"),
     "a missing tensor": (
@@ -152,15 +144,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change_weights(d, lambda w: w.update({"model.layers.0.mlp.up_proj.bias": torch.ones(24)})),
         r"has an unknown model\.layers\.0\.mlp\.up_proj\.bias",
     ),
-    "another shape": (
-        lambda d: change_weights(d, lambda w: w.update({"lm_head.weight": torch.ones(16, 257)})),
-        r"has another shape of lm_head\.weight",
-    ),
     "integers": (
         lambda d: change_weights(d, lambda w: w.update({"lm_head.weight": torch.ones(257, 16, dtype=torch.int8)})),
-        r"another dtype than F32, BF16 or F16 of lm_head\.weight",
+        r"another dtype than F32, BF16, F16 of lm_head\.weight",
     ),
-    "tied to another head": (lambda d: change_config(d, tie_word_embeddings=True), "lm_head.weight is not the embed"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
     "another vocabulary": (lambda d: write(d, ModelConfig(**SIZES | {"vocab_size": 300})), "257 ids and the model 300"),
     "qwen3 with sliding windows": (
@@ -175,7 +162,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change_config(write(d, OTHERS["gemma2"]), hidden_activation=()),
         "hidden_activation 'gelu_pytorch_tanh' is not supported",
     ),
-}  # fmt: skip
+}
+REFUSED = DAMAGES | {str(fields): (partial(change_config, **fields), message) for fields, message in FIELDS}  # type: ignore
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -183,25 +171,29 @@ def test_directories_that_are_refused(case, tmp_path, capsys):
     break_it, message = REFUSED[case]
     directory = write(tmp_path / "theirs")
     break_it(directory)
-    commands = [
-        lambda: generate.main(["--checkpoint", str(directory), "--device", "cpu"]),
-        lambda: train.main(["--init-from", str(directory), "--device", "cpu", "--out", str(tmp_path / "run")]),
-    ]
-    for command in commands:
-        with pytest.raises(SystemExit) as stopped:
-            command()
-        printed = capsys.readouterr()
-        assert stopped.value.code == 2 and printed.out == ""
-        assert printed.err.count("\n") == 1, printed.err
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(printed.err)
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--checkpoint", str(directory), "--device", "cpu"])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1, printed.err
+    assert re.search(message, printed.err), printed.err
 
 
-def test_a_directory_in_shards_with_a_buffer_of_old_versions_is_read(tmp_path):
-    directory = write(tmp_path / "theirs")
+def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
+    """A buffer of old versions, fields that change nothing, and code, which is not run."""
+    directory, marker = write(tmp_path / "theirs"), tmp_path / "marker"
+    expected = load_pretrained(directory)[0]
     change_weights(directory, lambda w: w.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     shard(directory)
-    assert load_pretrained(directory)[0].config.dim == 16
+    code = {
+        "AutoConfig": "evil.Config",
+        "AutoModelForCausalLM": "evil.Model",
+        "AutoTokenizer": ["evil.Tokenizer", None],
+    }
+    change_config(directory, torch_dtype="float32", is_causal=True, rope_interleaved=False, top_p=0.9, auto_map=code)
+    (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    loaded = load_pretrained(directory)[0]
+    assert loaded.config == expected.config and not marker.exists()
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in expected.state_dict().items())
 
 
 # --- models that no architecture expresses ---------------------------------------------------------------------------
@@ -260,30 +252,7 @@ def test_fields_changed_by_others_count_more_than_ours(tmp_path):
     assert changed.norm_args["eps"] == 0.5 and changed == from_theirs(to_theirs(changed))
 
 
-# --- older checkpoints of ours ---------------------------------------------------------------------------------------
-
-
-def test_checkpoints_with_our_names_are_read_and_resumed(tmp_path):
-    model = Llama(LLAMA, seed=1)
-    optimizers: list = [AdamW(model.parameters())]
-    checkpoint = save_checkpoint(tmp_path, 1, model, ByteTokenizer(), optimizers, {}, 1)
-    names = {hugging_face_name(name, LLAMA): name for name in stored_state(model)}
-    assert "model.norm.weight" in names
-
-    def rename(weights: dict) -> None:
-        for theirs, ours in names.items():
-            weights[ours] = weights.pop(theirs)
-
-    change_weights(checkpoint, rename)
-    old = {"model": dataclasses.asdict(LLAMA), "tokenizer": "bytes"}
-    del old["model"]["head_dim"], old["model"]["rope_scaling"], old["model"]["embedding_scale"]  # type: ignore
-    (checkpoint / "config.json").write_text(json.dumps(old))
-    hashes = {path.name: sha256(path) for path in checkpoint.iterdir() if path.name != "manifest.json"}
-    (checkpoint / "manifest.json").write_text(json.dumps(hashes))
-    resumed = Llama(LLAMA, seed=2)
-    load_training_state(checkpoint, resumed, [AdamW(resumed.parameters())])
-    for loaded in (load_pretrained(checkpoint, "cpu")[0], resumed):
-        assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
+# --- defaults of transformers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("norm", "field"), [("rmsnorm", "rms_norm_eps"), ("layernorm", "layer_norm_eps")])
