@@ -24,9 +24,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 from config import Parser, add_flags, require
-from data.batches import Prepared, evaluation_batches, row_starts, training_batch
+from data.batches import evaluation_batches, row_starts, training_batch
+from data.prepare import Prepared, TokenFile
 from data.tokenizer import ByteTokenizer
-from data.tokens import TokenFile
 from files import InUse, is_a
 from generate import Sampling, sample_text
 from model import Llama
@@ -157,7 +157,7 @@ def plan(flags: argparse.Namespace) -> Plan:
     )
     run = Run(
         Path(), model_config, simulated_config, torch.device("cpu"), torch.bfloat16,
-        Prepared(nothing, nothing, ByteTokenizer(), "", "", 0, 0),
+        Prepared(nothing, nothing, ByteTokenizer(), "", ""),
     )  # fmt: skip
     return make_plan(partial(Trainer, run), flops_per_token, card, ranks, rows // micro, shard)
 

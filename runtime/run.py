@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from config import ModelConfig, TrainConfig, configs_from, read_run, require
-from data.batches import Prepared, prepare
+from data.prepare import Prepared, prepare
 from data.tokenizer import Tokenizer
 from files import InUse, is_a, load_json
 from norms import TRAITS
@@ -101,19 +101,16 @@ def resolve_settings(
         # A run that has started no longer needs DIR.
         saved = intact_checkpoint(out, TRAINING_STATE) if out and existing else None
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
-    data = prepare_text(flags, model_config, config, tokenizer)
+    data = prepare_text(model_config, config, tokenizer)
     if existing:
         check_same_text(flags.config, data)
     return out, model_config, config, device, data
 
 
-def prepare_text(
-    flags: argparse.Namespace, model: ModelConfig, config: TrainConfig, tokenizer: Tokenizer | None = None
-) -> Prepared:
-    """The text of a run. Only --cache-dir says where to write: from a cache that a file names, text is only read."""
-    cache = Path(getattr(flags, "cache_dir", TrainConfig().cache_dir))
-    earlier = Path(config.cache_dir)
-    return prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, tokenizer, earlier)
+def prepare_text(model: ModelConfig, config: TrainConfig, tokenizer: Tokenizer | None = None) -> Prepared:
+    """The text of a run."""
+    cache = Path(config.cache_dir)
+    return prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, tokenizer)
 
 
 def started_by_this_launch(run_file: Path) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from data.workers import encode_job, encode_jobs, make_jobs
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
@@ -20,7 +21,6 @@ from data import workers
 from data.batches import prepare
 from data.pretrained import load_pretrained_tokenizer
 from data.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
-from data.workers import encode_job, encode_jobs, make_jobs
 
 TEXT = Path(random.__file__).read_text()  # a module of the standard library
 MODEL_TYPES = ["llama", "qwen3", "olmo", "olmo2", "stablelm", "gemma2", "normal-llama"]

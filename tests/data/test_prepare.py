@@ -1,0 +1,249 @@
+"""What a prepared folder holds, when it is used again, and when it is rebuilt."""
+
+import errno
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import prepare as preparing
+from data.corpus import SPLITS, Corpus
+from data.prepare import Prepared, open_tokens, prepare, write_tokens
+from data.tokenizer import ByteTokenizer, train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"def f{number}(x):\n    return x + {number}  # é \u2581 <s>\n" * 3 for number in range(200)]
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "code.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def prepare_from(source: Path, kind: str = "sentencepiece", vocab_size: int = 350, context: int = 16) -> Prepared:
+    return prepare([str(source)], kind, vocab_size, source.parent / "cache", context)
+
+
+def folders(source: Path) -> list[Path]:
+    return [path for path in (source.parent / "cache").iterdir() if path.is_dir()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
+def test_token_files_contain_each_document_and_an_end_token(source, kind):
+    prepared = prepare_from(source, kind)
+    corpus, tokenizer = Corpus([str(source)], source.parent), prepared.tokenizer
+    assert (tokenizer.kind, tokenizer.vocab_size) == (kind, {"sentencepiece": 350, "bytes": 257}[kind])
+    for split, file in zip(SPLITS, (prepared.train, prepared.val), strict=True):
+        texts = ["".join(document) for document in corpus.documents(split)]
+        assert file.tokens.dtype == np.uint16 and isinstance(file.tokens, np.memmap)
+        ends = np.flatnonzero(file.tokens == tokenizer.end_of_document)
+        pieces = np.split(file.tokens, ends + 1)
+        assert [tokenizer.decode(piece.tolist()) for piece in pieces] == [*texts, ""]
+        assert file.text_bytes == len("".join(texts).encode())
+    assert prepared.val.gzip_bytes == len(gzip.compress("".join(texts).encode(), 9))
+    assert prepared.val_gzip_bpb == 8 * prepared.val.gzip_bytes / prepared.val.text_bytes
+    assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_ids_do_not_depend_on_how_much_is_encoded_at_a_time(source, monkeypatch, size):
+    """So neither on the number of CPUs. The ids are those of each document alone."""
+    monkeypatch.setattr(preparing, "BATCH_CHARS", size)
+    prepared = prepare_from(source)
+    documents = Corpus([str(source)], source.parent).documents("train")
+    ids = [[*prepared.tokenizer.encode("".join(text)), prepared.tokenizer.end_of_document] for text in documents]
+    assert prepared.train.tokens.tolist() == sum(ids, [])
+
+
+def test_the_tokenizer_never_sees_validation_text(source):
+    texts = ["".join(document) for document in Corpus([str(source)], source.parent).documents("train")]
+    assert prepare_from(source).tokenizer.hash == train_tokenizer(texts, 350).hash
+
+
+def test_large_vocabularies_use_uint32(source, tmp_path):
+    class Wide(ByteTokenizer):
+        vocab_size = 70_000
+
+        def encode_batch(self, texts):
+            return [np.array([69_000 + byte for byte in text.encode()]) for text in texts]
+
+    corpus = Corpus([str(source)], tmp_path)
+    write_tokens(tmp_path / "val.bin", corpus, "val", Wide())
+    file = open_tokens(tmp_path / "val.bin", corpus, Wide())
+    assert file and file.tokens.dtype == np.uint32 and file.tokens.max() > 69_000
+
+
+def test_a_prepared_corpus_is_reused(source, capfd):
+    first = prepare_from(source)
+    (folder,) = folders(source)
+    assert capfd.readouterr().err.startswith(f"preparing {folder} from 0.0 MB of text\ntraining a tokenizer")
+    stamp = (folder / "val.bin").stat()
+    second = prepare_from(source, context=32)  # token files do not depend on it
+    assert (folder / "val.bin").stat() == stamp and capfd.readouterr() == ("", "")
+    assert np.array_equal(first.val.tokens, second.val.tokens)
+    assert first.tokenizer.hash == second.tokenizer.hash and first.val_gzip_bpb == second.val_gzip_bpb
+
+
+def test_different_text_or_vocabulary_gets_its_own_folder(source):
+    hashes = {prepare_from(source).tokenizer.hash, prepare_from(source, vocab_size=351).tokenizer.hash}
+    source.write_text(source.read_text().replace("return", "yield"))
+    changed = prepare_from(source)
+    assert len({changed.tokenizer.hash, *hashes}) == len(folders(source)) == 3
+    assert "yield" in changed.tokenizer.decode(changed.val.tokens.tolist())
+
+
+def test_a_given_tokenizer_is_used_as_it_is(source, capfd):
+    """It is not trained, its tokens are reused, and another tokenizer of the same kind and size gets its own folder."""
+    names, cache = [str(source)], source.parent / "cache"
+    given, other = (train_tokenizer(TEXTS[:count], 350) for count in (50, 100))
+    first = prepare(names, "bytes", 0, cache, 16, tokenizer=given)
+    message = capfd.readouterr().err
+    assert "preparing" in message and "training a tokenizer" not in message
+    assert first.tokenizer is given
+    assert np.array_equal(prepare(names, "bytes", 0, cache, 16, tokenizer=given).val.tokens, first.val.tokens)
+    assert capfd.readouterr() == ("", "")
+    second = prepare(names, "bytes", 0, cache, 16, tokenizer=other)
+    assert given.hash != other.hash and second.tokenizer is other
+    for prepared in (first, second, prepare_from(source)):
+        assert prepared.val.text_bytes == len(prepared.tokenizer.decode_bytes(prepared.val.tokens))
+    assert len(folders(source)) == 3
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / "train.bin", 1000),
+        lambda folder: flip(folder / "val.bin", -1),
+        lambda folder: os.truncate(folder / "train.bin", (folder / "train.bin").stat().st_size - 2),
+        lambda folder: os.truncate(folder / "val.bin", 0),
+        lambda folder: (folder / "train.bin").unlink(),
+        lambda folder: (folder / "val.json").unlink(),
+        lambda folder: (folder / "val.json").write_text("[]"),
+        lambda folder: (folder / "val.json").write_text(re_sized(folder / "val.json")),
+        lambda folder: (folder / "tokenizer.model").unlink(),
+        lambda folder: train_tokenizer(TEXTS[:50], 350).save(folder),
+        lambda folder: [(folder / name).write_bytes(b"") for name in ("train.bin", "train.json")],
+    ],
+)
+def test_a_damaged_folder_is_rebuilt(source, damage, capsys):
+    prepare_from(source)
+    (folder,) = folders(source)
+    expected = content(folder)
+    damage(folder)
+    prepare_from(source)
+    assert content(folder) == expected and folders(source) == [folder]
+    assert capsys.readouterr().err.count("preparing") == 2
+
+
+def re_sized(path: Path) -> str:
+    record = json.loads(path.read_text())
+    return json.dumps(record | {"gzip_bytes": record["gzip_bytes"] + 1})
+
+
+PREPARE = "import sys; from pathlib import Path; from data.prepare import prepare; "
+PREPARE += "prepare([sys.argv[1]], 'bytes', 0, Path(sys.argv[2]), 16)"
+
+
+def test_a_killed_preparation_starts_again_and_says_so(tmp_path, capsys):
+    source, cache = tmp_path / "long.txt", tmp_path / "cache"
+    source.write_text("".join(f"line {number}\n" for number in range(1_000_000)))
+    process = subprocess.Popen([sys.executable, "-c", PREPARE, source, cache], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not list(cache.glob("*.part/train.bin")):
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (part,) = cache.glob("*.part")
+    assert not part.with_suffix("").exists()
+    prepared = prepare([str(source)], "bytes", 0, cache, 16)
+    assert len(prepared.train.tokens) + len(prepared.val.tokens) == source.stat().st_size + 2
+    assert not part.exists()
+    assert "(an earlier attempt was killed; starting again)" in capsys.readouterr().err
+
+
+def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
+    """flock holds between two open files of one process as between two processes."""
+    prepared: list[Prepared] = []
+    threads = [threading.Thread(target=lambda: prepared.append(prepare_from(source))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(prepared) == 4 and len({one.train.tokens.tobytes() for one in prepared}) == 1
+    assert capfd.readouterr().err.count("preparing") == 1
+
+
+@pytest.mark.parametrize("at", [ByteTokenizer.kind, "sentencepiece"])
+def test_a_full_disk_names_the_file_and_leaves_nothing(source, monkeypatch, at):
+    def full(self, texts):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"data.tokenizer.{'Byte' if at == 'bytes' else 'SentencePiece'}Tokenizer.encode_batch", full)
+    needed = 2 * Corpus([str(source)], source.parent).sizes["train"]
+    with pytest.raises(OSError, match=rf"train.bin cannot be written: No space .*; it needs {needed:,} bytes") as error:
+        prepare_from(source, at)
+    assert error.value.errno == errno.ENOSPC and "\n" not in str(error.value)
+    assert not folders(source)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_split_shorter_than_one_window_is_refused(source, kind):
+    length = len(prepare_from(source, kind).val.tokens)
+    assert prepare_from(source, kind, context=length - 1)
+    with pytest.raises(ValueError, match=rf"^--data {source}: the validation text .* --context {length} needs .*"):
+        prepare_from(source, kind, context=length)
+
+
+def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path):
+    with pytest.raises(ValueError, match=r"^--vocab-size 60000 is too large for this text; use at most \d+$"):
+        prepare_from(source, vocab_size=60_000)
+    assert not folders(source)
+    (tmp_path / "short.txt").write_text("short " * 200)
+    with pytest.raises(ValueError, match="the validation text has at most 121 tokens, but --context 256 needs 257"):
+        prepare([str(tmp_path / "short.txt")], "sentencepiece", 2048, tmp_path / "other", 256)
+    assert not (tmp_path / "other").exists()
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from data.prepare import prepare
+def peak(path):
+    prepare([path], "bytes", 0, Path(sys.argv[1]).parent / "cache", 256)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(peak(sys.argv[1]), peak(sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB only on Linux")
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """60 MB of text after 4 MB, in lines of 100 KB."""
+    line = "some text, 日本語 " * 5000 + "\n"
+    (tmp_path / "small.txt").write_text(line * 30)
+    with open(tmp_path / "large.txt", "w") as file:
+        for number in range(500):
+            file.write(f"{number} {line}")
+    files = [str(tmp_path / name) for name in ("small.txt", "large.txt")]
+    result = subprocess.run([sys.executable, "-c", MEASURE, *files], cwd=ROOT, capture_output=True, text=True)
+    small, large = map(int, result.stdout.split())
+    assert large - small < 24 << 10, (small, large)
