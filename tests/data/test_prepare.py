@@ -4,11 +4,12 @@ import errno
 import gzip
 import json
 import os
-import signal
+import resource
 import subprocess
 import sys
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +62,14 @@ def test_token_files_contain_each_document_and_an_end_token(source, kind):
 
 @pytest.mark.parametrize("size", [1, 1000])
 def test_ids_do_not_depend_on_how_much_is_encoded_at_a_time(source, monkeypatch, size):
-    """So neither on the number of CPUs. The ids are those of each document alone."""
+    """So neither on the number of CPUs. The ids are those of each document alone, by a tokenizer of training text."""
     monkeypatch.setattr(preparing, "BATCH_CHARS", size)
     prepared = prepare_from(source)
-    documents = Corpus([str(source)], source.parent).documents("train")
-    ids = [[*prepared.tokenizer.encode("".join(text)), prepared.tokenizer.end_of_document] for text in documents]
-    assert prepared.train.tokens.tolist() == sum(ids, [])
-
-
-def test_the_tokenizer_never_sees_validation_text(source):
     texts = ["".join(document) for document in Corpus([str(source)], source.parent).documents("train")]
-    assert prepare_from(source).tokenizer.hash == train_tokenizer(texts, 350).hash
+    expected = train_tokenizer(texts, 350)
+    ids = [[*expected.encode(text), expected.end_of_document] for text in texts]
+    assert prepared.train.tokens.tolist() == list(chain.from_iterable(ids))
+    assert prepared.tokenizer.hash == expected.hash
 
 
 def test_large_vocabularies_use_uint32(source, tmp_path):
@@ -98,29 +96,22 @@ def test_a_prepared_corpus_is_reused(source, capfd):
     assert first.tokenizer.hash == second.tokenizer.hash and first.val_gzip_bpb == second.val_gzip_bpb
 
 
-def test_different_text_or_vocabulary_gets_its_own_folder(source):
+def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
+    """A given tokenizer is not trained, and its tokens are reused."""
+    names, cache = [str(source)], source.parent / "cache"
+    given, other = (train_tokenizer(TEXTS[:count], 350) for count in (50, 100))
+    assert given.hash != other.hash
+    for tokenizer in (given, other, given):
+        prepared = prepare(names, "bytes", 0, cache, 16, tokenizer=tokenizer)
+        assert prepared.tokenizer is tokenizer
+        assert prepared.val.text_bytes == len(tokenizer.decode_bytes(prepared.val.tokens))
+    message = capfd.readouterr().err
+    assert message.count("preparing") == 2 and "training a tokenizer" not in message
     hashes = {prepare_from(source).tokenizer.hash, prepare_from(source, vocab_size=351).tokenizer.hash}
     source.write_text(source.read_text().replace("return", "yield"))
     changed = prepare_from(source)
-    assert len({changed.tokenizer.hash, *hashes}) == len(folders(source)) == 3
+    assert len({changed.tokenizer.hash, *hashes}) == 3 and len(folders(source)) == 5
     assert "yield" in changed.tokenizer.decode(changed.val.tokens.tolist())
-
-
-def test_a_given_tokenizer_is_used_as_it_is(source, capfd):
-    """It is not trained, its tokens are reused, and another tokenizer of the same kind and size gets its own folder."""
-    names, cache = [str(source)], source.parent / "cache"
-    given, other = (train_tokenizer(TEXTS[:count], 350) for count in (50, 100))
-    first = prepare(names, "bytes", 0, cache, 16, tokenizer=given)
-    message = capfd.readouterr().err
-    assert "preparing" in message and "training a tokenizer" not in message
-    assert first.tokenizer is given
-    assert np.array_equal(prepare(names, "bytes", 0, cache, 16, tokenizer=given).val.tokens, first.val.tokens)
-    assert capfd.readouterr() == ("", "")
-    second = prepare(names, "bytes", 0, cache, 16, tokenizer=other)
-    assert given.hash != other.hash and second.tokenizer is other
-    for prepared in (first, second, prepare_from(source)):
-        assert prepared.val.text_bytes == len(prepared.tokenizer.decode_bytes(prepared.val.tokens))
-    assert len(folders(source)) == 3
 
 
 def flip(path: Path, at: int) -> None:
@@ -135,11 +126,10 @@ def flip(path: Path, at: int) -> None:
         lambda folder: flip(folder / "train.bin", 1000),
         lambda folder: flip(folder / "val.bin", -1),
         lambda folder: os.truncate(folder / "train.bin", (folder / "train.bin").stat().st_size - 2),
-        lambda folder: os.truncate(folder / "val.bin", 0),
         lambda folder: (folder / "train.bin").unlink(),
         lambda folder: (folder / "val.json").unlink(),
         lambda folder: (folder / "val.json").write_text("[]"),
-        lambda folder: (folder / "val.json").write_text(re_sized(folder / "val.json")),
+        lambda folder: flip(folder / "val.json", (folder / "val.json").read_bytes().index(b'"gzip_bytes": ') + 14),
         lambda folder: (folder / "tokenizer.model").unlink(),
         lambda folder: train_tokenizer(TEXTS[:50], 350).save(folder),
         lambda folder: [(folder / name).write_bytes(b"") for name in ("train.bin", "train.json")],
@@ -155,11 +145,6 @@ def test_a_damaged_folder_is_rebuilt(source, damage, capsys):
     assert capsys.readouterr().err.count("preparing") == 2
 
 
-def re_sized(path: Path) -> str:
-    record = json.loads(path.read_text())
-    return json.dumps(record | {"gzip_bytes": record["gzip_bytes"] + 1})
-
-
 PREPARE = "import sys; from pathlib import Path; from data.prepare import prepare; "
 PREPARE += "prepare([sys.argv[1]], 'bytes', 0, Path(sys.argv[2]), 16)"
 
@@ -171,7 +156,7 @@ def test_a_killed_preparation_starts_again_and_says_so(tmp_path, capsys):
     while not list(cache.glob("*.part/train.bin")):
         assert process.poll() is None, "finished before it could be killed"
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     (part,) = cache.glob("*.part")
     assert not part.with_suffix("").exists()
@@ -193,17 +178,15 @@ def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
     assert capfd.readouterr().err.count("preparing") == 1
 
 
-@pytest.mark.parametrize("at", [ByteTokenizer.kind, "sentencepiece"])
-def test_a_full_disk_names_the_file_and_leaves_nothing(source, monkeypatch, at):
-    def full(self, texts):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(f"data.tokenizer.{'Byte' if at == 'bytes' else 'SentencePiece'}Tokenizer.encode_batch", full)
-    needed = 2 * Corpus([str(source)], source.parent).sizes["train"]
-    with pytest.raises(OSError, match=rf"train.bin cannot be written: No space .*; it needs {needed:,} bytes") as error:
-        prepare_from(source, at)
-    assert error.value.errno == errno.ENOSPC and "\n" not in str(error.value)
-    assert not folders(source)
+def test_a_full_disk_names_the_file_and_leaves_nothing(source):
+    needed, limits = 2 * Corpus([str(source)], source.parent).sizes["train"], resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (needed - 100, limits[1]))
+        with pytest.raises(OSError, match=rf"train.bin cannot be written: .*; it needs {needed:,} bytes, and") as error:
+            prepare_from(source, "bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG and "\n" not in str(error.value) and not folders(source)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
