@@ -1,12 +1,10 @@
 """The windows of a batch are functions of seed, step and row, and an evaluation covers the same tokens every time."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 import torch
 
-from data.batches import evaluation_batches, row_starts, training_batch
+from data.batches import evaluation_batches, training_batch
 
 
 def starts_of(seed: int, step: int, rows: range, length: int = 10_000, context: int = 16) -> list[int]:
@@ -40,15 +38,7 @@ def test_windows_of_a_seed_do_not_change_between_versions():
     """Recorded values: runs must be reproducible with later versions of this code and of NumPy."""
     assert starts_of(0, 0, range(4)) == [923, 7346, 6009, 9948]
     assert starts_of(1234, 567, range(4)) == [8728, 4352, 2549, 1522]
-
-
-def test_window_starts_are_uniform():
-    """16 starts, 64,000 draws: chi-square with 15 degrees of freedom exceeds 44.3 with probability 1e-4."""
-    counts = np.zeros(16)
-    for step in range(10):
-        np.add.at(counts, starts_of(0, step, range(6400), length=20, context=4), 1)
-    assert ((counts - 4000) ** 2 / 4000).sum() < 44.3
-    assert starts_of(0, 0, range(3), length=5, context=4) == [0, 0, 0], "a text of a single window"
+    assert set(starts_of(0, 0, range(99), length=6, context=4)) == {0, 1}, "the last window is drawn too"
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 10, 33, 100])
@@ -79,23 +69,3 @@ def test_evaluation_of_at_most_max_tokens(max_tokens, expected):
     spaced = [token for start in starts for token in tokens[start + 1 : start + 9].tolist()]
     assert all_targets == (tokens[1:].tolist() if expected == 99 else spaced)
     assert len(list(evaluation_batches(tokens[:4], 8, 3, max_tokens=2))) == 1, "shorter than a window"
-
-
-def test_windows_past_four_billion_tokens(tmp_path):
-    """Of a sparse file: starts are computed in 64 bits, and the windows that are not used are not listed."""
-    count, context, used = 2**32 + 100_000, 16, 6
-    with open(tmp_path / "tokens", "wb") as file:
-        file.truncate(2 * count)
-    tokens = np.memmap(tmp_path / "tokens", "<u2", mode="r+")
-    draws = [int(np.random.Philox(key=np.array([3, step], np.uint64)).random_raw(1)[0]) for step in range(20)]
-    starts = [draw % (count - context) for draw in draws]
-    assert max(starts) > 2**31
-    assert [int(row_starts(tokens, 3, step, range(1), context)[0]) for step in range(20)] == starts
-    evaluated = [number * ((count - 1) // context) // used * context for number in range(used)]
-    for number, start in enumerate(evaluated, 1):
-        tokens[start : start + context + 1] = number
-    tracemalloc.start()
-    batches = list(evaluation_batches(tokens, context, 4, max_tokens=used * context))
-    assert tracemalloc.get_traced_memory()[1] < 1e6
-    tracemalloc.stop()
-    assert torch.cat([targets for _, targets in batches]).tolist() == [[n] * context for n in range(1, used + 1)]

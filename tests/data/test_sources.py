@@ -47,29 +47,15 @@ def test_long_files_are_chunked_without_splitting_characters(tmp_path, unit):
         assert all(chunk.endswith("\n") for chunk in chunks)
 
 
-def test_jsonl_has_one_document_per_line(tmp_path):
+def test_jsonl_has_one_document_per_line_and_parquet_one_per_row(tmp_path):
     lines = "\n \n".join(json.dumps({"id": 1, "text": text}) for text in TEXTS)
     assert text_of(write(tmp_path / "a.jsonl", lines)) == TEXTS
     assert text_of(write(tmp_path / "a.jsonl.gz", gzip.compress(lines.encode()))) == TEXTS
     assert max(len(chunk) for document in read_documents(tmp_path / "a.jsonl") for chunk in document) == CHUNK
-
-
-def test_parquet_has_one_document_per_row(tmp_path):
     for kind in (pyarrow.string(), pyarrow.large_string()):
         table = pyarrow.table({"id": list(range(len(TEXTS))), "text": pyarrow.array(TEXTS, kind)})
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=90)
         assert text_of(tmp_path / "a.parquet") == TEXTS
-
-
-def test_memory_for_parquet_does_not_grow_with_a_row_group(tmp_path):
-    """16 MB in one group, which no compression makes smaller than 8 MB. Without buffers, all of it is read."""
-    texts = [os.urandom(2000).hex() for _ in range(4000)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", use_dictionary=False)
-    before, most = pyarrow.total_allocated_bytes(), 0
-    for number, document in enumerate(read_documents(tmp_path / "a.parquet")):
-        assert "".join(document) == texts[number]
-        most = max(most, pyarrow.total_allocated_bytes())
-    assert number == 3999 and most - before < 8 << 20
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
