@@ -71,9 +71,6 @@ def their_ids(theirs, text: str, **options) -> list[int]:
     return theirs(text, add_special_tokens=False, **options)["input_ids"]
 
 
-LOSSLESS = pytest.mark.parametrize("name", ["byte-level", "llama", "saved", "sentencepiece", "bytes"])
-
-
 @pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "olmo2", "stablelm", "gemma2", "normal-llama"])
 def test_ours_has_the_same_ids_in_transformers_beside_any_architecture(directories, tmp_path, kind, model_type):
@@ -92,7 +89,7 @@ def test_ours_has_the_same_ids_in_transformers_beside_any_architecture(directori
     assert ours.decode(ours.encode("a\u2581b")) == "a\u2581b"
 
 
-@LOSSLESS
+@pytest.mark.parametrize("name", ["byte-level", "llama", "saved", "sentencepiece", "bytes"])
 def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_path, name):
     """With a tokenizer.model, transformers puts no space in front of a text that begins with one. We do."""
     ours, theirs = PretrainedTokenizer(directories[name]), AutoTokenizer.from_pretrained(directories[name])
@@ -108,22 +105,16 @@ def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_
     assert ours.decode_bytes([*ours.encode("a"), ours.end_of_document, ours.vocab_size + 5]) == space + b"a"
     with pytest.raises(ValueError, match="surrogates not allowed"):
         ours.encode("\ud800")
+    assert their_ids(theirs, theirs.eos_token) == [ours.end_of_document]
+    for text in (theirs.eos_token, f"a{theirs.eos_token}b", theirs.eos_token * 2, "<s>", "<unk>", "<pad>"):
+        ids = ours.encode(text)
+        assert ours.decode(ids) == text and all(ours.token_bytes[ids] > 0), "a special token typed as text is text"
+        assert ids == their_ids(theirs, text, split_special_tokens=True)
     ours.save(tmp_path)
     again, in_transformers = load_tokenizer(ours.kind, tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert (again.hash, again.vocab_size, again.end_of_document) == (ours.hash, ours.vocab_size, ours.end_of_document)
     for text in STRINGS[::10]:
         assert again.encode(text) == ours.encode(text) and their_ids(in_transformers, text) == their_ids(theirs, text)
-
-
-@LOSSLESS
-def test_a_special_token_typed_as_text_is_text(directories, name):
-    ours, theirs = PretrainedTokenizer(directories[name]), AutoTokenizer.from_pretrained(directories[name])
-    assert their_ids(theirs, theirs.eos_token) == [ours.end_of_document]
-    for text in (theirs.eos_token, f"a{theirs.eos_token}b", theirs.eos_token * 2, "<s>", "<unk>", "<pad>"):
-        ids = ours.encode(text)
-        assert ours.decode(ids) == text
-        assert all(ours.token_bytes[ids] > 0)
-        assert ids == their_ids(theirs, text, split_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])

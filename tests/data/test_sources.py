@@ -102,7 +102,7 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
     assert not any(name.startswith("_sysconfigdata") for name in names)
     assert {path.suffix for path in files} <= {".py", ".txt", ".rst"}
     assert 8e6 < sum(path.stat().st_size for path in files) < 20e6
-    assert not list(tmp_path.iterdir()), "nothing is downloaded"
+    assert files == find_files("python", tmp_path) and not list(tmp_path.iterdir()), "nothing is downloaded"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
