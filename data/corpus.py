@@ -1,15 +1,10 @@
 """A corpus: documents from one or several sources, each split into training and validation text.
 
-    corpus = open_corpus(["python", "notes/"], Path(".cache"))
-    for document in corpus.documents("train"):
-        for chunk in document: ...
-
 Documents are streamed in chunks of about 1 MiB, cut at line ends where possible, so the text need not fit in memory.
-What does grow are the paths of the files, and 16 bytes per document.
+What does grow are the paths of the files, and 24 bytes per document.
 """
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Iterator
 from itertools import chain
@@ -19,27 +14,10 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from data.sources import find_files, read_documents, short_name
+from data.sources import CONTINUATION, find_files, read_documents, short_name
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, Split] = ("train", "val")
-SILENT_BITS = 25  # of the size of a text that is read without a word: up to 32 MiB
-BAR_DELAY = 1  # seconds before a progress bar appears; small corpora are read sooner
-
-
-def open_corpus(names: list[str], cache_dir: Path, earlier_cache: Path | None = None) -> "Corpus":
-    """Find the text behind `names` (`python`, `shakespeare`, or paths) and read it once, to hash and split it.
-
-    Downloads are kept in `cache_dir`; those in `earlier_cache` are used too. Raises ValueError, with a one-line
-    message, for text that is missing, empty, damaged, or not UTF-8.
-    """
-    sources = [(name, find_files(name, cache_dir, earlier_cache)) for name in names]
-    return Corpus(corpus_name(names), sources)
-
-
-def corpus_name(names: list[str]) -> str:
-    """A name for several sources that is safe in a folder name and at most 80 bytes long."""
-    return "+".join(map(short_name, names)).encode()[:80].decode(errors="ignore")
 
 
 class Corpus:
@@ -49,26 +27,34 @@ class Corpus:
     document would be held out, the one with the lowest hash is; if there is only one document, its last tenth. So the
     split does not depend on the order of the documents, and copies of a document are on the same side.
 
-    name: a short name, safe in folder names.
+    name: safe in folder names, at most 80 bytes long.
     hash: SHA-256 of the documents' hashes, in hex.
     sizes: UTF-8 bytes of each split, plus one per document for its end. If a document is split, the size may be off
     by one character.
     """
 
-    def __init__(self, name: str, sources: list[tuple[str, list[Path]]]):
-        self.name = name
+    def __init__(self, names: list[str], cache_dir: Path):
+        """Find the text behind `names` (`python`, `shakespeare`, or paths) and read it once, to hash and split it.
+
+        Downloads are kept in `cache_dir`. Raises ValueError, in one line, for text that is missing, empty, damaged, or
+        not UTF-8.
+        """
+        self.name = "+".join(map(short_name, names)).encode()[:80].decode(errors="ignore")
+        sources = [(name, find_files(name, cache_dir)) for name in names]
         self._files = [file for _, files in sources for file in files]
-        corpus_hash, hashes, lengths, read = hashlib.sha256(), array("Q"), array("Q"), 0
-        with tqdm(unit="B", unit_scale=True, desc="reading text", delay=BAR_DELAY, leave=False, disable=None) as bar:
+        corpus_hash, hashes, lengths = hashlib.sha256(), array("Q"), array("Q")
+        with tqdm(unit="B", unit_scale=True, desc="reading text", delay=1, leave=False, disable=None) as bar:
             for source, files in sources:
                 first = len(lengths)
-                for file in files:
-                    for document in read_documents(file):
-                        digest, length = _digest(document, bar, file, read)
-                        corpus_hash.update(digest)
-                        hashes.append(int.from_bytes(digest[:8], "big"))
-                        lengths.append(length)
-                        read += length
+                for document in chain.from_iterable(map(read_documents, files)):
+                    digest, length = hashlib.sha256(), 0
+                    for data in map(str.encode, document):
+                        digest.update(data)
+                        length += len(data)
+                        bar.update(len(data))
+                    corpus_hash.update(digest.digest())
+                    hashes.append(int.from_bytes(digest.digest()[:8], "big"))
+                    lengths.append(length)
                 if not any(lengths[first:]):
                     raise ValueError(f"--data {source}: contains no text")
         self.hash = corpus_hash.hexdigest()
@@ -85,23 +71,6 @@ class Corpus:
             start, stop = (0, cut) if split == "train" else (cut, length)
             if start < stop:
                 yield document if stop - start == length else _byte_slice(document, start, stop)
-
-
-def _digest(document: Iterator[str], bar: tqdm, file: Path, read: int) -> tuple[bytes, int]:
-    """The SHA-256 and the size of a document in `file`, after `read` bytes of other documents.
-
-    Says whenever the text has doubled, from 32 MiB on: a small .gz file may hold much.
-    """
-    digest, size = hashlib.sha256(), 0
-    for chunk in document:
-        data = chunk.encode()
-        digest.update(data)
-        size += len(data)
-        bar.update(len(data))
-        total = read + size
-        if total.bit_length() > max((total - len(data)).bit_length(), SILENT_BITS):
-            bar.write(f"reading {file}: {total / 1e6:.0f} MB of text so far", file=sys.stderr)
-    return digest.digest(), size
 
 
 def _split_offsets(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -121,17 +90,11 @@ def _byte_slice(document: Iterator[str], start: int, stop: int) -> Iterator[str]
     offset = 0
     for chunk in document:
         data = chunk.encode()
-        piece = data[_character_start(data, start - offset) : _character_start(data, stop - offset)]
-        if piece:
-            yield piece.decode()
+        yield data[_character_start(data, start - offset) : _character_start(data, stop - offset)].decode()
         offset += len(data)
-        if offset >= stop:
-            break
 
 
 def _character_start(data: bytes, index: int) -> int:
     """The first index from `index` on, clamped to `data`, that does not point into the middle of a character."""
     index = min(max(index, 0), len(data))
-    while index < len(data) and data[index] & 0xC0 == 0x80:
-        index += 1
-    return index
+    return len(data) - len(data[index:].lstrip(CONTINUATION))

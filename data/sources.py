@@ -6,20 +6,22 @@ import http.client
 import json
 import os
 import re
+import sys
 import sysconfig
-import tempfile
 import urllib.request
 import zlib
 from collections.abc import Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from tqdm import tqdm
+from files import lock_file, one_line, write_atomically
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 32 << 20  # of a .jsonl file: each line is held in memory to be parsed
 PARQUET_ROWS = 64  # that are held in memory at a time
+CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -27,16 +29,16 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def find_files(name: str, cache_dir: Path, earlier_cache: Path | None = None) -> list[Path]:
+def find_files(name: str, cache_dir: Path) -> list[Path]:
     """The files behind `python`, `shakespeare` or a path, in an order that is deterministic.
 
     A folder is searched recursively. Names that begin with a dot are skipped, and so are binary files other than
     .parquet: like git, it looks for a NUL in the first 8 KB. Raises ValueError if there are no files.
     """
     if name == "python":
-        return standard_library()
+        return _standard_library()
     if name == "shakespeare":
-        return [download_shakespeare(cache_dir, earlier_cache)]
+        return [_download_shakespeare(cache_dir)]
     path = Path(name)
     if path.is_dir():
         files = [file for file in _walk(path) if file.suffix == ".parquet" or _looks_like_text(file)]
@@ -52,62 +54,46 @@ def find_files(name: str, cache_dir: Path, earlier_cache: Path | None = None) ->
 
 def short_name(name: str) -> str:
     """A name for a source that is safe in a folder name."""
-    if name == "shakespeare":
-        return "tinyshakespeare"
-    stem = re.sub(r"(\.txt|\.jsonl|\.parquet)?(\.gz)?$", "", Path(name).resolve().name)
+    file = "tinyshakespeare" if name == "shakespeare" else Path(name).resolve().name
+    stem = re.sub(r"(\.txt|\.jsonl|\.parquet)?(\.gz)?$", "", file)
     return re.sub(r"[^\w-]+", "_", stem) or "text"
 
 
-def standard_library() -> list[Path]:
+def _standard_library() -> list[Path]:
     """The source and documentation of the running interpreter's standard library, without its tests.
 
     Files generated when the interpreter was built and files that are not UTF-8 are skipped too.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        file
-        for file in _walk(root, skip=SKIPPED_FOLDERS)
-        if file.suffix in (".py", ".txt", ".rst") and not file.name.startswith("_sysconfigdata") and _is_utf8(file)
-    ]
+    sources = (file for file in _walk(root, SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
+    files = [file for file in sources if not file.name.startswith("_sysconfigdata") and _is_utf8(file)]
     if not files:
         raise ValueError(f"--data python: no standard library source in {root}; pass --data FILE instead")
     return files
 
 
-def download_shakespeare(cache_dir: Path, earlier_cache: Path | None = None) -> Path:
-    """The path of tiny Shakespeare: where a file with the right SHA-256 is, or else downloaded to `cache_dir`."""
-    for cache in dict.fromkeys((earlier_cache or cache_dir, cache_dir)):
-        target = cache / "tinyshakespeare.txt"
-        with suppress(OSError):
-            if target.is_file() and _sha256(target) == SHAKESPEARE_SHA256:
-                return target
+def _download_shakespeare(cache_dir: Path) -> Path:
+    """The path of tiny Shakespeare, downloaded to `cache_dir` unless a file with the right SHA-256 is there."""
     cache_dir.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(dir=cache_dir, prefix="download-") as folder:
-        part = Path(folder, "part")
+    target = cache_dir / "tinyshakespeare.txt"
+    with lock_file(cache_dir / "tinyshakespeare.lock", wait=True):  # ranks start together
+        if target.is_file() and _is_shakespeare(target.read_bytes()):
+            return target
+        print(f"downloading {SHAKESPEARE_URL}", file=sys.stderr)
         try:
-            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response, open(part, "wb") as file:
-                size = int(response.headers.get("Content-Length", 0)) or None
-                with tqdm(total=size, unit="B", unit_scale=True, desc="downloading", disable=None) as bar:
-                    while data := response.read(1 << 16):
-                        file.write(data)
-                        digest.update(data)
-                        bar.update(len(data))
-            if digest.hexdigest() != SHAKESPEARE_SHA256:
+            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
+                text = response.read()
+            if not _is_shakespeare(text):
                 raise ValueError("SHA-256 mismatch: not tiny Shakespeare, or incomplete")
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise ValueError(
-                f"--data shakespeare: the download failed ({' '.join(str(error).split())}); "
-                f"download {SHAKESPEARE_URL} yourself and pass --data FILE, or use --data python"
-            ) from None
-        target = cache_dir / "tinyshakespeare.txt"
-        part.replace(target)
+            advice = f"download {SHAKESPEARE_URL} yourself and pass --data FILE, or use --data python"
+            raise ValueError(f"--data shakespeare: the download failed ({one_line(str(error))}); {advice}") from None
+        write_atomically(target, text)
     return target
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _is_shakespeare(text: bytes) -> bool:
+    return hashlib.sha256(text).hexdigest() == SHAKESPEARE_SHA256
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
@@ -135,68 +121,46 @@ def _read_text(path: Path) -> Iterator[str]:
         offset, rest = 0, b""
         while data := file.read(CHUNK_BYTES):
             data = rest + data
-            end = data.rfind(b"\n") + 1 or _last_character_start(data)
+            # Without a line end, the last character is held back: the rest of it may be missing.
+            end = data.rfind(b"\n") + 1 or max(len(data.rstrip(CONTINUATION)) - 1, 0)
             yield _decode(data[:end], path, offset)
             offset, rest = offset + end, data[end:]
         if rest:
             yield _decode(rest, path, offset)
 
 
-def _last_character_start(data: bytes) -> int:
-    """The index at which the last character begins; the rest of it may be missing from `data`."""
-    start = len(data) - 1
-    while start > len(data) - 4 and start > 0 and data[start] & 0xC0 == 0x80:
-        start -= 1
-    return start
-
-
 def _read_jsonl(path: Path) -> Iterator[str]:
     with _open(path) as file:
-        number, offset = 0, 0
-        while line := file.readline(MAX_LINE_BYTES):
-            number += 1
-            if len(line) == MAX_LINE_BYTES:
-                raise ValueError(
-                    f"{path}: line {number} is longer than {MAX_LINE_BYTES >> 20} MiB; save it as a plain text file"
-                )
-            content = _decode(line, path, offset)
-            offset += len(line)
-            if content.isspace():
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+            if line.isspace():
                 continue
             try:
-                text = json.loads(content)["text"]
+                text = json.loads(line)["text"]
                 text.encode()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raise ValueError(f'{path}: line {number} is not a JSON object with a string under "text"') from None
+                wanted = f'a JSON object of at most {MAX_LINE_BYTES >> 20} MiB with a string under "text"'
+                raise ValueError(f"{path}: line {number} is not {wanted}, in UTF-8") from None
             yield text
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
     try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
+        import pyarrow.parquet
     except ImportError:
         raise ValueError(f"{path}: Parquet files need the package pyarrow: pip install pyarrow") from None
-    number = 0
     try:
         # With a buffer it reads a page at a time, not a whole row group.
-        with ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
-            columns = {field.name: field.type for field in file.schema_arrow}
-            if columns.get("text") not in (pyarrow.string(), pyarrow.large_string()):
-                found = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
-                raise ValueError(f'{path}: no column "text" of strings; it has {found}')
-            for batch in file.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    if text is None:
-                        raise ValueError(f"{path}: the text of row {number} is null")
-                    yield text
-    except UnicodeDecodeError:
-        last = number + PARQUET_ROWS
-        raise ValueError(f"{path}: one of rows {number + 1} to {last} is not UTF-8; convert it to UTF-8") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a valid Parquet file: {reason}") from None
+        with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
+            columns = {field.name: str(field.type) for field in file.schema_arrow}
+            if columns.get("text") not in ("string", "large_string"):
+                raise ValueError(f'{path}: no column "text" of strings; the columns are {columns}')
+            batches = file.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False)
+            for number, text in enumerate(chain.from_iterable(batch["text"].to_pylist() for batch in batches), 1):
+                if text is None:
+                    raise ValueError(f"{path}: the text of row {number} is null")
+                yield text
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:

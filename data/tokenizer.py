@@ -4,23 +4,23 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sentencepiece
 
-from data.pieces import SPACE, byte_level_alphabet, sentencepiece_bytes, utf8
-from data.pretrained import PretrainedTokenizer, load_pretrained_tokenizer
+from files import write_atomically
 
+SPACE = "\u2581"  # how SentencePiece writes a space
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
 SAMPLE_CHARS = 4096  # per sampled block
-MAX_MODEL_BYTES = 256 << 20  # of a SentencePiece model
 ENCODE_CHARS = 16384  # per call of SentencePiece, whose memory for merges grows with the length of its input
 
-# For transformers, whose ids equal ours but for two kinds of text: to it U+2581 is a space, and a reserved piece typed
-# as text is that piece, unless split_special_tokens=True.
+# For transformers, whose ids equal ours except for two kinds of text: it takes U+2581 as a space, and a reserved piece
+# typed as text as that piece, unless split_special_tokens=True.
 SENTENCEPIECE_CONFIG = {
     "tokenizer_class": "LlamaTokenizer",
     "add_prefix_space": False,
@@ -32,150 +32,147 @@ SENTENCEPIECE_CONFIG = {
     "bos_token": "<s>",
     "eos_token": "</s>",
 }
-BYTES_CONFIG = {
+BYTE_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
     "eos_token": "</s>",
 }
 
 
-class ByteTokenizer:
-    """One token per byte value, and an end-of-document token."""
+class Tokenizer:
+    """Text to ids and back.
 
-    kind = "bytes"
-    vocab_size = 257
-    end_of_document = 256
-    token_bytes = np.array([1] * 256 + [0])
-    hash = hashlib.sha256(b"256 bytes, end of document").hexdigest()
+    pieces: the UTF-8 bytes that each id adds to a decoded text; none for special tokens.
+    token_bytes: their lengths. Summed over the ids of a text that decodes to itself: its size in UTF-8.
+    end_of_document: the id after each document. No text is encoded as it.
+    hash: in hex, different for tokenizers that encode differently.
+    """
+
+    kind: str
+    hash: str
+    end_of_document: int
+    pieces: Sequence[bytes]
+    prompt_start: Sequence[int] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        return np.array([len(piece) for piece in self.pieces])
+
+    def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
+        """The ids of each text, computed on all CPUs."""
+        raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
-        return list(utf8(text))
+        """Token ids of `text`. Raises UnicodeEncodeError, a ValueError, for a lone surrogate."""
+        text.encode()
+        return np.asarray(self.encode_batch([text])[0]).tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text to continue."""
-        return self.encode(text)
-
-    def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
-        """`encode` as an array."""
-        return np.frombuffer(utf8(text), np.uint8).astype(dtype)
+        """Token ids of a text to continue, after the tokens that the model expects at the beginning, if any."""
+        return [*self.prompt_start, *self.encode(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """UTF-8, possibly cut inside a character. The end-of-document token adds nothing."""
-        return bytes(token for token in ids if token != self.end_of_document)
+        """UTF-8, possibly cut inside a character. Ids past the vocabulary, which padded models have, add nothing."""
+        return b"".join([self.pieces[token] for token in ids if token < len(self.pieces)])
 
     def save(self, directory: Path) -> None:
-        """Write the files from which transformers makes a tokenizer with the same ids. Loading needs none of them."""
-        _write(directory / "tokenizer.json", _json(_byte_level_bpe()))
-        _write(directory / "tokenizer_config.json", _json(BYTES_CONFIG))
+        """Write the files from which transformers makes a tokenizer with the same ids."""
+        raise NotImplementedError
 
 
-class SentencePieceTokenizer:
+class ByteTokenizer(Tokenizer):
+    """One token per byte value, and an end-of-document token."""
+
+    kind = "bytes"
+    end_of_document = 256
+    pieces = (*(bytes([byte]) for byte in range(256)), b"")
+    hash = hashlib.sha256(b"256 bytes, end of document").hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def save(self, directory: Path) -> None:
+        write_atomically(directory / "tokenizer.json", json.dumps(_byte_level_bpe(), indent=1))
+        write_atomically(directory / "tokenizer_config.json", json.dumps(BYTE_CONFIG, indent=1))
+
+
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model with byte fallback. Ids are in LLaMA's order: <unk>, <s>, </s>, 256 bytes, pieces.
 
     decode(encode(text)) == text for all text that UTF-8 can encode. No text is encoded as one of the first three ids.
-
-    token_bytes: UTF-8 bytes of each id, 0 for the first three. Summed over encode(text): the UTF-8 size of the text.
-    hash: SHA-256 of the model, in hex.
+    The hash is the SHA-256 of the model.
     """
 
     kind = "sentencepiece"
 
-    def __init__(self, model: bytes, threads: int = -1):
-        """`threads` encode a long text; -1 means one per CPU."""
+    def __init__(self, model: bytes):
         self.model = model
         self.hash = hashlib.sha256(model).hexdigest()
-        self._processor = sentencepiece.SentencePieceProcessor(num_threads=threads)
+        self._processor = sentencepiece.SentencePieceProcessor(num_threads=-1)  # one per CPU
         self._processor.LoadFromSerializedProto(model)
-        self.vocab_size = self._processor.vocab_size()
+        self.pieces = sentencepiece_bytes(self._processor)
         self.end_of_document = self._processor.eos_id()
-        if self.end_of_document < 0:
-            raise ValueError("the SentencePiece model has no piece that ends a document")
-        self._bytes = sentencepiece_bytes(self._processor)
-        self.token_bytes = np.array([len(data) for data in self._bytes])
         self._u2581_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
-        utf8(text)
-        ids: list[int] = []
-        # SentencePiece would decode U+2581 as a space, so that character is encoded here, as its three byte tokens.
-        for number, part in enumerate(text.split(SPACE)):
-            if number:
-                ids += self._u2581_ids
-            for block_ids in self._processor.encode(list(_blocks(part, ENCODE_CHARS))):
-                ids += block_ids
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        blocks = [
+            (number, block)
+            for number, text in enumerate(texts)
+            for part in re.split(f"({SPACE})", text)
+            for block in _blocks(part, ENCODE_CHARS)
+        ]
+        ids: list[list[int]] = [[] for _ in texts]
+        encoded = self._processor.encode([block for _, block in blocks])
+        for (number, block), tokens in zip(blocks, encoded, strict=True):
+            # SentencePiece would decode U+2581 as a space, so that character is encoded as its three byte tokens.
+            ids[number] += self._u2581_ids if block == SPACE else tokens
         return ids
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text to continue."""
-        return self.encode(text)
-
-    def encode_array(self, text: str, dtype: np.dtype) -> np.ndarray:
-        """`encode` as an array."""
-        return np.array(self.encode(text), dtype)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.decode_bytes(ids).decode(errors="replace")
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """UTF-8, possibly cut inside a character. The end-of-document token adds nothing."""
-        return b"".join([self._bytes[token] for token in ids])
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.model`, a standard SentencePiece model file, and what transformers needs to know of it."""
-        _write(directory / "tokenizer.model", self.model)
-        _write(directory / "tokenizer_config.json", _json(SENTENCEPIECE_CONFIG))
+        write_atomically(directory / "tokenizer.model", self.model)
+        write_atomically(directory / "tokenizer_config.json", json.dumps(SENTENCEPIECE_CONFIG, indent=1))
 
 
-Tokenizer = ByteTokenizer | SentencePieceTokenizer | PretrainedTokenizer
+def sentencepiece_bytes(model: sentencepiece.SentencePieceProcessor) -> list[bytes]:
+    """The UTF-8 bytes of each id: none for control pieces and the unknown piece."""
+    silent = [model.is_control(token) or model.is_unknown(token) for token in range(model.vocab_size())]
+    return [b"" if none else piece_bytes(model.id_to_piece(token)) for token, none in enumerate(silent)]
+
+
+def piece_bytes(piece: str) -> bytes:
+    """The UTF-8 bytes of a SentencePiece piece of text, or of a byte piece such as <0x0A>."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return bytes([int(piece[1:-1], 16)])
+    return piece.replace(SPACE, " ").encode()
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte: itself if printable in Latin-1, or one from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
 
 
 def _byte_level_bpe() -> dict[str, Any]:
     """The byte tokenizer in the format of the `tokenizers` library: byte-level BPE without merges."""
-    end = {"id": ByteTokenizer.end_of_document, "content": BYTES_CONFIG["eos_token"], "special": True}
+    end = {"id": ByteTokenizer.end_of_document, "content": BYTE_CONFIG["eos_token"], "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [end],
-        "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": byte_level_alphabet() | {end["content"]: end["id"]}, "merges": []},
     }
-
-
-def _json(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, indent=1).encode()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is complete as soon as it exists."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    part.replace(path)
-
-
-def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
-    """Load the tokenizer saved in `directory`. Raises ValueError if it is missing or damaged."""
-    if kind == ByteTokenizer.kind:
-        return ByteTokenizer()
-    if kind == PretrainedTokenizer.kind:
-        return load_pretrained_tokenizer(directory)
-    path = directory / "tokenizer.model"
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_MODEL_BYTES:
-            raise ValueError
-        return SentencePieceTokenizer(path.read_bytes())
-    except (OSError, RuntimeError, ValueError):
-        raise ValueError(f"{path}: not a readable SentencePiece model") from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
@@ -223,16 +220,14 @@ def _vocabulary_error(message: str, vocab_size: int) -> ValueError:
 def _sample(texts: Iterable[str]) -> list[str]:
     """Every n-th block of the text, with n a power of 2 that leaves 4 to 8 MB; all of it if there is less."""
     kept: list[str] = []
-    size, stride, number = 0, 1, 0
-    for text in texts:
-        for block in _blocks(text, SAMPLE_CHARS):
-            if number % stride == 0:
-                kept.append(block)
-                size += len(block.encode())
-            number += 1
-            if size > SAMPLE_BYTES:
-                kept, stride = kept[::2], stride * 2
-                size = sum(len(block.encode()) for block in kept)
+    size, stride = 0, 1
+    for number, block in enumerate(block for text in texts for block in _blocks(text, SAMPLE_CHARS)):
+        if number % stride == 0:
+            kept.append(block)
+            size += len(block.encode())
+        if size > SAMPLE_BYTES:
+            kept, stride = kept[::2], stride * 2
+            size = sum(len(block.encode()) for block in kept)
     return kept
 
 

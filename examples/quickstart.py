@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from data.batches import evaluation_batches, prepare, training_batch
+from data.batches import evaluation_batches, training_batch
+from data.prepare import prepare
 from generate import generate
 from model import Llama
 from runtime.checkpoint import load_pretrained, save_pretrained

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from data.workers import available_cpus, encode_jobs, make_jobs
 
 from config import check_sizes, option, require
-from data.batches import prepare
 from data.corpus import open_corpus
+from data.prepare import prepare
 from data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
-from data.workers import available_cpus, encode_jobs, make_jobs
 from experiments.benchmarks import BenchConfig, Call, Report, time_alternately
 
 SAMPLE_SECONDS = 0.05  # between two looks at the memory in use

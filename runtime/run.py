@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from config import ModelConfig, TrainConfig, configs_from, require
-from data.batches import Prepared, prepare
+from data.prepare import Prepared, prepare
 from data.tokenizer import Tokenizer
 from files import InUse
 from norms import TRAITS
@@ -88,7 +88,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
     if config.init_from:
         saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
-    data = prepare_text(flags, model_config, config, tokenizer)
+    data = prepare_text(model_config, config, tokenizer)
     if out and earlier:
         check_same_text(out, earlier, data)
     folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
@@ -129,13 +129,10 @@ def read_configs(
     return configs_from(flags, device, given, pretrained)
 
 
-def prepare_text(
-    flags: argparse.Namespace, model: ModelConfig, config: TrainConfig, tokenizer: Tokenizer | None = None
-) -> Prepared:
-    """The text of a run. Only --cache-dir says where to write: from a cache that a file names, text is only read."""
-    cache = Path(getattr(flags, "cache_dir", TrainConfig().cache_dir))
-    earlier = Path(config.cache_dir)
-    return prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, tokenizer, earlier)
+def prepare_text(model: ModelConfig, config: TrainConfig, tokenizer: Tokenizer | None = None) -> Prepared:
+    """The text of a run."""
+    cache = Path(config.cache_dir)
+    return prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, tokenizer)
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:

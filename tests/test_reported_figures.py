@@ -11,7 +11,7 @@ import torch
 
 import train
 from config import ModelConfig
-from data.batches import prepare
+from data.prepare import prepare
 from model import Llama
 from runtime.device import peak_flops, peak_memory
 

@@ -141,11 +141,11 @@ def test_an_option_of_the_trainer_takes_effect(name, other, text, tmp_path):
 
 def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
     """Also across a stop, after which the steps before it count. The gradient norm is that of the last step."""
-    losses, update = list[float](), train.Trainer.update
+    losses, update = list[tuple[float, ...]](), train.Trainer.update
 
     def record(trainer, lr):
         update(trainer, lr)
-        losses.append(trainer.unread[-1].tolist())
+        losses.append(tuple(trainer.unread[-1].tolist()))
 
     monkeypatch.setattr(train.Trainer, "update", record)
     command("--steps 10 --schedule constant")
@@ -157,7 +157,7 @@ def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
     rows = [row for row in read_metrics(run) if "train_loss" in row]
     assert [row["step"] for row in rows] == [10, 20]
     for row, part in zip(rows, (losses[:10], losses[10:]), strict=True):
-        assert row["train_loss"] == pytest.approx(sum(loss for loss, _ in part) / 10, rel=1e-9)
+        assert row["train_loss"] == pytest.approx(sum(pair[0] for pair in part) / 10, rel=1e-9)
         assert row["grad_norm"] == part[-1][1]
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import train
 from config import ModelConfig, TrainConfig, require
-from data.batches import Prepared
+from data.prepare import Prepared
 from experiments.ablation.outcome import Arm, Outcome, best_lr, read_outcome
 from experiments.ablation.processes import Process
 from norms.placement import Unsupported

@@ -101,7 +101,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         folder=folder,
         settings=settings,
         train_flags=train_flags,
-        data=prepare_text(flags, replace(model_config, context=context), config),
+        data=prepare_text(replace(model_config, context=context), config),
         jobs=flags.jobs or (max(1, cores // flags.threads) if config.device == "cpu" else 1),
         threads=flags.threads,
         devices=devices,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.batches import prepare
+from data.prepare import prepare
 from experiments.ablation.grid import Cell, Grid, cells, resolve_arms, settings_digest
 from experiments.ablation.outcome import Arm, Outcome
 

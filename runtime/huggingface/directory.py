@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig, check_fields, require
-from data.tokenizer import ByteTokenizer, PretrainedTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from data.pretrained import PretrainedTokenizer, load_tokenizer
+from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from files import is_a, load_json
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs

@@ -16,7 +16,8 @@ import torch
 
 import ablate
 from config import ModelConfig
-from data.batches import evaluation_batches, prepare
+from data.batches import evaluation_batches
+from data.prepare import prepare
 from experiments.ablation.grid import resolve_arms
 from experiments.ablation.outcome import Arm
 from experiments.ablation.run import resolve_ablation, run_ablation

@@ -28,16 +28,16 @@ from pathlib import Path
 import numpy as np, torch
 import train
 from config import ModelConfig, TrainConfig
-from data.batches import Prepared
+from data.prepare import Prepared
 from data.tokenizer import ByteTokenizer
-from data.tokens import TokenFile
+from data.prepare import TokenFile
 from runtime.plan import simulated
 from runtime.run import Run
 
 torch.set_num_threads(1)
 model = ModelConfig(dim=256, layers=3, heads=4, context=192, vocab_size=4096)
 tokens = TokenFile(np.zeros(model.context + 1, np.uint16), 0, 0)
-data = Prepared(tokens, tokens, ByteTokenizer(), "", "", 0, 0)
+data = Prepared(tokens, tokens, ByteTokenizer(), "", "")
 def two_steps(run):
     trainer = train.Trainer(run)
     trainer.update(1e-3)

@@ -1,0 +1,193 @@
+"""What a prepared folder holds, when it is used again, and when it is rebuilt."""
+
+import errno
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import prepare as preparing
+from data.corpus import SPLITS, Corpus
+from data.prepare import Prepared, open_tokens, prepare, write_tokens
+from data.tokenizer import ByteTokenizer, train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"def f{number}(x):\n    return x + {number}  # é \u2581 <s>\n" * 3 for number in range(200)]
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "code.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def prepare_from(source: Path, kind: str = "sentencepiece", vocab_size: int = 350, context: int = 16) -> Prepared:
+    return prepare([str(source)], kind, vocab_size, source.parent / "cache", context)
+
+
+def folders(source: Path) -> list[Path]:
+    return [path for path in (source.parent / "cache").iterdir() if path.is_dir()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("sentencepiece", 1), ("sentencepiece", 1 << 20), ("bytes", 1000)])
+def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch, kind, batch):
+    """However much is encoded at a time, and with how many threads, by a tokenizer of the training text."""
+    monkeypatch.setattr(preparing, "BATCH_CHARS", batch)
+    prepared = prepare_from(source, kind)
+    corpus, tokenizer = Corpus([str(source)], source.parent), prepared.tokenizer
+    expected = ByteTokenizer() if kind == "bytes" else train_tokenizer(map("".join, corpus.documents("train")), 350)
+    assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.hash) == (kind, expected.vocab_size, expected.hash)
+    for split, file in zip(SPLITS, (prepared.train, prepared.val), strict=True):
+        texts = ["".join(document) for document in corpus.documents(split)]
+        assert file.tokens.dtype == np.uint16 and isinstance(file.tokens, np.memmap)
+        ids = [[*expected.encode(text), expected.end_of_document] for text in texts]
+        assert file.tokens.tolist() == list(chain.from_iterable(ids))
+        assert file.text_bytes == len("".join(texts).encode())
+    assert prepared.val.gzip_bytes == len(gzip.compress("".join(texts).encode(), 9))
+    assert prepared.val_gzip_bpb == 8 * prepared.val.gzip_bytes / prepared.val.text_bytes
+    assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
+
+
+def test_large_vocabularies_use_uint32(source, tmp_path):
+    class Wide(ByteTokenizer):
+        vocab_size = 70_000
+
+        def encode_batch(self, texts):
+            return [np.array([69_000 + byte for byte in text.encode()]) for text in texts]
+
+    corpus = Corpus([str(source)], tmp_path)
+    write_tokens(tmp_path / "val.bin", corpus, "val", Wide())
+    file = open_tokens(tmp_path / "val.bin", corpus, Wide())
+    assert file and file.tokens.dtype == np.uint32 and file.tokens.max() > 69_000
+
+
+def test_a_prepared_corpus_is_reused(source, capfd):
+    first = prepare_from(source)
+    (folder,) = folders(source)
+    assert capfd.readouterr().err.startswith(f"preparing {folder} from 0.0 MB of text\ntraining a tokenizer")
+    second = prepare_from(source, context=32)  # token files do not depend on it
+    assert folders(source) == [folder] and capfd.readouterr() == ("", "")
+    assert np.array_equal(first.val.tokens, second.val.tokens)
+    assert first.tokenizer.hash == second.tokenizer.hash and first.val_gzip_bpb == second.val_gzip_bpb
+
+
+def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
+    """A given tokenizer is not trained, and its tokens are reused."""
+    names, cache = [str(source)], source.parent / "cache"
+    given, other = (train_tokenizer(TEXTS[:count], 350) for count in (50, 100))
+    assert given.hash != other.hash
+    for tokenizer in (given, other, given):
+        prepared = prepare(names, "bytes", 0, cache, 16, tokenizer=tokenizer)
+        assert prepared.tokenizer is tokenizer
+        assert prepared.val.text_bytes == len(tokenizer.decode_bytes(prepared.val.tokens))
+    message = capfd.readouterr().err
+    assert message.count("preparing") == 2 and "training a tokenizer" not in message
+    hashes = {prepare_from(source).tokenizer.hash, prepare_from(source, vocab_size=351).tokenizer.hash}
+    source.write_text(source.read_text().replace("return", "yield"))
+    changed = prepare_from(source)
+    assert len({changed.tokenizer.hash, *hashes}) == 3 and len(folders(source)) == 5
+    assert "yield" in changed.tokenizer.decode(changed.val.tokens.tolist())
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / "train.bin", 1000),
+        lambda folder: os.truncate(folder / "train.bin", (folder / "train.bin").stat().st_size - 2),
+        lambda folder: (folder / "train.bin").unlink(),
+        lambda folder: (folder / "val.json").write_text("[]"),
+        lambda folder: flip(folder / "val.json", (folder / "val.json").read_bytes().index(b'"gzip_bytes": ') + 14),
+        lambda folder: (folder / "tokenizer.model").unlink(),
+        lambda folder: train_tokenizer(TEXTS[:50], 350).save(folder),
+        lambda folder: [(folder / name).write_bytes(b"") for name in ("train.bin", "train.json")],
+    ],
+)
+def test_a_damaged_or_unfinished_folder_is_rebuilt(source, damage, capsys):
+    prepare_from(source)
+    (folder,) = folders(source)
+    expected = content(folder)
+    damage(folder)
+    prepare_from(source)
+    assert content(folder) == expected and folders(source) == [folder]
+    assert capsys.readouterr().err.count("preparing") == 2
+    os.truncate(folder.rename(f"{folder}.part") / "train.bin", 100)  # as a process that was killed leaves it
+    prepare_from(source)
+    assert content(folder) == expected and folders(source) == [folder]
+    assert "(an earlier attempt was killed; starting again)" in capsys.readouterr().err
+
+
+def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
+    """flock holds between two open files of one process as between two processes."""
+    with ThreadPoolExecutor(4) as threads:
+        prepared = list(threads.map(prepare_from, [source] * 4))
+    assert len({one.train.tokens.tobytes() for one in prepared}) == 1
+    assert capfd.readouterr().err.count("preparing") == 1
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(source):
+    needed, limits = 2 * Corpus([str(source)], source.parent).sizes["train"], resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (needed - 100, limits[1]))
+        with pytest.raises(OSError, match=rf"train.bin cannot be written: .*; it needs {needed:,} bytes, and") as error:
+            prepare_from(source, "bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG and "\n" not in str(error.value) and not folders(source)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_split_shorter_than_one_window_is_refused(source, kind):
+    length = len(prepare_from(source, kind).val.tokens)
+    assert prepare_from(source, kind, context=length - 1)
+    with pytest.raises(ValueError, match=rf"^--data {source}: the validation text .* --context {length} needs .*"):
+        prepare_from(source, kind, context=length)
+
+
+def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path):
+    with pytest.raises(ValueError, match=r"^--vocab-size 60000 is too large for this text; use at most \d+$"):
+        prepare_from(source, vocab_size=60_000)
+    assert not folders(source)
+    (tmp_path / "short.txt").write_text("short " * 200)
+    with pytest.raises(ValueError, match="the validation text has at most 121 tokens, but --context 256 needs 257"):
+        prepare([str(tmp_path / "short.txt")], "sentencepiece", 2048, tmp_path / "other", 256)
+    assert not (tmp_path / "other").exists()
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from data.prepare import prepare
+for number in 1, 2:
+    prepare([sys.argv[number]], "bytes", 0, Path(sys.argv[3]), 256)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB only on Linux")
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """40 MB of text after 4 MB, in lines of 120 KB."""
+    texts = [tmp_path / "small", tmp_path / "large"]
+    for path, lines in zip(texts, (30, 330), strict=True):
+        path.write_text(("some text, 日本語 " * 6000 + "\n") * lines)
+    command = [sys.executable, "-c", MEASURE, *texts, tmp_path]
+    small, large = map(int, subprocess.run(command, cwd=ROOT, capture_output=True).stdout.split())
+    assert large - small < 16 << 10, (small, large)
