@@ -51,19 +51,7 @@ def test_nothing_but_the_seam_imports_fast():
 
 def test_imports_run_one_way():
     """Each package may import those before it, and nothing after it."""
-    order = [
-        "files",
-        "norms",
-        "config",
-        "model",
-        "fast",
-        "runtime",
-        "optim",
-        "generate",
-        "train",
-        "experiments",
-        "ablate",
-    ]
+    order = ["files", "norms", "data", "config", "model", "fast", "runtime", "optim", "generate", "train"]
     order += ["experiments", "ablate", "bench"]
     for source in SOURCES:
         owner = source.removesuffix(".py").split("/")[0]
