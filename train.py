@@ -6,15 +6,10 @@ if __name__ == "__main__":  # before the imports, which take seconds
     start()
 
 import argparse
-import dataclasses
 import math
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +19,7 @@ from tqdm import tqdm
 
 from config import Parser, add_flags, require
 from data.batches import evaluation_batches, training_batch
-from files import InUse, is_a
+from files import InUse
 from generate import Sampling, sample_text
 from model import Llama
 from norms.placement import PLACEMENTS
@@ -41,29 +36,13 @@ from runtime.checkpoint import (
     set_aside_after,
     weight_hashes,
 )
-from runtime.device import (
-    allow_tf32,
-    autocast,
-    describe,
-    deterministic,
-    peak_flops,
-    peak_memory,
-    to_device,
-)
+from runtime.device import allow_tf32, autocast, deterministic, peak_flops, peak_memory, to_device
 from runtime.huggingface.directory import open_model
-from runtime.plugins import command_to_type, import_first, import_records, keep_copies
+from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
-from runtime.run import FIXED_ON_RESUME, Run, resolve_run
-from runtime.run_dir import (
-    Log,
-    check_run_dir,
-    continued,
-    has_evaluation,
-    locked,
-    make_tracker,
-    write_run_file,
-)
+from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
+from runtime.run_dir import Log, check_run_dir, continued, has_evaluation, locked, make_tracker, write_run_file
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 EVAL_BATCH_TOKENS = 1 << 12  # tokens per forward pass of an evaluation, or a micro-batch if that is more
@@ -145,9 +124,6 @@ class Trainer:
         if checkpoint:
             with distributed.raise_on_all_ranks():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
-                valid = is_a(state.get("seconds"), float) and is_a(state.get("scaler"), dict[str, float])
-                valid = valid and is_a(state.get("losses"), list[float])
-                require(valid, f"{checkpoint}/trainer.json: seconds, scaler or losses are missing or damaged")
             self.step, self.losses, self.clock = state["step"], state["losses"], Clock(state["seconds"])
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
@@ -243,7 +219,7 @@ class Trainer:
         if not distributed.is_main():
             yield
             return
-        description = describe_run(run, self.model)
+        description = describe_run(run, sum(weight.numel() for weight in self.weights))
         if run.earlier:
             description = continued(run.earlier, description, self.step)
         elif run.config.init_from:
@@ -424,24 +400,6 @@ def flops_per_token(model: Llama) -> float:
     config = model.config
     products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
     return 6 * products + 6 * config.layers * config.heads * config.head_dim * config.context
-
-
-def describe_run(run: Run, model: Llama) -> dict[str, Any]:
-    """The contents of `run.json`: what is needed to repeat the run, and what it ran on."""
-    return {
-        "model": dataclasses.asdict(run.model_config),
-        "training": dataclasses.asdict(run.config),
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
-        "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},
-        "imports": import_records(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "device": describe(run.device),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "ranks": distributed.world_size(),
-        "launch": distributed.launch(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The run that flags describe: a new one, or one to continue or evaluate."""
 
 import argparse
+import platform
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from files import InUse
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint, latest_checkpoint
-from runtime.device import compile_by_default, pick_device, pick_dtype
+from runtime.device import compile_by_default, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import check_context, open_model, read_tokenizer
-from runtime.plugins import warn_of_imports
+from runtime.plugins import import_records, warn_of_imports
 from runtime.report import shown
 from runtime.run_dir import (
     RUNS_FOLDER,
@@ -176,3 +177,21 @@ def check_same_text(folder: Path, run: RunFile, data: Prepared) -> None:
     """Raise ValueError if text or tokenizer differ from those of the run in `folder`."""
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         require(run[name]["hash"] == here, f"the {name} of the run in {folder} has changed since the run started")
+
+
+def describe_run(run: Run, parameters: int) -> dict[str, Any]:
+    """The contents of `run.json`: what is needed to repeat the run, and what it ran on."""
+    return {
+        "model": asdict(run.model_config),
+        "training": asdict(run.config),
+        "parameters": parameters,
+        "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
+        "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},
+        "imports": import_records(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "device": describe(run.device),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "ranks": distributed.world_size(),
+        "launch": distributed.launch(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
