@@ -561,7 +561,6 @@ INVALID_FLAGS = {
     "--norm-arg epsilon=1": "has no argument 'epsilon'",
     "--norm-arg eps=small": "takes a number",
     "--data missing.txt": "missing.txt",
-    "--context 524289": "--context is 524289, for which RoPE alone needs",  # 32 MiB for 524288: generate.py's limit
     "--tokenizer sentencepiece --vocab-size 30000": "--vocab-size",
     "--resume": "there is no run in",
     "--config missing.json": "missing.json",
