@@ -118,7 +118,7 @@ def survive_closed_output(may_close: Sequence[str]) -> None:
         pass
     for descriptor, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
-        if stream is None or name in may_close:
+        if stream is None or (name in may_close and stream is getattr(sys, f"__{name}__")):  # not a notebook's
             lossy = io.BufferedWriter(_Lossy(descriptor, "w", closefd=False))
             encoding = stream.encoding if stream else "utf-8"
             setattr(sys, name, io.TextIOWrapper(lossy, encoding, "backslashreplace", line_buffering=True))
