@@ -160,8 +160,10 @@ class CellFailed(Exception):
     """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
 
     def __init__(self, cell: str, code: int, line: str):
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else line.removeprefix("error: ")
-        super().__init__(f"{cell}: {reason or f'exit code {code}'}")
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code > 0 and line:
+            reason = line.removeprefix("error: ") if "error: " in line else f"{reason}; its last line is {line}"
+        super().__init__(f"{cell}: {reason}")
         self.code = max(1, code)
 
 

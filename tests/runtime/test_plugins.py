@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from norms.placement import PLACEMENTS
 from runtime import plugins
 from runtime.checkpoint import find_checkpoint, load_pretrained
 
-ROOT = Path(__file__).parents[2]
 TOY = "--data text.txt --tokenizer bytes --dim 16 --layers 2 --heads 2 --context 16 --device cpu --dtype float32 "
 TOY += "--eval-tokens 64 --steps 3"
 NORM = """
@@ -148,24 +146,3 @@ def test_an_error_in_the_file_is_one_line(source, message, capsys):
     Path("bad.py").write_text(source) if source else None
     for command in ("train.py", "generate.py", "ablate.py"):
         assert error_of(f"{command} --import bad.py", capsys).startswith(f"{command}: error: --import bad.py{message}")
-
-
-def test_the_printed_command_has_the_imports(capsys):
-    forget()
-    plugins.import_files(["mynorm.py"])
-    typed = plugins.command_to_type("generate.py", "--checkpoint", "my run")
-    assert typed == f"python {ROOT}/generate.py --checkpoint 'my run' --import {Path('mynorm.py').resolve()}"
-
-
-@pytest.mark.slow
-def test_ranks_of_torchrun_import_it():
-    def launch(flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return subprocess.run(
-            [*command, ROOT / "train.py", *TOY.split(), *flags.split()], capture_output=True, text=True, timeout=300
-        )
-
-    assert launch("--import mynorm.py --norm mynorm --out other").returncode == 0
-    Path("mynorm.py").write_text("1 / 0\n")
-    refused = launch("--import mynorm.py --norm mynorm --out another").stderr
-    assert refused.count("train.py: error: --import mynorm.py, line 1: ZeroDivisionError: division by zero") == 1
