@@ -60,7 +60,7 @@ def one_line(message: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing and locking ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -108,9 +108,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# --- locking ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import sys
 import traceback
 from collections.abc import Iterable
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from config import require
@@ -67,15 +68,15 @@ def import_files(names: Iterable[str]) -> None:
         if path in IMPORTED:
             continue
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
-        spec = spec_from_file_location(f"imported_{path.stem}", path)
-        require(spec is not None and spec.name not in sys.modules, f"--import {name}: rename it to a new name.py")
-        before, source, module = {*KINDS, *PLACEMENTS}, path.read_bytes(), module_from_spec(spec)
-        sys.modules[spec.name] = module  # where pickle and torch.compile look for its classes
+        module = ModuleType(f"imported_{path.stem}")
+        require(module.__name__ not in sys.modules, f"--import {name}: another file has this name; rename one")
+        module.__file__, sys.modules[module.__name__] = str(path), module  # torch.compile looks for classes there
+        before, source = {*KINDS, *PLACEMENTS}, path.read_bytes()
         try:
-            spec.loader.exec_module(module)
+            SourceFileLoader(module.__name__, str(path)).exec_module(module)
         except (Exception, SystemExit) as error:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-            line = error.lineno if isinstance(error, SyntaxError) else max(lines)
+            line = lines[-1] if lines else getattr(error, "lineno", 1)
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
         norms, placements = ([name for name in table if name not in before] for table in (KINDS, PLACEMENTS))
         require(bool(norms or placements), f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")

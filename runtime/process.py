@@ -118,7 +118,7 @@ def survive_closed_output(may_close: Sequence[str]) -> None:
         pass
     for descriptor, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
-        if stream is None or name in may_close:
+        if stream is None or (name in may_close and stream is getattr(sys, f"__{name}__")):  # not a notebook's
             lossy = io.BufferedWriter(_Lossy(descriptor, "w", closefd=False))
             encoding = stream.encoding if stream else "utf-8"
             setattr(sys, name, io.TextIOWrapper(lossy, encoding, "backslashreplace", line_buffering=True))
@@ -160,8 +160,10 @@ class CellFailed(Exception):
     """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
 
     def __init__(self, cell: str, code: int, line: str):
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else line.removeprefix("error: ")
-        super().__init__(f"{cell}: {reason or f'exit code {code}'}")
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code > 0 and line:
+            reason = line.removeprefix("error: ") if "error: " in line else f"{reason}; its last line is {line}"
+        super().__init__(f"{cell}: {reason}")
         self.code = max(1, code)
 
 

@@ -141,16 +141,18 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     norm, traits = model_config.norm, TRAITS[model_config.norm]
     if config.compile and config.recompute and not traits.causal_in_training:
         raise ValueError(f"--recompute and --compile do not work together with --norm {norm}")
+    if not traits.per_token and config.micro_batch_size * model_config.context < 2:
+        raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:
         raise ValueError(f"--norm {norm} trains on one rank: others would have other statistics")
     check_context(model_config, 4 * model_config.weights, "--context is")
     distributed.check_batch(config.batch_size, config.micro_batch_size, ranks)
 
 
-def differences(run: RunFile, model_config: ModelConfig, config: TrainConfig) -> dict[str, tuple[str, str]]:
+def differences(run: RunFile, model_config: ModelConfig, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The options in which a run.json differs from these configurations: their values there and here."""
     there, here = run["model"] | run["training"], asdict(model_config) | asdict(config)
-    return {name: (shown(there[name]), shown(here[name])) for name in here if there[name] != here[name]}
+    return {name: (there[name], here[name]) for name in here if there[name] != here[name]}
 
 
 def check_same_run(folder: Path, run: RunFile, model_config: ModelConfig, config: TrainConfig) -> None:
@@ -162,9 +164,9 @@ def check_same_run(folder: Path, run: RunFile, model_config: ModelConfig, config
     for name, (there, here) in differences(run, model_config, config).items():
         flag = f"--{name.replace('_', '-')}"
         if name in run["model"] or name in FIXED_ON_RESUME:
-            fixed.append(f"{flag} {there}, not {here}")
+            fixed.append(f"{flag} {shown(there)}, not {shown(here)}")
         else:
-            changed.append(f"{flag} {there} -> {here}")
+            changed.append(f"{flag} {shown(there)} -> {shown(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
     rows = read_rows(folder / "metrics.jsonl")
     lost = rows and rows[-1]["step"] > config.save_every and not latest_checkpoint(folder)

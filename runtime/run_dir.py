@@ -44,6 +44,8 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {".lock", "run.json.part"}
     require(exists or not others, f"--out {folder} is not empty; choose a new folder")
+    name = os.fsencode(folder).decode(errors="replace")  # safetensors reads no other
+    require("\ufffd" not in name, f"--out {folder}: its name is not UTF-8")
     if writes:
         refuse_links(folder)
         parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())

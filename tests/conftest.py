@@ -11,8 +11,6 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "also test the norms that this file registers, with the oracle in test_KIND.py next to it"
     parser.addoption("--import", dest="imports", action="append", default=[], metavar="FILE.py", help=help)
-    help = "all cases of tests/robustness, in hours, and write the figures to results/robustness"
-    parser.addoption("--full", action="store_true", help=help)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -153,8 +153,8 @@ class Grid:
                 model_config, config = self.settings[cell.arm]
                 config = replace(config, lr=cell.lr, seed=cell.seed)
                 run = read_run_file(run_file)
-                different = differences(run, model_config, config).items()
-                listed = [f"{name} {there}, not {here}" for name, (there, here) in different if name in compared]
+                different, compared_here = differences(run, model_config, config).items(), {*compared, *run["model"]}
+                listed = [f"{name} {there}, not {here}" for name, (there, here) in different if name in compared_here]
                 require(not listed, f"the run in {run_file.parent} has {'; '.join(listed)}")
                 check_same_text(run_file.parent, run, self.data)
                 for line in check_imports(run):

@@ -1,13 +1,10 @@
-"""What must survive kills, signals, full disks and damaged files: a few cases by default, all of them with --full."""
+"""What must survive kills, signals, full disks and damaged files: tiny runs, and commands in forks of this process."""
 
 import hashlib
 import itertools
-import json
 import os
-import platform
 import random
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -18,51 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from experiments.claims.results import commit
+import train
 from runtime.checkpoint import find_checkpoint
-from runtime.device import describe
 from runtime.process import stop_at_signals
 from runtime.run_dir import read_rows
 
-ROOT = Path(__file__).parents[2]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
-
-
-@pytest.fixture(scope="session")
-def full(request: pytest.FixtureRequest) -> bool:
-    """Whether all cases were asked for."""
-    return request.config.getoption("--full")
-
-
-@pytest.fixture(scope="session")
-def cases(full: bool) -> Callable[[int, int], int]:
-    """`cases(few, all)`: how many to try."""
-    return lambda few, many: many if full else few
-
-
-@pytest.fixture
-def record(request: pytest.FixtureRequest, full: bool) -> Callable[..., None]:
-    """`record(name=value, ...)` writes figures to results/robustness/TEST.json, if the test ran in full."""
-
-    def write(**figures: Any) -> None:
-        if not full:
-            return
-        name = request.node.originalname.removeprefix("test_")
-        environment = {
-            "device": describe(torch.device("cpu")),
-            "instruction_set": torch.backends.cpu.get_cpu_capability(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "commit": commit(),
-            "command": f"python -m pytest tests/robustness --full -k {name}",
-        }
-        file = ROOT / "results/robustness" / f"{name}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({"environment": environment, "figures": figures}, indent=1) + "\n")
-
-    return write
+STEPS = "--steps 9 --save-every 3 --eval-every 9 --eval-tokens 64 --dropout 0.1"
 
 
 @pytest.fixture(scope="session")
@@ -88,38 +48,40 @@ def flags(flags_in: Callable[[Path], list[str]], tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def start() -> Callable[..., subprocess.Popen]:
-    """`start("train.py", *flags)` starts a command in a process of its own, with one thread and its output in pipes."""
+def command(flags: list[str]) -> list[str]:
+    """A run of 9 steps in tmp_path/run that saves at every third."""
+    return [*flags, *STEPS.split()]
 
-    def run(command: str, *arguments: Any, **options: Any) -> subprocess.Popen:
-        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
-        options = piped | {"env": os.environ | {"OMP_NUM_THREADS": "1"}} | options
-        return subprocess.Popen([sys.executable, str(ROOT / command), *map(str, arguments)], **options)
 
-    return run
+@pytest.fixture(scope="session")
+def undisturbed(flags_in: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, finished, in a folder that it shares with its prepared text."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train.main([*flags_in(folder), *STEPS.split()])
+    return folder / "run"
+
+
+def digests(run: Path) -> dict[str, str]:
+    last = find_checkpoint(run)
+    names = ("model.safetensors", "optimizer.safetensors")
+    return {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
+
+
+def timeless(run: Path) -> list[dict[str, Any]]:
+    timed = ("seconds", "tokens_per_second")
+    return [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="session")
 def fingerprint() -> Callable[[Path], dict[str, str]]:
     """`fingerprint(run)`: the SHA-256 of weights and optimizer state in a run's last checkpoint."""
-
-    def hashes(run: Path) -> dict[str, str]:
-        last = find_checkpoint(run)
-        names = ("model.safetensors", "optimizer.safetensors")
-        return {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
-
-    return hashes
+    return digests
 
 
 @pytest.fixture(scope="session")
-def logged() -> Callable[[Path], list[dict[str, Any]]]:
-    """`logged(run)`: the rows of its metrics.jsonl without times."""
-    timed = ("seconds", "tokens_per_second")
-
-    def rows(run: Path) -> list[dict[str, Any]]:
-        return [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
-
-    return rows
+def same() -> Callable[[Path, Path], bool]:
+    """`same(run, other)`: whether two runs have the same weights, optimizer state, log without times, and samples."""
+    return lambda *runs: len({str((digests(r), timeless(r), (r / "samples.txt").read_text())) for r in runs}) == 1
 
 
 @pytest.fixture
@@ -147,7 +109,6 @@ class Child:
 
     pid: int
     log: Path
-    started: float
     code: int | None = None  # -9 after SIGKILL
 
     @property
@@ -160,18 +121,27 @@ class Child:
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code is not None
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self) -> int | None:
         """Its exit code."""
-        deadline = time.monotonic() + seconds
-        while not self.ended():
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.002)
-        assert self.code is not None
+        wait_until(self.ended, 120)
         return self.code
 
     def send(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    """`until(condition, seconds)` waits, and fails if it takes longer."""
+    return wait_until
 
 
 @pytest.fixture
@@ -203,7 +173,7 @@ def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
                 traceback.print_exc()
             finally:
                 os._exit(code)
-        children.append(Child(pid, log, time.monotonic()))
+        children.append(Child(pid, log))
         return children[-1]
 
     yield run
@@ -214,23 +184,25 @@ def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
 
 @pytest.fixture(scope="session")
-def before_file_event() -> Callable[[Callable[[int], None]], None]:
-    """`before_file_event(action)` calls `action(k)` before the k-th call of this process that writes to the disk.
+def before_file_event() -> Callable[[Callable[[int, str, Path], None]], None]:
+    """`before_file_event(action)` calls `action(k, event, path)` before the k-th change of this process to the disk.
 
-    These are: open a file for writing, flush a file or a directory to the disk, rename, delete, make a directory. What
-    safetensors writes has no event of its own. It cannot be undone, so it is for forked processes.
+    These are: "open" for writing, "fsync", "os.rename" (to `path`), "os.mkdir", "os.remove", "os.rmdir" and
+    "shutil.rmtree". It cannot be undone, so it is for forked processes.
     """
-    changing = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+    changing = {"os.rename": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "shutil.rmtree": 0}
 
-    def install(action: Callable[[int], None]) -> None:
-        events, fsync = itertools.count(), os.fsync
+    def install(action: Callable[[int, str, Path], None]) -> None:
+        count, fsync = itertools.count(), os.fsync
 
         def hook(event: str, arguments: tuple) -> None:
-            if event in changing or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-                action(next(events))
+            if event in changing:
+                action(next(count), event, Path(os.fsdecode(arguments[changing[event]])))
+            elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(arguments[0], int):
+                action(next(count), event, Path(os.fsdecode(arguments[0])))
 
         def counted(descriptor: int) -> None:
-            action(next(events))
+            action(next(count), "fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")))
             fsync(descriptor)
 
         sys.addaudithook(hook)

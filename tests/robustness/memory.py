@@ -1,25 +1,12 @@
-"""How much memory a process takes for a piece of work."""
+"""How much memory a process takes for a piece of work. Linux only."""
 
-import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-STATUS = Path("/proc/self/status")
-
 
 def megabytes_for(work: Callable[[], object]) -> float:
-    """The peak of resident memory during `work()`, minus that before it, in MB.
-
-    On Linux the peak is reset first. ru_maxrss alone would not do: a new process inherits it from the one that starts
-    it, here pytest with all its modules.
-    """
-    if not STATUS.exists():
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        work()
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        return grown / (1 << 20 if sys.platform == "darwin" else 1 << 10)
-    Path("/proc/self/clear_refs").write_text("5")
+    """The peak of resident memory during `work()`, minus that before it, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     work()
     return (_status("VmHWM") - before) / (1 << 10)
@@ -27,5 +14,5 @@ def megabytes_for(work: Callable[[], object]) -> float:
 
 def _status(field: str) -> int:
     """A field of this process's status, in KiB."""
-    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0])

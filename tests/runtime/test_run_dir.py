@@ -1,9 +1,14 @@
-"""The files of a run directory."""
+"""The files of a run directory, of which run.json is the description that is read again."""
+
+from pathlib import Path
 
 import pytest
 
+from config import FIELDS
 from files import write_atomically
-from runtime.run_dir import Log, check_run_dir
+from runtime.run_dir import Log, check_run_dir, read_rows, read_run_file, write_run_file
+
+RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}}
 
 
 def test_a_file_is_replaced_and_not_overwritten(tmp_path):
@@ -16,16 +21,55 @@ def test_a_file_is_replaced_and_not_overwritten(tmp_path):
     assert path.read_text() == "the new text" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_sample_without_the_row_of_its_evaluation_is_written_again(tmp_path):
-    """The run was killed between the two, and repeats the evaluation of its last checkpoint."""
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("16", "17", "is damaged or was edited; pass changed options as flags instead"),
+        ('"format": 1', '"format": 2', "was written by a later version of this program, whose format is not 1"),
+        ('"format": 1,', "", "was written by an earlier version of this program, whose format is not 1"),
+        ('"model"', "model", "is missing or damaged"),
+        ("{", "[" * 10**6, "is missing or damaged"),
+    ],
+)
+def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
+    path = tmp_path / "run.json"
+    write_run_file(path, RUN)
+    assert read_run_file(path) == RUN | {"format": 1}
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=f"^{path} {message}"):
+        read_run_file(path)
+
+
+def test_an_unknown_field_is_refused(tmp_path):
+    assert "future" not in FIELDS
+    write_run_file(tmp_path / "run.json", RUN | {"training": {"future": 1}})
+    with pytest.raises(ValueError, match="'future' is not a field of this version"):
+        read_run_file(tmp_path / "run.json")
+
+
+def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path):
+    """A sample without the row of its evaluation too: the run was killed between the two, and evaluates again."""
     log = Log(tmp_path, 0, lambda row: None)
-    for step, text in ((2, "first"), (4, "without a row")):
+    for step, text in ((2, "first\r\n"), (4, "without a row")):
         log.add(step=step, train_loss=1.0)
         log.add_sample(step, text)
         if step == 2:
             log.add(step=step, val_loss=1.0, val_bpb=1.0)
+    log.add(step=5, train_loss=1.0)
     Log(tmp_path, 4, lambda row: None).add_sample(4, "again")
-    assert (tmp_path / "samples.txt").read_text() == "----- step 2 -----\nfirst\n----- step 4 -----\nagain\n"
+    samples = (tmp_path / "samples.txt").read_bytes()
+    assert samples == b"----- step 2 -----\nfirst\r\n\n----- step 4 -----\nagain\n"
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("line", ["3", '{"step": "4"}', '{"step": 1}', '{"step": 4, "lr": "x"}', '{"step": 4', "\x00"])
+def test_a_damaged_log_names_its_line(line, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 3, "train_loss": 1.0}\n' + line)
+    assert read_rows(path) == [{"step": 3, "train_loss": 1.0}]  # a line that was not finished
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is not a row"):
+        read_rows(path)
 
 
 def test_a_run_that_was_killed_before_it_existed_can_start_again(tmp_path):
@@ -36,3 +80,13 @@ def test_a_run_that_was_killed_before_it_existed_can_start_again(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError, match="is not empty"):
         check_run_dir(tmp_path, exists=False)
+
+
+def test_a_run_writes_through_no_link(tmp_path):
+    """Except `checkpoints`, which may be on another disk."""
+    (tmp_path / "run.json").touch()
+    (tmp_path / "checkpoints").symlink_to(tmp_path.parent)
+    check_run_dir(tmp_path, exists=True)
+    (tmp_path / "metrics.jsonl").symlink_to(Path.home() / "elsewhere")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a symbolic link"):
+        check_run_dir(tmp_path, exists=True)

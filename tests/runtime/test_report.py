@@ -1,0 +1,140 @@
+"""The page and the loss curve of a run: HTML from Markdown, tables and figures, and what is drawn."""
+
+import base64
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import train
+from runtime.report import figure, markdown, page, plot_loss, preformatted, table, write_report
+from runtime.run_dir import Log, read_run_file, write_run_file
+
+VOID = {"meta", "img", "br", "hr"}  # tags that have no end
+# A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
+ROWS = [
+    {"step": 10, "train_loss": 6.0},
+    {"step": 20, "train_loss": 5.0},
+    {"step": 20, "val_loss": 4.5, "val_bpb": 4.5 * 0.577078},
+    {"step": 30, "train_loss": 4.5},
+    {"step": 30, "val_loss": 4.0, "val_bpb": 4.0 * 0.577078},
+]
+
+
+@pytest.mark.parametrize(
+    "text, html",
+    [
+        ("# Title", "<h1>Title</h1>"),
+        ("### a `b`", "<h3>a <code>b</code></h3>"),
+        ("one\n\ntwo\nlines", "<p>one</p>\n<p>two\nlines</p>"),
+        ("**1.25** and *not run*", "<p><strong>1.25</strong> and <em>not run</em></p>"),
+        ("[paper](https://arxiv.org/abs/1910.07467)", '<p><a href="https://arxiv.org/abs/1910.07467">paper</a></p>'),
+        ("<script>alert(1)</script>", "<p>&lt;script&gt;alert(1)&lt;/script&gt;</p>"),
+        ("2 * 3 * 4", "<p>2 * 3 * 4</p>"),
+        ("`python ablate.py --out **x**`", "<p><code>python ablate.py --out **x**</code></p>"),
+    ],
+)
+def test_markdown(text, html):
+    assert markdown(text) == html
+
+
+def test_tables_keep_every_cell():
+    def cells(html: str) -> list[list[str]]:
+        return [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
+
+    html = markdown("| arm | loss |\n|---|---|\n| rmsnorm | **1.5** |\n| x |  |\n")
+    assert cells(html) == [["arm", "loss"], ["rmsnorm", "<strong>1.5</strong>"], ["x", ""]]
+    assert cells(table(["*a*", "b"], [["", "<1>"]])) == [["*a*", "b"], ["", "&lt;1&gt;"]]
+
+
+def test_text_is_not_html():
+    assert preformatted("if a < b:\n    '&amp;'") == "<pre>if a &lt; b:\n    &#x27;&amp;amp;&#x27;</pre>"
+    assert "<title>a &lt; b</title>" in page("a < b", []) and "<h1>a &lt; b</h1>" in page("a < b", [])
+
+
+def test_a_figure_is_svg_inside_the_page():
+    plot = Figure(figsize=(4, 3))
+    plot.subplots().plot([1, 2, 3], [3, 1, 2])
+    html = figure(plot, alt='a "line"')
+    (data,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
+    assert "</svg>" in base64.b64decode(data).decode() and 'alt="a &quot;line&quot;"' in html
+
+
+def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
+    plot = plot_loss(ROWS, gzip_bpb=2.0)
+    FigureCanvasAgg(plot).draw()
+    (axes,) = plot.axes
+    train_line, val_line, gzip = (np.asarray(line.get_xydata()).tolist() for line in axes.lines)
+    assert train_line == [[10, 6.0], [20, 5.0], [30, 4.5]]
+    assert val_line == [[20, 4.5], [30, 4.0]]
+    assert [y for _, y in gzip] == pytest.approx([2.0 / 0.577078] * 2)
+    (right,) = axes.child_axes
+    assert right.get_ylim() == pytest.approx([0.577078 * nats for nats in axes.get_ylim()])
+    box = plot.get_tightbbox()
+    assert box.x0 > 0 and box.y0 > 0 and box.x1 < 8 and box.y1 < 4.5
+    (axes,) = plot_loss([ROWS[0], {"step": 15, "not_finite": True}], gzip_bpb=2.0).axes
+    assert not axes.child_axes  # without an evaluation
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run on a text with characters that HTML must escape."""
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "a b.txt").write_text("the <cat> sees &amp; a bird.\n" * 300)
+    sizes = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 2"
+    places = ["--data", str(folder / "a b.txt"), "--cache-dir", str(folder / "cache"), "--out", str(folder / "run")]
+    train.main([*sizes.split(), *places])
+    return folder / "run"
+
+
+class StrictParser(HTMLParser):
+    """Collects tags with their attributes, and insists that every tag ends where it should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+
+def test_the_page_of_a_run_is_well_formed_and_loads_nothing_from_elsewhere(run):
+    html = (run / "report.html").read_text("utf-8")
+    parser = StrictParser()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    tags = [tag for tag, _ in parser.tags]
+    assert tags.count("h1") == 1 and not {"script", "link", "iframe", "object"} & set(tags)
+    images = [attributes for tag, attributes in parser.tags if tag == "img"]
+    assert images and all(str(image["src"]).startswith("data:") and image["alt"] for image in images)
+    assert not re.search(r"url\(|@import|@font-face| on\w+=", html)
+
+
+def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
+    described = read_run_file(run / "run.json") | {"device": "a <fast> card", "command": ["train.py", "--data", "b c"]}
+    write_run_file(tmp_path / "run.json", described)
+    log = Log(tmp_path, 0, lambda row: None)
+    for step in range(1, 24):
+        log.add_sample(step, f"text {step}. if a < b: café")
+    for row in ROWS:
+        log.add(**row)
+    write_report(tmp_path, gzip_bpb=2.0)
+    html = (tmp_path / "report.html").read_text("utf-8")
+    assert "val_bpb 2.3083 after 30 steps; gzip -9 on the whole validation text: 2.0000 bits per byte." in html
+    assert f"{described['parameters']:,} parameters, on a &lt;fast&gt; card." in html
+    assert "python train.py --data &#x27;b c&#x27;" in html and "<td>tie_embeddings</td><td>true</td>" in html
+    assert re.findall(r"text (\d+)\. if a &lt; b: café", html) == [str(step) for step in range(4, 24)]
+    log.add(step=31, not_finite=True)
+    write_report(tmp_path, gzip_bpb=2.0)
+    assert "Diverged: loss, gradient or weight not finite at step 31." in (tmp_path / "report.html").read_text("utf-8")
