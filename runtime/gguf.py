@@ -245,7 +245,8 @@ def describe_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
     refusal = (
         "a GGUF file can have a tokenizer that train.py has trained, of --tokenizer sentencepiece or bytes, no other"
     )
-    require(isinstance(tokenizer, SentencePieceTokenizer), refusal)
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        raise ValueError(refusal)
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
     except ImportError:
