@@ -245,8 +245,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
     refusal = (
         "a GGUF file can have a tokenizer that train.py has trained, of --tokenizer sentencepiece or bytes, no other"
     )
-    if not isinstance(tokenizer, SentencePieceTokenizer):
-        raise ValueError(refusal)
+    require(isinstance(tokenizer, SentencePieceTokenizer), refusal)
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
     except ImportError:
