@@ -22,10 +22,8 @@ CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 32 << 20  # of a .jsonl file: each line is held in memory to be parsed
 PARQUET_ROWS = 64  # that are held in memory at a time
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first
-
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 

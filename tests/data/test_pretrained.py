@@ -48,12 +48,11 @@ def directories(tmp_path_factory) -> dict[str, Path]:
     folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes", "saved")}
     for folder in folders.values():
         folder.mkdir()
-    llama = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "split_digits": True}
-    llama |= {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
+    llama: dict[str, Any] = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+    llama |= {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "vocab_size": 500}
     with open(folders["llama"] / "tokenizer.model", "wb") as model:
         texts = TEXT.splitlines() + ["<s> </s>"] * 99
-        options = {"sentence_iterator": iter(texts), "model_writer": model, "vocab_size": 500, "minloglevel": 2}
-        sentencepiece.SentencePieceTrainer.train(**options, **llama)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **llama)
     write(folders["llama"] / "tokenizer_config.json", tokenizer_class="LlamaTokenizer", eos_token="</s>")
     byte_level_bpe().save(str(folders["byte-level"] / "tokenizer.json"))
     write(folders["byte-level"] / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": END})

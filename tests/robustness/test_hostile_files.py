@@ -302,6 +302,17 @@ def test_code_in_a_directory_is_not_run(theirs, tmp_path):
     assert all(torch.equal(weight, after.state_dict()[name]) for name, weight in before.state_dict().items())
 
 
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_mutated_tokenizers(tmp_path, cases, record):
+    """A process that loads damaged tokenizers, one after another, and encodes with them, goes on to the last."""
+    command = [sys.executable, str(Path(__file__).with_name("damaged_tokenizers.py")), str(cases(12, 600))]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=cases(60, 1800))
+    assert result.returncode == 0, result.stderr[-2000:]
+    record(**json.loads(result.stdout))
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
