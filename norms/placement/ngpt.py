@@ -67,17 +67,20 @@ class UnitQuery(nn.Module):
         return (unit(q) * (q.shape[-1] * scale.square())).to(q.dtype)
 
 
-class ScaledLinear(nn.Linear):
-    """s ⊙ W x with the weight of `linear`; s is learned, stored as `stored` at the start."""
+class ScaledLinear(nn.Module):
+    """s ⊙ W x with the weight of `linear`; s is learned, stored as `stored` at the start.
+
+    It is no `nn.Linear`, so that tools that merge an adapter into W, which s would scale, refuse it.
+    """
 
     def __init__(self, linear: nn.Linear, stored: float, factor: float):
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        super().__init__()
         self.weight = linear.weight
         self.scale = nn.Parameter(torch.full((linear.out_features,), stored))
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        y = F.linear(x, self.weight)
         return (y * (self.scale * self.factor)).to(y.dtype)
 
 
