@@ -137,7 +137,7 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     check_options(model_config, config, ranks)
     shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
     wants_fast = False if shard and not getattr(flags, "fast", False) else config.fast
-    fast = resolve_fast(wants_fast, device, dtype, compiled, shard)
+    fast = resolve_fast(wants_fast, device, dtype, compiled)
     return model_config, dataclasses.replace(config, fast=fast, shard=shard)
 
 
