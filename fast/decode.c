@@ -10,8 +10,10 @@
 
 #ifdef __AVX512F__
 enum { LANES = 16, BATCH = 4 };  // rows of x multiplied at a time: 16 sums in 32 registers
+#define WIDEN(h) (ints)_mm512_cvtepu16_epi32((__m256i)(h))
 #else
 enum { LANES = 8, BATCH = 2 };  // 8 sums in 16 registers
+#define WIDEN(h) (ints)_mm256_cvtepu16_epi32((__m128i)(h))
 #endif
 enum { ROWS = 4 };          // weight rows multiplied at a time
 enum { SERIAL = 1 << 16 };  // multiplications that one thread finishes sooner than it wakes another
@@ -74,7 +76,7 @@ INLINE vec load(int bf16, const void *x, int64_t i, int64_t count) {
             h = *(const halves *)((const uint16_t *)x + i);
         else
             memcpy(&h, (const uint16_t *)x + i, count * 2);
-        return (vec)(__builtin_convertvector(h, ints) << 16);
+        return (vec)(WIDEN(h) << 16);
     }
     if (count >= LANES) return AT((const float *)x, i);
     memcpy(&v, (const float *)x + i, count * 4);

@@ -129,7 +129,8 @@ def resolve(flags: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     model_config, config = read_configs(flags, pick_device(getattr(flags, "device", "auto")).type)
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
+    step_flops = 6 * model_config.weights * config.batch_size * model_config.context
+    compiled = compile_by_default(device, config.steps, step_flops) if config.compile is None else config.compile
     check_tracker(config.log)
     distributed.check_device(device)
     config = dataclasses.replace(config, device=str(device), dtype=dtype, compile=compiled, out="")
