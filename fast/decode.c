@@ -1,17 +1,95 @@
 // One new token of each of a few sequences: products that read each weight once, and attention over the cache.
 //
 // Each dot product has one fixed order of summation, so results depend neither on the number of threads nor on what
-// else is in the batch.
+// else is in the batch. `bf16` is a constant at every call of an inline function, so branches on it cost nothing.
 
-#include "vectors.h"
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
 
-enum { ROWS = 4 };  // weight rows multiplied at a time
 #ifdef __AVX512F__
-enum { BATCH = 4 };  // by as many rows of x: 16 sums in 32 registers
+enum { LANES = 16, BATCH = 4 };  // rows of x multiplied at a time: 16 sums in 32 registers
+#define WIDEN(h) (ints)_mm512_cvtepu16_epi32((__m256i)(h))
 #else
-enum { BATCH = 2 };  // 8 sums in 16 registers
+enum { LANES = 8, BATCH = 2 };  // 8 sums in 16 registers
+#define WIDEN(h) (ints)_mm256_cvtepu16_epi32((__m128i)(h))
 #endif
+enum { ROWS = 4 };          // weight rows multiplied at a time
 enum { SERIAL = 1 << 16 };  // multiplications that one thread finishes sooner than it wakes another
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+
+#define AT(p, i) (*(vec *)((p) + (i)))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define INLINE static inline __attribute__((always_inline))
+
+// --- vectors of floats ---
+
+INLINE __m128 folded(vec v) {  // the sums of lanes i, i + 4, and so on
+#ifdef __AVX512F__
+    __m256 half = _mm512_castps512_ps256((__m512)v) + _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1));
+#else
+    __m256 half = (__m256)v;
+#endif
+    return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+}
+
+// The sum of each of four vectors. `total` adds in the same order.
+INLINE __m128 totals(vec a, vec b, vec c, vec d) {
+    return _mm_hadd_ps(_mm_hadd_ps(folded(a), folded(b)), _mm_hadd_ps(folded(c), folded(d)));
+}
+
+INLINE float total(vec v) { return totals(v, v, v, v)[0]; }
+
+INLINE vec pick(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
+
+// exp(x) for x up to 88, to 2 ulp. Anything below -87 gives exp(-87), about 1e-38. NaN stays NaN.
+INLINE vec exponential(vec x) {
+    const float round = 0x1.8p23f;  // adding it moves the nearest integer into the lowest bits
+    x = pick(x < -87, (vec){0} - 87, x);
+    vec shifted = x * 0x1.715476p0f + round, n = shifted - round;                     // x = n log 2 + r
+    vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, power = r * (1 / 5040.f);  // exp(r) by its series
+    const float factorials[] = {720, 120, 24, 6, 2, 1, 1};
+    for (int i = 0; i < 7; i++) power = power + 1 / factorials[i], power = i < 6 ? power * r : power;
+    return (vec)((ints)power + ((ints)shifted << 23));
+}
+
+INLINE vec sigmoid(vec x) { return 1 / (1 + exponential(pick(x < -87, (vec){0} + 87, -x))); }
+
+// --- memory ---
+
+// Round to nearest, ties to even. NaN stays NaN.
+INLINE halves to_bf16(vec v) {
+    ints bits = (ints)v, nan = v != v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), halves);
+}
+
+// `count` elements of a row of floats or of bf16 from element i on, at most LANES. The other lanes are 0.
+INLINE vec load(int bf16, const void *x, int64_t i, int64_t count) {
+    vec v = {0};
+    halves h = {0};
+    if (bf16) {
+        if (count >= LANES)
+            h = *(const halves *)((const uint16_t *)x + i);
+        else
+            memcpy(&h, (const uint16_t *)x + i, count * 2);
+        return (vec)(WIDEN(h) << 16);
+    }
+    if (count >= LANES) return AT((const float *)x, i);
+    memcpy(&v, (const float *)x + i, count * 4);
+    return v;
+}
+
+INLINE void store(int bf16, void *y, int64_t i, vec v, int64_t count) {
+    halves h = to_bf16(v);
+    if (bf16)
+        memcpy((uint16_t *)y + i, &h, MIN(count, LANES) * 2);
+    else
+        memcpy((float *)y + i, &v, MIN(count, LANES) * 4);
+}
 
 // --- y = x Wᵀ ---
 
@@ -23,12 +101,13 @@ INLINE void tile(int bf16, int rows, int batch, int64_t inputs, const void *w, i
     int64_t i = 0;
     for (; i + line <= inputs; i += line) {
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) prefetch(bf16, w, at + rows * (inputs + i) + r * line);  // in memory's order
+        for (int r = 0; r < rows; r++)  // prefetch in memory's order
+            __builtin_prefetch((const char *)w + (bf16 ? 2 : 4) * (at + rows * (inputs + i) + r * line));
 #pragma GCC unroll 4
         for (int part = 0; part < line; part += LANES)
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
-                vec weights = load(bf16, w, at + r * inputs + i + part);
+                vec weights = load(bf16, w, at + r * inputs + i + part, LANES);
                 __asm__("" : "+v"(weights));  // keep it in a register: GCC would reload it for each row of x
 #pragma GCC unroll 4
                 for (int b = 0; b < batch; b++) sums[r][b] += weights * AT(x + b * inputs, i + part);
@@ -37,9 +116,9 @@ INLINE void tile(int bf16, int rows, int batch, int64_t inputs, const void *w, i
     for (; i < inputs; i += LANES)
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            vec weights = load_partial(bf16, w, at + r * inputs + i, inputs - i);
+            vec weights = load(bf16, w, at + r * inputs + i, inputs - i);
 #pragma GCC unroll 4
-            for (int b = 0; b < batch; b++) sums[r][b] += weights * load_partial(0, x, b * inputs + i, inputs - i);
+            for (int b = 0; b < batch; b++) sums[r][b] += weights * load(0, x, b * inputs + i, inputs - i);
         }
 #pragma GCC unroll 4
     for (int b = 0; b < batch; b++)
@@ -56,22 +135,20 @@ INLINE void tiles(int bf16, int rows, int64_t batch, int64_t inputs, const void 
     for (; batch > 0; batch--, x += inputs, y += y_stride) tile(bf16, rows, 1, inputs, w, at, x, y, y_stride);
 }
 
-static __attribute__((noinline)) void multiply_fp32(int64_t batch, int64_t inputs, int64_t begin, int64_t end,
-                                                    const void *w, const float *x, float *y, int64_t y_stride) {
-    for (; begin + ROWS <= end; begin += ROWS) tiles(0, ROWS, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
-    for (; begin < end; begin++) tiles(0, 1, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
-}
-
-static __attribute__((noinline)) void multiply_bf16(int64_t batch, int64_t inputs, int64_t begin, int64_t end,
-                                                    const void *w, const float *x, float *y, int64_t y_stride) {
-    for (; begin + ROWS <= end; begin += ROWS) tiles(1, ROWS, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
-    for (; begin < end; begin++) tiles(1, 1, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
-}
-
 // Columns `begin` to `end` of y = x Wᵀ: x (batch, inputs), W (outputs, inputs), rows of y `y_stride` apart.
-INLINE void multiply(int64_t bf16, int64_t batch, int64_t inputs, int64_t begin, int64_t end, const void *w,
-                     const float *x, float *y, int64_t y_stride) {
-    (bf16 ? multiply_bf16 : multiply_fp32)(batch, inputs, begin, end, w, x, y, y_stride);
+static __attribute__((noinline)) void multiply(int64_t bf16, int64_t batch, int64_t inputs, int64_t begin, int64_t end,
+                                               const void *w, const float *x, float *y, int64_t y_stride) {
+    for (int64_t rows; begin < end; begin += rows) {
+        rows = begin + ROWS <= end ? ROWS : 1;
+        if (bf16 && rows == ROWS)
+            tiles(1, ROWS, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
+        else if (bf16)
+            tiles(1, 1, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
+        else if (rows == ROWS)
+            tiles(0, ROWS, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
+        else
+            tiles(0, 1, batch, inputs, w, begin * inputs, x, y + begin, y_stride);
+    }
 }
 
 // All columns, divided among the threads of the surrounding parallel region, which do not wait for each other here.
@@ -100,10 +177,10 @@ void project(int64_t batch, int64_t inputs, int64_t q_width, int64_t kv_width, i
 
 // --- the MLP ---
 
-// y = (silu(x Wgᵀ) · x Wuᵀ) Wdᵀ. scratch: 2 · batch · (hidden + LANES) floats.
+// y = (silu(x Wgᵀ) · x Wuᵀ) Wdᵀ. scratch: 2 · batch · hidden floats.
 void mlp(int64_t batch, int64_t inputs, int64_t hidden, int64_t outputs, int64_t bf16, const float *x, const void *gate,
          const void *up, const void *down, float *scratch, float *y) {
-    float *h = scratch, *other = scratch + batch * (hidden + LANES);
+    float *h = scratch, *other = scratch + batch * hidden;
 #pragma omp parallel if (inputs * hidden > SERIAL)
     {
 #pragma omp for schedule(static)
@@ -114,8 +191,8 @@ void mlp(int64_t batch, int64_t inputs, int64_t hidden, int64_t outputs, int64_t
             for (int64_t b = 0; b < batch; b++)
                 for (int64_t i = o; i < end; i += LANES) {
                     int64_t at = b * hidden + i;
-                    vec g = load_partial(0, h, at, end - i);
-                    store_partial(0, h, at, g * sigmoid(g) * load_partial(0, other, at, end - i), end - i);
+                    vec g = load(0, h, at, end - i);
+                    store(0, h, at, g * sigmoid(g) * load(0, other, at, end - i), end - i);
                 }
         }
         multiply_shared(bf16, batch, hidden, outputs, down, h, y);
@@ -136,16 +213,18 @@ INLINE void rotate(const float *restrict x, const float *cos, const float *sin, 
 INLINE float exponentials(int64_t seen, float scale, float *scores) {
     vec top = (vec){0} - INFINITY, sums = {0};
     for (int64_t s = seen; s % LANES; s++) scores[s] = -INFINITY;
-    for (int64_t s = 0; s < seen; s += LANES) top = vmax(AT(scores, s), top);
-    float highest = largest(top);
+    for (int64_t s = 0; s < seen; s += LANES) top = pick(AT(scores, s) > top, AT(scores, s), top);
+    float largest = top[0];
+    for (int i = 1; i < LANES; i++) largest = top[i] > largest ? top[i] : largest;
     for (int64_t s = 0; s < seen; s += LANES) {
-        vec exps = exponential((AT(scores, s) - highest) * scale);
-        sums += AT(scores, s) = select_first(seen - s, exps, (vec){0});
+        AT(scores, s) = exponential((AT(scores, s) - largest) * scale);
+        for (int64_t i = seen; i < s + LANES; i++) scores[i] = 0;
+        sums += AT(scores, s);
     }
     return total(sums);
 }
 
-// y = inverse · Σ weight[s] · values[s], for `count` whole vectors from feature i on.
+// y = inverse · Σ weight[s] · values[s], for `count` whole vectors from feature i on, or for what is left of one.
 INLINE void weighted_sum(int bf16, int count, int64_t seen, int64_t dim, const float *weights, const void *values,
                          int64_t i, float inverse, float *y) {
     vec sums[4] = {0};
@@ -153,9 +232,9 @@ INLINE void weighted_sum(int bf16, int count, int64_t seen, int64_t dim, const f
 #pragma GCC unroll 4
         for (int k = 0; k < count; k++) {
             int64_t at = i + k * LANES;
-            sums[k] += weights[s] * load_partial(bf16, values, s * dim + at, count > 1 ? LANES : dim - at);
+            sums[k] += weights[s] * load(bf16, values, s * dim + at, count > 1 ? LANES : dim - at);
         }
-    for (int k = 0; k < count; k++) store_partial(0, y, i + k * LANES, sums[k] * inverse, dim - i - k * LANES);
+    for (int k = 0; k < count; k++) store(0, y, i + k * LANES, sums[k] * inverse, dim - i - k * LANES);
 }
 
 INLINE void average(int bf16, int64_t seen, int64_t dim, const float *weights, const void *values, float inverse,
@@ -167,8 +246,7 @@ INLINE void average(int bf16, int64_t seen, int64_t dim, const float *weights, c
 }
 
 INLINE void append(int bf16, int64_t at, int64_t dim, const float *x, void *cache) {
-    for (int64_t i = 0; i < dim; i += LANES)
-        store_partial(bf16, cache, at + i, load_partial(0, x, i, dim - i), dim - i);
+    for (int64_t i = 0; i < dim; i += LANES) store(bf16, cache, at + i, load(0, x, i, dim - i), dim - i);
 }
 
 // Rotates q and k, appends k and v to the cache, attends to all of it, and multiplies by the output projection.

@@ -1,4 +1,4 @@
-"""Loads the optional CPU kernels in fast/. Delete that package and everything still works, slower."""
+"""Loads the optional CPU kernels in fast/ for generation. Delete that package and everything still works."""
 
 import torch
 
@@ -15,9 +15,7 @@ except ImportError as error:
         return "the package fast/ is missing"
 
 
-def resolve_fast(
-    wanted: bool | None, device: torch.device, dtype: str = "auto", compiled: bool = False, sharded: bool = False
-) -> bool:
+def resolve_fast(wanted: bool | None, device: torch.device, dtype: str = "auto", compiled: bool = False) -> bool:
     """Whether to use the kernels. By default they are used if they can be.
 
     Raises ValueError if they are `wanted` and cannot be used.
@@ -30,8 +28,6 @@ def resolve_fast(
         reason = "they need --dtype float32 or bfloat16"
     elif compiled:
         reason = "they need --no-compile"
-    elif sharded:
-        reason = "they need --no-shard"
     else:
         reason = unavailable()
     if wanted and reason:

@@ -1,12 +1,18 @@
 """Hardware properties: devices, dtypes and peak speed."""
 
 import contextlib
+import ctypes
+import math
 import os
 import platform
 import re
+import shutil
 import sys
+import sysconfig
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,7 +49,11 @@ CARDS = {
     "rtx-3090": Card("RTX 3090", 71e12, 0.936e12, 24e9),
     "rtx-4090": Card("RTX 4090", 165e12, 1.008e12, 24e9),
 }
-COMPILE_STEPS = 500  # `torch.compile` takes about a minute, which shorter runs do not amortize
+PRODUCT_SIZE = 256  # of the square matrices that `product_times` multiplies
+FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
+# `torch.compile` takes about a minute, which shorter runs do not amortize.
+COMPILE_STEPS = 500  # of a run on CUDA
+COMPILE_FLOPS = 3e13  # of a run on a CPU: about five minutes
 
 
 def pick_device(name: str) -> torch.device:
@@ -72,46 +82,71 @@ def check_device_name(name: str) -> None:
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of matrix products: `name`, or for "auto" the faster of bfloat16 and float32.
 
-    Raises ValueError for bfloat16 on a device that only emulates it.
+    A dtype that is named is used, even where the device only emulates it.
     """
     if name == "auto":
         name = "bfloat16" if prefers_bfloat16(device) else "float32"
-    if name == "bfloat16" and not has_bfloat16(device):
-        raise ValueError(f"--dtype bfloat16: {describe(device)} has no bfloat16 instructions; try --dtype float32")
     return getattr(torch, name)
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether `device` has instructions for bfloat16 matrix products."""
+def prefers_bfloat16(device: torch.device) -> bool:
+    """Whether `device` multiplies matrices faster in bfloat16 than in float32. A CPU is timed."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
     if device.type == "cpu":
-        return _cpu_has_bfloat16()
+        seconds = product_times()
+        return seconds["float32"] >= FASTER * seconds["bfloat16"]
     return True
 
 
-def prefers_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies matrices faster in bfloat16 than in float32.
+@cache
+def product_times() -> dict[str, float]:
+    """Seconds for a matrix product on the CPU in float32 and in bfloat16, measured in about 10 ms, once per process.
 
-    An x86 CPU needs AMX for that. With AVX-512's bfloat16 instructions alone, an Intel Xeon takes twice as long.
+    No list of instruction sets tells which is faster: with AVX-512's bfloat16 instructions, a Xeon without AMX is
+    slower in bfloat16, and an EPYC twice as fast. On a busy machine the threads of a product wait for each other, so
+    it is measured on one; the two dtypes alternate, and the shortest time counts.
     """
-    if device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
-        # Private: torch has no public query for AMX. If missing, use float32.
-        return has_bfloat16(device) and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return has_bfloat16(device)
+    operands = {
+        name: torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=getattr(torch, name)) for name in ("float32", "bfloat16")
+    }
+    best, threads = dict.fromkeys(operands, math.inf), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(5):
+        for name, x in operands.items():
+            start = time.perf_counter()
+            x @ x
+            best[name] = min(best[name], time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return best
 
 
-def _cpu_has_bfloat16() -> bool:
-    # Private: torch has no public query that respects ONEDNN_MAX_CPU_ISA. If missing, use float32.
-    onednn = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    x86 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    # oneDNN says yes to AVX-512 processors that emulate bfloat16.
-    return onednn() and (x86() or platform.machine() not in ("x86_64", "AMD64"))
+def describe_product_times() -> str:
+    """Why "auto" chose a dtype on this CPU."""
+    times = [f"{seconds * 1e3:.2f} ms in {name}" for name, seconds in product_times().items()]
+    return f"a matrix product takes {' and '.join(times)}"
 
 
-def compile_by_default(device: torch.device, steps: int) -> bool:
-    """Whether a run of `steps` uses `torch.compile` unless told otherwise."""
-    return device.type == "cuda" and steps >= COMPILE_STEPS and find_spec("triton") is not None
+def compile_by_default(device: torch.device, steps: int, step_flops: float) -> bool:
+    """Whether a run of `steps`, each with so many FLOPs, uses `torch.compile` unless told otherwise."""
+    if device.type == "cuda":
+        return steps >= COMPILE_STEPS and find_spec("triton") is not None
+    header = Path(sysconfig.get_path("include"), "Python.h")  # Inductor's C++ code includes it
+    compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    return device.type == "cpu" and steps * step_flops >= COMPILE_FLOPS and header.exists() and compiler is not None
+
+
+def set_up_cpu() -> None:
+    """Settings of this process for computing on a CPU. Call it before any other function of torch.
+
+    glibc keeps freed memory for the next tensor: returning it to the kernel and faulting it in again costs up to a
+    third of a training step.
+    """
+    torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer
+    torch.set_num_threads(torch.get_num_threads())  # as `product_times` does: products must not depend on its call
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:

@@ -107,7 +107,8 @@ def resolve(flags: argparse.Namespace, earlier: RunFile | None = None) -> tuple[
     distributed.check_device(device)
     check_tracker(config.log)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    compiled = compile_by_default(device, config.steps) if config.compile is None else config.compile
+    step_flops = 6 * model_config.weights * config.batch_size * model_config.context
+    compiled = compile_by_default(device, config.steps, step_flops) if config.compile is None else config.compile
     shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
     config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model_config, config, ranks)

@@ -9,41 +9,23 @@ constexpr c10::DeviceType CUDA = c10::DeviceType::CUDA;
 
 // Torch's guard that does nothing has no current device. This one has card 0.
 struct CardGuard final : c10::impl::NoOpDeviceGuardImpl<CUDA> {
-  c10::Device getDevice() const override {
-    return c10::Device(CUDA, 0);
-  }
-  c10::Device exchangeDevice(c10::Device) const override {
-    return getDevice();
-  }
+  c10::Device getDevice() const override { return c10::Device(CUDA, 0); }
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
   c10::Stream getStream(c10::Device device) const noexcept override {
     return c10::Stream(c10::Stream::DEFAULT, device);
   }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
-    return stream;
-  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
 };
 
 struct CardHooks final : at::CUDAHooksInterface {
   explicit CardHooks(at::CUDAHooksArgs) {}
   void init() const override {}
-  bool hasCUDA() const override {
-    return true;
-  }
-  bool isBuilt() const override {
-    return true;
-  }
-  bool isAvailable() const override {
-    return true;
-  }
-  bool hasPrimaryContext(at::DeviceIndex) const override {
-    return true;
-  }
-  at::DeviceIndex deviceCount() const override {
-    return 1;
-  }
-  at::DeviceIndex getCurrentDevice() const override {
-    return 0;
-  }
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(at::DeviceIndex) const override { return true; }
+  at::DeviceIndex deviceCount() const override { return 1; }
+  at::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
 c10::impl::DeviceGuardImplRegistrar guard(CUDA, new CardGuard);

@@ -7,6 +7,8 @@ raises where an operation mixes devices; `Waits` notes where Python would wait f
 import contextlib
 import ctypes
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-NAME = "NVIDIA H100 80GB HBM3"
-aten = torch.ops.aten
+INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]  # maybe inside ROOT
 
 
 class FakeCard(FakeTensorMode):
@@ -70,17 +71,13 @@ class Waits(TorchDispatchMode):
             self.copied(args[0], out, kwargs.get("non_blocking", False))
         elif name == "copy_":
             self.copied(args[1], args[0], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        elif name in ("index", "index_put", "index_put_") and on_card(args[0]):
-            self.indexed(args[1])
+        elif name in ("index", "index_put_") and any(on_card(i) != on_card(args[0]) for i in args[1] if i is not None):
+            self.note("index from the CPU")
         return out
 
     def copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         if source.device.type != target.device.type and not (non_blocking and is_pinned(source)):
             self.note(f"copy from {source.device.type} to {target.device.type}")
-
-    def indexed(self, indices: list[Tensor | None]) -> None:
-        if any(index is not None and not on_card(index) for index in indices):
-            self.note("index from the CPU")
 
     def note(self, what: str) -> None:
         self.found.append((what, line_of_ours()))
@@ -95,19 +92,16 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def placeholder(tensor: Tensor) -> Any:
-    if tensor.dtype == torch.bool:
-        return False
-    return 0.5 if tensor.dtype.is_floating_point else 0
+    return {torch.bool: False, torch.int64: 0}.get(tensor.dtype, 0.5)
 
 
 def line_of_ours() -> str:
     """The innermost line of the project that is being executed. Backward runs in a thread that has none."""
-    frame = sys._getframe(1)
-    while frame:
+    for frame, line in traceback.walk_stack(sys._getframe()):
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path != Path(__file__):
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        ours = path.is_relative_to(ROOT) and not any(map(path.is_relative_to, INSTALLED))
+        if ours and path != Path(__file__):
+            return f"{path.relative_to(ROOT)}:{line}"
     return "backward"
 
 
@@ -119,13 +113,12 @@ def read_list(tensor: FakeTensor) -> list:
 
 def move(module: nn.Module, device: torch.device) -> nn.Module:
     """`module.to(device)`, which torch does not support for fake parameters. Shared parameters stay shared."""
-    moved: dict[int, nn.Parameter] = {}
+    moved: dict[Tensor, nn.Parameter] = {}
     for part in module.modules():
         for name, weight in part._parameters.items():
             if weight is not None:
-                if id(weight) not in moved:
-                    moved[id(weight)] = nn.Parameter(weight.detach().to(device), weight.requires_grad)
-                part._parameters[name] = moved[id(weight)]
+                new = nn.Parameter(weight.detach().to(device), weight.requires_grad)
+                part._parameters[name] = moved.setdefault(weight, new)
         for name, buffer in part._buffers.items():
             part._buffers[name] = buffer.to(device) if buffer is not None else None
     return module
@@ -153,8 +146,6 @@ FakeTensor.tolist = read_list  # type: ignore[method-assign,assignment]
 nn.Module.to = move  # type: ignore[method-assign,assignment]
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-torch.cuda.current_device = lambda: 0
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
-torch.cuda.get_device_name = lambda device=None: NAME
-torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+torch.cuda.get_device_name = lambda device=None: "NVIDIA H100 80GB HBM3"
 torch.cuda._lazy_init = lambda: None
