@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, require
 from norms import TRAITS, build_norm
-from norms.modules.embedding import Embedding, ScaledEmbedding
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
@@ -41,17 +40,14 @@ class Llama(nn.Module):
         self.config = config = config or ModelConfig(**fields)
         self.recompute = False  # gradient checkpointing: keep each block's input, recompute the rest in backward
         placement = PLACEMENTS[config.placement]
-        if config.scaled_embedding or config.embedding_scale != 1:
-            scales = config.embedding_scale, config.scaled_embedding
-            self.embed_tokens: nn.Module = ScaledEmbedding(config.vocab_size, config.dim, *scales)
-        else:
-            self.embed_tokens = Embedding(config.vocab_size, config.dim)
+        scaled = config.scaled_embedding or config.embedding_scale != 1
+        self.embed_tokens: Embedding | ScaledEmbedding = ScaledEmbedding(config) if scaled else Embedding(config)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config.head_dim, config.context, config.rope_theta, config.rope_scaling)
-        self.start = placement.start  # the embedding -> the residual stream, or a pair of streams
+        self.init_stream = placement.init_stream  # the embedding -> the residual stream, or a pair of streams
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
-        self.finish = placement.finish(make_norm)  # the final norm, where the placement has one
+        self.final_norm = placement.final_norm(make_norm)  # nn.Identity where the placement has none
         self.lm_head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -71,13 +67,13 @@ class Llama(nn.Module):
     def hidden(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Final hidden states (B, T, C), the input of `lm_head`. See `forward`."""
         rope = self.rope(cache[0].length if cache is not None else 0, tokens.shape[1])
-        x = self.start(self.dropout(self.embed_tokens(tokens)))  # B T C
+        x = self.init_stream(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
             if self.recompute and cache is None and torch.is_grad_enabled():
                 x = recomputed(block, x, rope)
             else:
                 x = block(x, rope, cache[layer] if cache is not None else None)
-        return self.finish(x)  # B T C
+        return self.final_norm(x)  # B T C
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of predicting `targets` (B, T) from `tokens` (B, T)."""
@@ -98,11 +94,11 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        residual = PLACEMENTS[config.placement].residual
+        connection = PLACEMENTS[config.placement].connection
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
-        self.attention_residual = residual(Site("attention", layer, config.layers, config.dim, make_norm))
+        self.attention_residual = connection(Site("attention", layer, config.layers, config.dim, make_norm))
         self.self_attn = Attention(config)
-        self.mlp_residual = residual(Site("mlp", layer, config.layers, config.dim, make_norm))
+        self.mlp_residual = connection(Site("mlp", layer, config.layers, config.dim, make_norm))
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
@@ -286,6 +282,35 @@ def recomputed(block: nn.Module, x: Tensor, rope: RopeTable) -> Tensor:
         return functional_call(block, before, (x, rope))
 
     return checkpoint(forward, x, use_reentrant=False)
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding`, whose weight `draw_weights` initializes."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config.vocab_size, config.dim)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class ScaledEmbedding(nn.Module):
+    """An embedding times a constant, as in Gemma, or times a learned scalar, √dim at the start (arXiv 2503.10622).
+
+    It is no `nn.Embedding`, so that tools that merge an adapter into the weight, which would be scaled, refuse it.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight, self.constant = nn.Parameter(torch.empty(config.vocab_size, config.dim)), config.embedding_scale
+        self.scale = nn.Parameter(torch.full((1,), math.sqrt(config.dim))) if config.scaled_embedding else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.constant * F.embedding(tokens, self.weight)  # B T C
+        return x if self.scale is None else self.scale * x
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------

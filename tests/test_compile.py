@@ -138,7 +138,7 @@ def test_a_training_compiles_each_shape_once(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("".join(draw.choices("abcde \n", k=50_000)))
     flags = (
         f"--data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'} --tokenizer bytes --dim 32 --layers 1 "
-        "--heads 2 --context 32 --batch-size 8 --eval-every 2 --save-every 2 --device cpu --dtype float32 --no-fast"
+        "--heads 2 --context 32 --batch-size 8 --eval-every 2 --save-every 2 --device cpu --dtype float32"
     )
     evaluations: list[tuple[int, float]] = []  # the number of compilations so far, and the loss
     evaluate = train.evaluate

@@ -87,7 +87,7 @@ def losses_of_transformers(directory: Path, run: Run, dtype: torch.dtype) -> tor
 
 def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory, monkeypatch):
     """In fp32, ours are as close to float64 as theirs, up to a factor that allows for another order of sums."""
-    run = resolve_run(train.parse(fine_tune("--no-fast")))
+    run = resolve_run(train.parse(fine_tune()))
     losses, accumulate = [], train.Trainer.accumulate_gradients
     monkeypatch.setattr(
         train.Trainer, "accumulate_gradients", lambda self: losses.append(accumulate(self)) or losses[-1]
@@ -174,7 +174,7 @@ def test_master_weights_are_fp32(fine_tune, directory):
     trainer = train.Trainer(resolve_run(train.parse(fine_tune("--dtype float16"))))
     for name, weight in trainer.model.state_dict().items():
         assert weight.dtype == torch.float32
-        assert name != "finish.weight" or torch.equal(weight, theirs.model.norm.weight.float())
+        assert name != "final_norm.weight" or torch.equal(weight, theirs.model.norm.weight.float())
 
 
 def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path):

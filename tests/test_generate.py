@@ -220,7 +220,7 @@ def test_empty_prompt_starts_with_end_of_document(model):
 def test_samples_stop_at_end_of_document():
     model = random_weights_model(dataclasses.replace(CONFIG, norm="layernorm"))
     with torch.no_grad():  # raise the probability of END to about 10% per token
-        model.get_parameter("finish.bias").copy_(model.lm_head.weight[END] * 1.5)
+        model.get_parameter("final_norm.bias").copy_(model.lm_head.weight[END] * 1.5)
     rows = [list(row) for row in zip(*stream(model, [7], Sampling(tokens=40, temperature=1.0), END, 5), strict=True)]
     lengths = [row.index(END) for row in rows]
     assert len(set(lengths)) > 1  # samples end at different steps
@@ -294,7 +294,7 @@ def test_generate_appends_the_sampled_ids(model):
 def test_generation_restores_the_mode_and_records_no_gradients(training):
     """Also when it fails."""
     model, recorded = random_weights_model().train(training), set()
-    model.finish.register_forward_hook(lambda module, inputs, output: recorded.add(output.requires_grad))
+    model.final_norm.register_forward_hook(lambda module, inputs, output: recorded.add(output.requires_grad))
     generate(model, [7], tokens=3)
     assert model.training is training and recorded == {False}
     with pytest.raises(ValueError, match="--tokens 99"):

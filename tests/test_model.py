@@ -101,7 +101,7 @@ def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
         h = rms(x, block["mlp_residual.norm.weight"])
         gate, up = h @ block["mlp.gate_proj.weight"].T, h @ block["mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp.down_proj.weight"].T
-    return rms(x, weights["finish.weight"]) @ weights["lm_head.weight"].T
+    return rms(x, weights["final_norm.weight"]) @ weights["lm_head.weight"].T
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_roles_match_the_data_flow():
         for layer in range(WIDE.layers):
             weights[f"model.layers.{layer}.self_attn.o_proj.weight"].zero_()
             weights[f"model.layers.{layer}.mlp.down_proj.weight"].zero_()
-        assert torch.equal(model(tokens), model.lm_head(model.finish(model.embed_tokens(tokens))))
+        assert torch.equal(model(tokens), model.lm_head(model.final_norm(model.embed_tokens(tokens))))
 
 
 def test_meta_device_model_loads_weights():
@@ -476,15 +476,16 @@ NORM_KEYS = ["attention_residual.norm.weight", "mlp_residual.norm.weight"]
 @pytest.mark.parametrize(
     "changes, in_block, outside",
     [
-        ({}, NORM_KEYS, ["finish.weight"]),
+        ({}, NORM_KEYS, ["final_norm.weight"]),
         ({"placement": "post"}, NORM_KEYS, []),
         ({"norm": "none"}, [], []),
         ({"norm": "layernorm"}, [*NORM_KEYS, *(key.replace("weight", "bias") for key in NORM_KEYS)],
-         ["finish.weight", "finish.bias"]),
-        ({"qk_norm": "head"}, [*NORM_KEYS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"], ["finish.weight"]),
+         ["final_norm.weight", "final_norm.bias"]),
+        ({"qk_norm": "head"}, [*NORM_KEYS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"],
+         ["final_norm.weight"]),
         ({"qk_norm": "full"}, [*NORM_KEYS, "self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"],
-         ["finish.weight"]),
-        ({"scaled_embedding": True}, NORM_KEYS, ["finish.weight", "embed_tokens.scale"]),
+         ["final_norm.weight"]),
+        ({"scaled_embedding": True}, NORM_KEYS, ["final_norm.weight", "embed_tokens.scale"]),
     ],
     ids=str,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from model import Llama
 from runtime.device import peak_flops, peak_memory
 
 SIZES = "--dim 32 --layers 2 --heads 4 --kv-heads 2 --head-dim 16 --hidden-dim 40 --context 32 --batch-size 8"
-RUN = f"{SIZES} --tokenizer bytes --device cpu --dtype float32 --no-fast --steps 20 --eval-every 10 --save-every 10"
+RUN = f"{SIZES} --tokenizer bytes --device cpu --dtype float32 --steps 20 --eval-every 10 --save-every 10"
 TOKENS = 8 * 32  # per step
 # 6 FLOPs for each weight in a matrix product: the head, and in both blocks queries and output, keys and values, MLP.
 # Attention has 2 products over on average half of 32 tokens, with 2 FLOPs each, and as much again twice in backward.

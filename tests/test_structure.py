@@ -67,7 +67,7 @@ def test_imports_run_one_way():
 def test_the_reference_stays_short():
     """Long enough to understand everything, short enough to read in one sitting."""
     lines = {source: len((ROOT / source).read_text("utf-8").splitlines()) for source in ["model.py", *KINDS]}
-    assert lines.pop("model.py") <= 350
+    assert lines.pop("model.py") <= 380
     assert max(lines.values()) <= 95, lines
     assert sorted(lines.values())[-2] <= 70, lines  # all but PowerNorm, which has a backward of its own
 

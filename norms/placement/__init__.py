@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from norms.placement.ngpt import NormalizedUpdate, add_scales, return_to_sphere, start_on_sphere
+from norms.placement.ngpt import NormalizedUpdate, add_scales, init_on_sphere, return_to_sphere
 from norms.placement.one_stream import (
     DeepNorm,
     LayerNormScaling,
@@ -19,14 +19,14 @@ from norms.placement.one_stream import (
     ReZero,
     Sandwich,
     deepnorm_gain,
-    final_norm,
     hybrid_norm,
     keel,
     mix_norm,
-    no_final_norm,
+    with_final_norm,
+    without_final_norm,
 )
 from norms.placement.site import MakeNorm, Site
-from norms.placement.two_streams import FinishResiDual, FinishSiamese, ResiDual, Siamese, start_two
+from norms.placement.two_streams import ResiDual, ResiDualOutput, Siamese, SiameseOutput, duplicate
 from norms.registry import TRAITS
 
 __all__ = [
@@ -55,11 +55,11 @@ def no_gain(role: str, depth: int) -> float:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a placement says about the whole model. `residual` builds the connection at one site."""
+    """What a placement says about the whole model. `connection` builds the residual connection at one site."""
 
-    residual: Callable[[Site], nn.Module]
-    finish: Callable[[MakeNorm], nn.Module] = final_norm  # builds the module between the stream and the head
-    start: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
+    connection: Callable[[Site], nn.Module]
+    final_norm: Callable[[MakeNorm], nn.Module] = with_final_norm  # builds the module between stream and head
+    init_stream: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
     init: str = "normal"  # the default of --init
     init_gain: Callable[[str, int], float] = no_gain  # scales the draw of a weight by role (see model.ROLES) and depth
     depth_scaled: bool = True  # whether --depth-scaled-init applies
@@ -74,19 +74,19 @@ class Placement:
 # Depth-scaled init is off if the placement scales by depth itself, or if a norm after the sublayer undoes it.
 PLACEMENTS = {
     "pre": Placement(PreNorm, without_norm=True),
-    "post": Placement(PostNorm, no_final_norm),
-    "deepnorm": Placement(DeepNorm, no_final_norm, init="xavier", init_gain=deepnorm_gain, depth_scaled=False),
+    "post": Placement(PostNorm, without_final_norm),
+    "deepnorm": Placement(DeepNorm, without_final_norm, init="xavier", init_gain=deepnorm_gain, depth_scaled=False),
     "sandwich": Placement(Sandwich, depth_scaled=False),
     "reordered": Placement(Reordered, depth_scaled=False),
     "lns": Placement(LayerNormScaling, depth_scaled=False),
     "mix": Placement(mix_norm, min_layers=2),
-    "residual": Placement(ResiDual, FinishResiDual, start_two),
+    "residual": Placement(ResiDual, ResiDualOutput, duplicate),
     "hybrid": Placement(hybrid_norm, qkv_norm=True),
-    "siamese": Placement(Siamese, FinishSiamese, start_two),
+    "siamese": Placement(Siamese, SiameseOutput, duplicate),
     "rezero": Placement(ReZero, without_norm=True),
-    "keel": Placement(keel, no_final_norm, depth_scaled=False),
+    "keel": Placement(keel, without_final_norm, depth_scaled=False),
     "ngpt": Placement(
-        NormalizedUpdate, no_final_norm, start_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
+        NormalizedUpdate, without_final_norm, init_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
         after_step=return_to_sphere,
     ),
 }  # fmt: skip

@@ -135,11 +135,11 @@ class ReZero(nn.Module):
         return x + self.a * f(x, *args)
 
 
-def final_norm(make_norm: MakeNorm) -> nn.Module:
+def with_final_norm(make_norm: MakeNorm) -> nn.Module:
     """The norm between the last block and the head."""
     return make_norm("final")
 
 
-def no_final_norm(make_norm: MakeNorm) -> nn.Module:
+def without_final_norm(make_norm: MakeNorm) -> nn.Module:
     """No norm between the last block and the head: the output of the block is already normalized."""
     return nn.Identity()

@@ -11,7 +11,7 @@ from norms.placement.one_stream import OneNorm
 from norms.placement.site import MakeNorm, Site
 
 
-def start_two(x: Tensor) -> tuple[Tensor, Tensor]:
+def duplicate(x: Tensor) -> tuple[Tensor, Tensor]:
     """Both streams start as the embedding."""
     return x, x
 
@@ -25,7 +25,7 @@ class ResiDual(OneNorm):
         return self.norm(x + z), r + z
 
 
-class FinishResiDual(nn.Module):
+class ResiDualOutput(nn.Module):
     """x + N(r)."""
 
     def __init__(self, make_norm: MakeNorm):
@@ -51,7 +51,7 @@ class Siamese(nn.Module):
         return x + self.scale * z, y + z
 
 
-class FinishSiamese(nn.Module):
+class SiameseOutput(nn.Module):
     """N(N(x) + N(y))."""
 
     def __init__(self, make_norm: MakeNorm):

@@ -27,5 +27,5 @@ def hugging_face_name(ours: str, config: ModelConfig) -> str:
     for path, theirs in NORMS.get(config.placement, {}).items():
         ours = ours.replace(f".{path}.", f".{theirs}.")
     ours = ours.replace("_norm.norm.", "_norm.")  # --qk-norm full: a norm inside the module that joins the heads
-    ours = ours.replace("finish.", "norm.", 1) if ours.startswith("finish.") else ours
+    ours = ours.replace("final_norm.", "norm.", 1) if ours.startswith("final_norm.") else ours
     return ours if ours.startswith("lm_head.") else f"model.{ours}"

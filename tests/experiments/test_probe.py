@@ -37,12 +37,12 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 def streams_and_loss(model: Llama, tokens: Tensor, targets: Tensor) -> tuple[list, Tensor]:
     """The residual stream before the first block and after each block, and the loss from log-probabilities."""
-    stream = PLACEMENTS[model.config.placement].start(model.embed_tokens.weight[tokens])
+    stream = PLACEMENTS[model.config.placement].init_stream(model.embed_tokens.weight[tokens])
     streams, rope = [stream], model.rope(0, tokens.shape[1])
     for block in model.layers:
         stream = block(stream, rope)
         streams.append(stream)
-    log_probabilities = (model.finish(stream) @ model.lm_head.weight.T).log_softmax(-1)
+    log_probabilities = (model.final_norm(stream) @ model.lm_head.weight.T).log_softmax(-1)
     return streams, -log_probabilities.gather(-1, targets[..., None]).mean()
 
 

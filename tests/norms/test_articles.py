@@ -106,7 +106,7 @@ def test_001_statistics_over_the_whole_sample_leak_future_tokens():
 def test_001_original_transformer_is_post_norm():
     from norms.placement import PLACEMENTS, Site
 
-    residual = PLACEMENTS["post"].residual(Site("mlp", 0, 1, 8, lambda site: LayerNorm(8)))
+    residual = PLACEMENTS["post"].connection(Site("mlp", 0, 1, 8, lambda site: LayerNorm(8)))
     x, sublayer = random(2, 6, 8), nn.Linear(8, 8)
     torch.testing.assert_close(residual(x, sublayer), standardized(x + sublayer(x), -1))
 

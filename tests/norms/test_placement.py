@@ -151,11 +151,11 @@ def reference_logits(
         case "ngpt":
             return x @ w["lm_head.weight"].T * w["lm_head.scale"] * 4
         case "residual":
-            x = x + norm("finish.norm")(y)
+            x = x + norm("final_norm.norm")(y)
         case "siamese":
-            x = norm("finish.norm")(norm("finish.norm_x")(x) + norm("finish.norm_y")(y))
+            x = norm("final_norm.norm")(norm("final_norm.norm_x")(x) + norm("final_norm.norm_y")(y))
         case _:
-            x = norm("finish")(x)
+            x = norm("final_norm")(x)
     return x @ w["lm_head.weight"].T
 
 
@@ -236,7 +236,7 @@ def test_every_placement_reduces_the_loss(placement):
 # --- parameters, sites and checks ------------------------------------------------------------------------------------
 
 ONE = ["norm.weight"]
-# keys in attention's residual connection, in the MLP's, and in `finish`
+# keys in attention's residual connection, in the MLP's, and in `final_norm`
 KEYS = {
     "pre": (ONE, ONE, ["weight"]),
     "post": (ONE, ONE, []),
@@ -261,7 +261,7 @@ NGPT_SCALES = ["self_attn.rotated_q_norm.scale", "mlp.gate_proj.scale", "mlp.up_
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_state_dict_keys(placement):
-    attention, mlp, finish = KEYS[placement]
+    attention, mlp, final = KEYS[placement]
     in_block = [f"{path}.weight" for path in ROLES.values()]
     in_block += [f"attention_residual.{key}" for key in attention] + [f"mlp_residual.{key}" for key in mlp]
     if placement == "hybrid":
@@ -269,7 +269,7 @@ def test_state_dict_keys(placement):
     if placement == "ngpt":
         in_block += NGPT_SCALES
     expected = {f"layers.{layer}.{key}" for layer in range(8) for key in in_block}
-    expected |= {"embed_tokens.weight", "lm_head.weight", *(f"finish.{key}" for key in finish)}
+    expected |= {"embed_tokens.weight", "lm_head.weight", *(f"final_norm.{key}" for key in final)}
     if placement == "keel":
         expected.remove("layers.0.attention_residual.norm_out.weight")
     if placement == "ngpt":
@@ -296,7 +296,7 @@ def test_ngpt_starts_with_the_scales_of_the_paper():
         cosines = torch.cosine_similarity(hidden[:, :, None], model.lm_head.weight, dim=-1)
         torch.testing.assert_close(logits, cosines, rtol=1e-6, atol=1e-7)
         x = torch.eye(16).double()[None]
-        residual = PLACEMENTS["ngpt"].residual(Site("mlp", 0, 4, 16, lambda where: nn.Identity()))
+        residual = PLACEMENTS["ngpt"].connection(Site("mlp", 0, 4, 16, lambda where: nn.Identity()))
         stepped = residual(x, lambda x: 7 * x.roll(1, -1))
     torch.testing.assert_close(stepped, (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05), rtol=1e-6, atol=0)
 
@@ -306,7 +306,7 @@ def test_mix_is_post_norm_in_the_first_quarter(layers, post):
     x = torch.full((1, 1, 16), 100.0)
 
     def is_post(layer: int, site: str) -> bool:
-        residual = PLACEMENTS["mix"].residual(Site(site, layer, layers, 16, lambda where: build_norm("rmsnorm", 16)))
+        residual = PLACEMENTS["mix"].connection(Site(site, layer, layers, 16, lambda where: build_norm("rmsnorm", 16)))
         return bool(residual(x, torch.zeros_like).max() < 2)  # pre-norm leaves the stream at 100
 
     for site in ("attention", "mlp"):
@@ -321,11 +321,11 @@ def test_norms_are_built_with_their_site():
             sites.append(where)
             return nn.Identity()
 
-        PLACEMENTS[placement].residual(Site(name, 1, 4, 16, make_norm))
+        PLACEMENTS[placement].connection(Site(name, 1, 4, 16, make_norm))
         norms = [key for key in KEYS[placement][count] if key not in ("a", "alpha")]
         assert sites == [name] * len(norms)
         sites.clear()
-        PLACEMENTS[placement].finish(make_norm)
+        PLACEMENTS[placement].final_norm(make_norm)
         assert sites == ["final"] * len(KEYS[placement][2])
 
 

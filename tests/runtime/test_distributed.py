@@ -30,7 +30,7 @@ from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
-COMMON = f"{SIZES} --no-fast --eval-tokens 2000 --eval-every 5 --save-every 100"
+COMMON = f"{SIZES} --eval-tokens 2000 --eval-every 5 --save-every 100"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes it finds in /proc")
 
