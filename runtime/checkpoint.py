@@ -36,7 +36,7 @@ from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
-STORED_PER_WEIGHT = {"adamw": 3, "muon": 2}  # numbers: at least the weight and the optimizer's state of it
+OPTIMIZER_STATES = {"adamw": 2, "muon": 1}  # numbers per weight of a block's matrices; other weights have AdamW's
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,9 @@ def check_space(run: Path, model: ModelConfig, training: TrainConfig) -> None:
     saved = list_checkpoints(run)
     if saved and _step(saved[-1]) >= training.steps:
         return
-    size = 4 * model.weights * STORED_PER_WEIGHT[training.optimizer]
+    others = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
+    states = OPTIMIZER_STATES[training.optimizer] * (model.weights - others) + OPTIMIZER_STATES["adamw"] * others
+    size = 4 * (model.weights + states)
     saves = math.ceil(training.steps / training.save_every)
     count = max(1, min(training.keep + 1, saves) - len(saved))
     disk = next(path for path in (run, *run.absolute().parents) if path.exists())

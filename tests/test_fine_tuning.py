@@ -88,10 +88,14 @@ def losses_of_transformers(directory: Path, run: Run, dtype: torch.dtype) -> tor
 def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory, monkeypatch):
     """In fp32, ours are as close to float64 as theirs, up to a factor that allows for another order of sums."""
     run = resolve_run(train.parse(fine_tune()))
-    losses, accumulate = [], train.Trainer.accumulate_gradients
-    monkeypatch.setattr(
-        train.Trainer, "accumulate_gradients", lambda self: losses.append(accumulate(self)) or losses[-1]
-    )
+    losses: list[torch.Tensor] = []
+    accumulate = train.Trainer.accumulate_gradients
+
+    def recorded(trainer: train.Trainer) -> torch.Tensor:
+        losses.append(accumulate(trainer))
+        return losses[-1]
+
+    monkeypatch.setattr(train.Trainer, "accumulate_gradients", recorded)
     trainer = train.Trainer(run)
     for trainer.step in range(STEPS):
         trainer.update(learning_rate(run.config, trainer.step))

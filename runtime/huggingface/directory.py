@@ -74,8 +74,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
     try:
         own = described.get(OWN)
         config, kind = _read_own(own) if own is not None else (None, None)
-        if described.get("model_type") == OWN_TYPE:
-            require(config is not None, f"{OWN} is missing")
+        if config and described.get("model_type") == OWN_TYPE:
             return config, kind
         theirs = from_theirs(described)
         # Where others have changed their fields, those say what is stored.
