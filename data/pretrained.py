@@ -28,7 +28,7 @@ from files import load_json, write_atomically
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-COPIED = (JSON, SENTENCEPIECE, CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
+COPIED = (JSON, SENTENCEPIECE, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
@@ -144,7 +144,7 @@ class PretrainedTokenizer(Tokenizer):
         return text.removeprefix(" ") if self._space_in_front else text
 
     def save(self, directory: Path) -> None:
-        """Write the original files. If what ends a document was found in config.json, it must be copied too."""
+        """Write the original files. The caller writes config.json, with `eos_token_id`."""
         for name, content in self._files.items():
             write_atomically(directory / name, content)
 
