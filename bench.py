@@ -22,8 +22,7 @@ from runtime.device import describe, pick_device
 from runtime.plugins import import_first
 from runtime.process import bad_input, exit_codes, outlive_readers
 
-# The function of each command, whose docstring is its help; the dataclass of its options; and what reads the flags of
-# train.py, for commands that take them as well.
+# Of each command: the function, its own options, and what reads train.py's flags if it takes them as well.
 COMMANDS: dict[str, tuple[Any, Any, Any]] = {
     "norms": (benchmarks.bench_norms, benchmarks.NormsConfig, None),
     "train": (benchmarks.bench_train, benchmarks.RoundsConfig, benchmarks.read_model),
@@ -70,6 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def make_config(flags: argparse.Namespace) -> Any:
     """The options of the command. Raises ValueError for invalid values."""
     given, (_, options, read_train_flags) = vars(flags).copy(), COMMANDS[flags.command]
+    require("init_from" not in given, "bench.py takes no --init-from; name the sizes of the model")
     config = options(**{field.name: given.pop(field.name) for field in fields(options) if field.name in given})
     return read_train_flags(config, given) if read_train_flags else config
 
@@ -79,9 +79,7 @@ def print_report(report: dict[str, Any]) -> None:
     for name, value in report.items():
         if name != "rows":
             print(f"{name}: {value}")
-    rows = [
-        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in report["rows"]
-    ]
+    rows = [[f"{cell:.3g}" if type(cell) is float else str(cell) for cell in row.values()] for row in report["rows"]]
     table = [list(report["rows"][0]), *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for first, *others in table:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from config import DEVICES, ModelConfig, TrainConfig, check_sizes, configs_from, option, require
+from config import DEVICES, ModelConfig, TrainConfig, check_sizes, configs_from, option
 from generate import Sampling, cast_matrices, stream_ids
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
@@ -30,7 +30,6 @@ Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product bounds training speed
 WARMUP_ROUNDS = 2
-COMPILED_NORMS = ("rmsnorm", "layernorm")  # those that PyTorch has a kernel for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,6 @@ def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Na
     """The options in `config`, with the model and the training that flags of train.py describe."""
     device = pick_device(train_flags.get("device", "auto"))
     model, train = configs_from(argparse.Namespace(**train_flags), device.type)
-    require(not train.init_from, "bench.py takes no --init-from; name the sizes of the model")
     dtype = pick_dtype(train.dtype, device)
     return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
@@ -120,7 +118,7 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
     for kind in sorted(kind for kind in KINDS if not TRAITS[kind].identity):
         with suppress(ValueError):
             norms[kind] = build_norm(kind, dim)
-    for kind in COMPILED_NORMS if compiled else ():
+    for kind in ("rmsnorm", "layernorm") if compiled else ():  # those that PyTorch has a kernel for
         norms[f"{kind}, compiled"] = build_norm(kind, dim)
         norms[f"{kind}, compiled"].compile()
     norms["F.layer_norm"] = nn.LayerNorm(dim)
@@ -136,20 +134,15 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor
 
 
 def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
-    """Measure a step of train.py, compared with the speed of matrix products alone."""
+    """Measure a training step, compared with the speed of matrix products alone."""
     step = measure_step(config.model, config.train, device, config.dtype, config.rounds)
+    bound = step["product"] / step["flops_per_token"]
+    row = {"tokens/s": round(step["speed"]), "upper bound": round(bound), "fraction": step["speed"] / bound}
     return {
         "dtype": str(config.dtype),
         "upper bound": f"tokens/s if all matrix products ran at {step['product'] / 1e12:.3g} TFLOP/s, as large ones do",
         "fraction": "of that upper bound",
-        "rows": [
-            {
-                "tokens/s": round(step["speed"]),
-                "upper bound": round(step["product"] / step["flops_per_token"]),
-                "fraction": step["speed"] * step["flops_per_token"] / step["product"],
-                "memory, MB": step["memory"] / 1e6,
-            }
-        ],
+        "rows": [row | {"memory, MB": step["memory"] / 1e6}],
     }
 
 

@@ -30,22 +30,19 @@ NANOGPT = "--layers 6 --heads 6 --dim 384 --context 256 --batch-size 64"
 PARTS = {  # each line is a command
     "default": "train.py --out {out}/default",
     "norms": """
-        bench.py norms --rows 8192 --dim 1024 --compile --json {out}/norms-8192-1024.json
         bench.py norms --rows 65536 --dim 1024 --compile --json {out}/norms-65536-1024.json
+        bench.py norms --rows 8192 --dim 1024 --compile --json {out}/norms-8192-1024.json
         bench.py norms --rows 8192 --dim 4096 --compile --json {out}/norms-8192-4096.json
-        bench.py norms --rows 65536 --dim 4096 --compile --json {out}/norms-65536-4096.json
         bench.py norms --rows 16384 --dim 8192 --compile --json {out}/norms-16384-8192.json""",
     "train": """
         bench.py train --preset 124m --compile --json {out}/train-124m.json
-        bench.py train --preset 124m --context 2048 --micro-batch-size 6 --compile --json {out}/train-124m-2048.json
         bench.py train --preset 1b --micro-batch-size 4 --compile --json {out}/train-1b.json
-        bench.py train --preset 124m --no-compile --json {out}/train-124m-eager.json
+        bench.py train --preset 124m --context 2048 --micro-batch-size 6 --compile --json {out}/train-124m-2048.json
         bench.py train --preset 1b --micro-batch-size 4 --no-compile --json {out}/train-1b-eager.json""",
     "loss": f"train.py {{data}} {NANOGPT} --steps 600 --eval-every 50 --save-every 600 --out {{out}}/loss",
     "generate": "bench.py generate --preset 1b --samples 64 --json {out}/generate.json",
     "claims": """
-        ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 300 --batch-size 32 \
-            --seeds 2 --out {out}/claims""",
+        ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 200 --out {out}/claims""",
     "seeds": f"""
         ablate.py {{data}} {NANOGPT} --steps 200 --seeds 1 --out {{out}}/seeds-1
         ablate.py {{data}} {NANOGPT} --steps 200 --seeds 5 --jobs 5 --out {{out}}/seeds-5""",
@@ -69,9 +66,7 @@ class GPUConfig:
 
     part: str = option(None, "run only this part (default: all)", choices=list(PARTS))
     folder: str = option("runs/gpu", "new folder for the results", metavar="DIR")
-    text: str = option(
-        "shakespeare", "tiny Shakespeare; without a network, the path of the downloaded file", metavar="PATH"
-    )
+    text: str = option("shakespeare", "tiny Shakespeare, or a path where there is no network", metavar="PATH")
     toy: bool = option(False, "rehearse all commands at toy sizes")
     device: str = option("cuda", "device to measure; cpu only to rehearse", choices=["cuda", "cpu"])
 
@@ -86,25 +81,20 @@ def bench_gpu(config: GPUConfig, device: torch.device) -> Report:
 
 def commands(config: GPUConfig) -> dict[str, list[list[str]]]:
     """The arguments of python for each command of each part."""
-    text = config.text if config.text == "shakespeare" else shlex.quote(str(Path(config.text).resolve()))
-    out = shlex.quote(str(Path(config.folder).resolve()))
-    parts = {}
+    out, text = (shlex.quote(str(Path(name).resolve())) for name in (config.folder, config.text))
+    text = "shakespeare" if config.text == "shakespeare" else text
+    parts: dict[str, list[list[str]]] = {}
     for name in [config.part] if config.part else PARTS:
-        lines = PARTS[name].format(out=out, data=f"--data {text} --tokenizer bytes").strip().splitlines()
-        parts[name] = [shlex.split(f"{line} {added_flags(line, config)}") for line in lines]
+        parts[name] = []
+        for line in PARTS[name].format(out=out, data=f"--data {text} --tokenizer bytes").strip().splitlines():
+            toy = next(flags for start, flags in TOY.items() if line.strip().startswith(start)) if config.toy else ""
+            device = "" if name == "tests" else f"--device {config.device}"
+            parts[name].append(shlex.split(f"{line} {toy} {device}"))
     return parts
 
 
-def added_flags(command: str, config: GPUConfig) -> str:
-    toy = next(flags for start, flags in TOY.items() if command.strip().startswith(start)) if config.toy else ""
-    return toy if command.startswith("-m") else f"{toy} --device {config.device}"
-
-
 def run_parts(parts: dict[str, list[list[str]]], out: Path) -> list[dict[str, Any]]:
-    """Run the commands of each part. Returns a row per command. One that fails does not stop the others.
-
-    Signals do. `out` receives the output of each part.
-    """
+    """Run all commands, also after one that failed. Returns a row for each; their output is in `out`/PART.txt."""
     rows: list[dict[str, Any]] = []
     out.mkdir(parents=True)
     for name, part in parts.items():
@@ -121,10 +111,7 @@ def run_parts(parts: dict[str, list[list[str]]], out: Path) -> list[dict[str, An
 
 
 def run(command: list[str], output: Any, seconds: float) -> str:
-    """Run a command in the project's folder. When its time is over, stop it and every process it has started.
-
-    Raises Stopped, after the same, at a signal.
-    """
+    """Run a command. When its time is over, or at a signal, stop it and every process it has started."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -33,7 +33,6 @@ FLOAT32_FLOPS = {  # from the data sheets, without tensor cores; with TF32, half
     "l4": 30.3e12, "l40s": 91.6e12, "rtx-3090": 35.6e12, "rtx-4090": 82.6e12,
 }  # fmt: skip
 LOOKUPS = {"embedding", "nll_loss_forward", "nll_loss_backward"}  # read as much as they write, not their whole table
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # saves for backward what flash attention saves on CUDA
 
 
@@ -53,7 +52,6 @@ def read_models(options: PlanConfig, train_flags: dict[str, Any]) -> argparse.Na
     for preset in [train_flags["preset"]] if given else PRESETS:
         flags = argparse.Namespace(**train_flags | {"preset": preset})
         model, config = configs_from(flags, "cuda")
-        require(not config.init_from, "plan takes no --init-from; name the sizes of the model")
         check_options(model, config, options.ranks)
         shard = resolve_shard(config.shard, "shard" in train_flags and config.shard, config.dtype, options.ranks)
         plans[preset or flags.config or "small"] = model, config, options.card, options.ranks, shard
@@ -75,9 +73,8 @@ def bench_plan(config: argparse.Namespace, device: torch.device) -> Report:
 def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: int, shard: bool) -> dict[str, Any]:
     """What one optimizer step takes.
 
-    With `shard`, a rank keeps its share of weights and optimizer state, and of the gradients if it has one micro-batch:
-    they are averaged in the last one only. It also gathers weights and gradients of the block it computes and of the
-    next one, and the weights that are in no block.
+    With `shard`, a rank keeps its share of weights and optimizer state, and of the gradients in its last micro-batch.
+    It gathers weights and gradients of the block it computes and of the next one, and the weights that are in no block.
     """
     rows = config.batch_size // ranks
     shape = min(config.micro_batch_size, rows), model_config.context
@@ -104,7 +101,8 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         with Trace(weights, state, peak_flops, CARDS[card].bandwidth) as trace:
             for _ in range(passes):
                 accumulate_gradients(model.loss, tokens, tokens, dtype)
-            eager, compiled = trace.eager, trace.compiled + trace.kept / CARDS[card].bandwidth
+            kept = sum(trace.unwritten.get(number, 0) for number in trace.numbers.values())  # such as gradients
+            eager, compiled = trace.eager, trace.compiled + kept / CARDS[card].bandwidth
             update(optimizers)
         block = size(list(model.layers[0].parameters()))
     share = ranks if shard else 1
@@ -117,9 +115,9 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         "gathered": size(weights) - model_config.layers * block + 4 * block if shard else 0,
         "activations": trace.peak - size(weights) - size(state) - trace.gradients,
     }
-    row: dict[str, Any] = {"parameters": sum(weight.numel() for weight in weights), "memory": sum(parts.values()) / GIB}
-    row |= {name: part / GIB for name, part in parts.items()}
-    row["fits"] = sum(parts.values()) < CARDS[card].memory
+    memory = sum(parts.values())
+    row = {"parameters": sum(weight.numel() for weight in weights), "memory": memory / GIB}
+    row |= {name: part / GIB for name, part in parts.items()} | {"fits": memory < CARDS[card].memory}
     for name, seconds in (("eager", eager), ("compiled", compiled)):
         speed = config.batch_size * model_config.context / (micro_batches / passes * seconds + updating)
         row[f"{name} tokens/s"] = round(speed)
@@ -130,9 +128,8 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
 class Trace(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and the seconds of all operations by a roofline.
 
-    eager: every operation reads its inputs from memory and writes its outputs there.
-    compiled: all operations between two matrix products are one kernel. It reads what it did not compute itself, and
-        writes what other kernels read. What torch.compile recomputes instead is not known here.
+    eager: every operation reads its inputs from memory and writes its outputs there. compiled: all operations between
+    two matrix products are one kernel, which reads what it did not compute itself and writes what others read.
     """
 
     def __init__(self, weights: list[Tensor], state: Any, peak_flops: float, bandwidth: float):
@@ -171,11 +168,6 @@ class Trace(TorchDispatchMode):
         self.compiled += seconds + late / self.bandwidth
         return out
 
-    @property
-    def kept(self) -> int:
-        """Bytes that a kernel has computed and that are still alive, such as gradients."""
-        return sum(self.unwritten.get(number, 0) for number in self.numbers.values())
-
     def sizes(self, tensors: list[Tensor]) -> dict[int, int]:
         """Bytes by storage. A new storage counts as alive until it is freed."""
         sizes = {}
@@ -206,7 +198,7 @@ def size(tree: Any) -> int:
 def flops(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """FLOPs of a matrix product or of causal attention, which computes half of all pairs; 0 for everything else."""
     if name.startswith(ATTENTION):
-        backward = name.endswith("backward")
-        query = inputs[backward]  # B H T D
-        return (5 if backward else 2) * query.numel() * query.shape[2]
-    return 2 * outputs[0].numel() * inputs[-1].shape[-2] if name in PRODUCTS else 0
+        forward = name == ATTENTION
+        query = inputs[0 if forward else 1]  # B H T D
+        return (2 if forward else 5) * query.numel() * query.shape[2]
+    return 2 * outputs[0].numel() * inputs[-1].shape[-2] if name in ("mm", "addmm", "bmm", "baddbmm") else 0
