@@ -34,21 +34,23 @@ class GrowthConfig(RoundsConfig):
 
 def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
     """Measure a training step against width, depth, context and batch size, compared with a prediction; with a plot."""
-    rows = [row for axis, values in AXES.items() for row in measure_axis(axis, values, device, config.rounds)]
+    rows = []
+    for axis, values in AXES.items():
+        measured = {}
+        for value in values:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # whose peak memory is its own
+                measured[value] = process.submit(measure, SHAPE | {axis: value}, device, config.rounds).result()
+        rows += compare(axis, measured)
     plot(rows, Path(config.plot))
     return {"shape": SHAPE, "plot": config.plot, "rows": rows}
 
 
-def measure_axis(axis: str, values: list[int], device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """The cost of `SHAPE` with each of `values`, and what it would be by that of `SHAPE` itself.
+def compare(axis: str, measured: dict[int, dict[str, float]]) -> list[dict[str, Any]]:
+    """The cost of `SHAPE` with each value of `axis`, and what it would be by that of `SHAPE` itself.
 
     Time grows with the FLOPs. Memory is four numbers per weight (itself, its gradient, two moments) and activations in
     proportion to tokens × blocks × width.
     """
-    measured = {}
-    for value in values:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # whose peak memory is its own
-            measured[value] = process.submit(measure, SHAPE | {axis: value}, device, rounds).result()
     base, rows = measured[SHAPE[axis]], []
     for value, cost in measured.items():
         speed = base["speed"] * base["flops_per_token"] / cost["flops_per_token"]
