@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -26,34 +25,32 @@ def test_a_failure_stops_nothing_and_ends_with_1(tmp_path, monkeypatch):
     assert "42" in (tmp_path / "out" / "good.txt").read_text()
 
 
-IGNORE = "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-PARENT = IGNORE + f"child = subprocess.Popen([sys.executable, '-c', {IGNORE + 'time.sleep(60)'!r}]); "
-PARENT += "print(child.pid, flush=True); os.kill(os.getppid(), {signal}); time.sleep(60)"
-
-
-@pytest.mark.parametrize("number", [0, signal.SIGTERM])
-def test_out_of_time_or_at_a_signal_no_process_is_left(number, tmp_path, monkeypatch):
+def test_out_of_time_leaves_no_process(tmp_path, monkeypatch):
     """Neither the command nor a process it has started, although both ignore SIGTERM."""
-    monkeypatch.setattr(gpu, "PART_SECONDS", 10 if number else 1)
+    ignore = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    child = f"subprocess.Popen([sys.executable, '-c', {ignore + 'time.sleep(60)'!r}])"
+    monkeypatch.setattr(gpu, "PART_SECONDS", 1)
     monkeypatch.setattr(gpu, "STOP_SECONDS", 0.3)
+    parts = {"long": [["-c", f"{ignore} print({child}.pid, flush=True); time.sleep(60)"]], "next": [["-c", "pass"]]}
+    assert [row["ended"] for row in gpu.run_parts(parts, tmp_path / "out")] == ["out of time", "exit 0"]
+    status, deadline = (
+        ["ps", "-o", "stat=", "-p", (tmp_path / "out/long.txt").read_text().split()[-1]],
+        time.monotonic(),
+    )
+    while subprocess.run(status, capture_output=True, text=True).stdout.strip() not in ("", "Z"):
+        assert time.monotonic() < deadline + 10
+        time.sleep(0.05)
+
+
+def test_a_signal_stops_the_command_and_the_suite(tmp_path):
+    program = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    parts = {"long": [["-c", PARENT.replace("{signal}", str(int(number)))]], "next": [["-c", "pass"]]}
     try:
-        if number:
-            with pytest.raises(Stopped, match="SIGTERM"):
-                gpu.run_parts(parts, tmp_path / "out")
-        else:
-            assert [row["ended"] for row in gpu.run_parts(parts, tmp_path / "out")] == ["out of time", "exit 0"]
+        with pytest.raises(Stopped, match="SIGTERM"):
+            gpu.run_parts({"long": [["-c", program]], "next": [["-c", "pass"]]}, tmp_path / "out")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (tmp_path / "out/next.txt").exists() == (not number)
-    pid, deadline = (tmp_path / "out/long.txt").read_text().splitlines()[1], time.monotonic() + 10
-    while subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip() not in (
-        "",
-        "Z",
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert not (tmp_path / "out/next.txt").exists()
 
 
 @pytest.mark.parametrize("toy", [False, True])
@@ -72,15 +69,4 @@ def test_every_command_is_valid(toy, tmp_path, monkeypatch):
             configs_from(train.parse(ablate.parse(arguments)[1]), "cuda")
         else:
             assert program == "-m" and arguments[0] == "pytest"
-    assert str(text) in parts["loss"][0] and str(Path(tmp_path / "the out/loss")) in parts["loss"][0]
-
-
-@pytest.mark.slow
-def test_the_suite_rehearsed(tmp_path):
-    """Every command at toy sizes, on the CPU. It needs a C++ compiler for --compile."""
-    text = tmp_path / "text.txt"
-    text.write_text("To be, or not to be, that is the question.\n" * 200)
-    flags = f"gpu --toy --device cpu --text {text} --folder {tmp_path}/gpu --json {tmp_path}/gpu.json"
-    bench.main(flags.split())
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert {row["ended"] for row in rows} == {"exit 0"} and {row["part"] for row in rows} == set(gpu.PARTS)
+    assert str(text) in parts["loss"][0] and str(tmp_path / "the out/loss") in parts["loss"][0]
