@@ -4,194 +4,107 @@ Every time is a median over rounds in which all candidates are timed in turn, be
 minutes at a time. Ratios within one report are reliable; milliseconds of two reports cannot be compared.
 """
 
-import dataclasses
+import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from config import DEVICES, ModelConfig, TrainConfig, check_sizes, option, require
+from config import DEVICES, ModelConfig, TrainConfig, check_sizes, configs_from, option
 from generate import Sampling, cast_matrices, stream_ids
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
-from runtime.acceleration import accelerate, resolve_fast, unavailable
-from runtime.device import autocast, has_bfloat16, peak_memory
+from runtime.acceleration import accelerate, resolve_fast
+from runtime.device import autocast, peak_memory, pick_device, pick_dtype
 from train import flops_per_token
 
 Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product bounds training speed
 WARMUP_ROUNDS = 2
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-COMPILED_NORMS = ("rmsnorm", "layernorm")  # those that PyTorch has a kernel for
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class RoundsConfig:
     """Options of every measurement. Raises ValueError, in one line that names the flag, for bad values."""
 
     rounds: int = option(7, "measured rounds")
-    device: str = option("auto", DEVICES, metavar="DEVICE")
-    out: str = option("", "JSON file for the report (default: bench-COMMAND.json under runs/)", metavar="FILE")
 
     def __post_init__(self) -> None:
-        check_sizes(self, "rounds")
+        check_sizes(self, *(name for name, value in vars(self).items() if type(value) is int))
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormsConfig(BenchConfig):
+class NormsConfig(RoundsConfig):
     """Options of `norms`."""
 
     rows: int = option(8192, "number of tokens")
     dim: int = option(768, "features per token")
     compile: bool = option(False, "also measure RMSNorm and LayerNorm under torch.compile")
-    rounds: int = option(15, "measured rounds")
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "rows", "dim", "rounds")
-        try:
-            with torch.device("meta"):  # allocates nothing; only checks the width
-                for kind in KINDS:
-                    build_norm(kind, self.dim)
-        except ValueError as error:
-            raise ValueError(f"--dim {self.dim}: {error}") from None
+    device: str = option("auto", DEVICES, metavar="DEVICE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomModelConfig(BenchConfig):
-    """The shape of a model with random weights."""
+class GenerateConfig(RoundsConfig):
+    """Options of `generate`, besides those of train.py."""
 
-    dim: int = option(288, "width of the residual stream")
-    layers: int = option(6, "number of blocks")
-    heads: int = option(6, "attention heads")
-    hidden_dim: int = option(768, "width of the MLP's hidden layer")
-    vocab_size: int = option(32000, "number of token ids")
-    context: int = option(256, "maximum sequence length in tokens")
-    dtype: str = option(
-        "all", "dtype to measure; all is float32, and bfloat16 if the device has it", choices=["all", *DTYPES]
-    )
-
-    def model_config(self) -> ModelConfig:
-        names = ("dim", "layers", "heads", "hidden_dim", "vocab_size", "context")
-        return ModelConfig(**{name: getattr(self, name) for name in names})
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepConfig(RandomModelConfig):
-    """Options of `train`: the shape of a training step."""
-
-    batch_size: int = option(8, "sequences per step")
-    optimizer: str = option("adamw", "as in train.py", choices=["adamw", "muon"])
-    compile: bool = option(False, "use torch.compile; measures the plain model only")
-    recompute: bool = option(False, "gradient checkpointing")
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "batch_size", "rounds")
-        self.model_config()
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig(RandomModelConfig):
-    """Options of `generate`."""
-
-    tokens: int = option(200, "tokens to generate after a prompt of one token")
+    tokens: int = option(200, "tokens to generate after a prompt of one token; at most what the context holds")
     samples: int = option(8, "batch size to measure in addition to batch size 1")
 
-    def __post_init__(self) -> None:
-        check_sizes(self, "tokens", "samples", "rounds")
-        require(self.tokens < self.context, f"--tokens {self.tokens} must be below --context {self.context}")
-        self.model_config()
 
-
-# --- timing ----------------------------------------------------------------------------------------------------------
+def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Namespace:
+    """The options in `config`, with the model and the training that flags of train.py describe."""
+    device = pick_device(train_flags.get("device", "auto"))
+    model, train = configs_from(argparse.Namespace(**train_flags), device.type)
+    dtype = pick_dtype(train.dtype, device)
+    return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
 def time_alternately(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
     """Median seconds of each call, over rounds that make each call once."""
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARMUP_ROUNDS + rounds):
         for name, call in calls.items():
-            synchronize(device)
+            synchronize()
             started = time.perf_counter()
             call()
-            synchronize(device)
+            synchronize()
             seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(measured[WARMUP_ROUNDS:]) for name, measured in seconds.items()}
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def model_dtypes(device: torch.device) -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float32] if has_bfloat16(device) else [torch.float32]
-
-
-def measured_dtypes(config: RandomModelConfig, device: torch.device) -> list[torch.dtype]:
-    return model_dtypes(device) if config.dtype == "all" else [DTYPES[config.dtype]]
-
-
-def variants(fast: bool) -> dict[str, bool]:
-    """Names of the variants to measure, and whether each is accelerated."""
-    return {"plain": False, "fast": True} if fast else {"plain": False}
-
-
-def fast_status(fast: bool) -> str:
-    """Whether the kernels of `fast/` are measured, for the report.
-
-    `accelerate` sets the memory allocator of the whole process, so the plain model gains from that part of it as well.
-    """
-    if not fast:
-        return f"not measured: {unavailable() or 'needs --device cpu and no --compile'}"
-    return "measured; its memory allocation applies to all rows"
-
-
-def format_settings(config: Any) -> str:
-    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items() if value and name != "out")
-
-
-def short_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# --- norms -----------------------------------------------------------------------------------------------------------
-
-
 def bench_norms(config: NormsConfig, device: torch.device) -> Report:
     """Measure every norm compared with F.layer_norm, F.rms_norm and a copy: forward, and forward plus backward."""
-    fast = resolve_fast(None, device)
     report: Report = {
-        "fast": fast_status(fast),
-        "tokens": config.rows,
-        "features": config.dim,
+        "shape": f"{config.rows} tokens of {config.dim} features",
         "ratio": "time relative to F.layer_norm; above 1 is slower",
         "fraction": "of a copy's speed, counting the bytes that must be read and written",
         "both": "forward plus backward",
         "rows": [],
     }
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         x = torch.randn(config.rows, config.dim, device=device, dtype=dtype, requires_grad=True)
-        grad_y, norms = torch.randn_like(x), make_norms(config.dim, device, dtype, fast, config.compile)
+        grad_y, norms = torch.randn_like(x), make_norms(config.dim, device, dtype, config.compile)
         calls: dict[str, Call] = {"copy": x.detach().clone}
-        for name, norm in norms.items():
-            calls[f"{name} forward"] = partial(norm, x)
-            calls[f"{name} both"] = partial(forward_backward, norm, x, grad_y)
+        for norm, module in norms.items():
+            calls[f"{norm} forward"] = partial(module, x)
+            calls[f"{norm} both"] = partial(forward_backward, module, x, grad_y)
         seconds = time_alternately(calls, config.rounds, device)
-        report[f"copy in {short_name(dtype)}, GB/s"] = 2 * x.nbytes / seconds["copy"] / 1e9
-        for name in norms:
-            row: dict[str, Any] = {"norm": name, "dtype": short_name(dtype)}
+        report[f"copy in {name}, GB/s"] = 2 * x.nbytes / seconds["copy"] / 1e9
+        for norm in norms:
+            row: dict[str, Any] = {"norm": norm, "dtype": name}
             # Forward reads x and writes y, as a copy does. Backward reads x and grad_y and writes grad_x: 1.5 copies.
             for part, copies in (("forward", 1.0), ("both", 2.5)):
-                measured = seconds[f"{name} {part}"]
+                measured = seconds[f"{norm} {part}"]
                 row[f"{part} ms"] = 1e3 * measured
                 row[f"{part} ratio"] = measured / seconds[f"F.layer_norm {part}"]
                 row[f"{part} fraction"] = copies * seconds["copy"] / measured
@@ -199,147 +112,112 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
     return report
 
 
-def make_norms(
-    dim: int, device: torch.device, dtype: torch.dtype, fast: bool, compiled: bool = False
-) -> dict[str, nn.Module]:
-    """Every kind, with parameters in fp32 as in training, and PyTorch's own norms.
-
-    If `fast`, kinds that `accelerate` changes are included a second time, accelerated; if `compiled`,
-    `COMPILED_NORMS`, compiled.
-    """
+def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, nn.Module]:
+    """Every kind that can have this width, with parameters in fp32 as in training, and PyTorch's own norms."""
     norms: dict[str, nn.Module] = {}
     for kind in sorted(kind for kind in KINDS if not TRAITS[kind].identity):
-        norms[kind] = build_norm(kind, dim)
-        if fast and type(accelerated := accelerate(build_norm(kind, dim))) is not KINDS[kind]:
-            norms[f"{kind}, fast"] = accelerated
-    if compiled:
-        norms |= {f"{kind}, compiled": compile_norm(kind, dim) for kind in COMPILED_NORMS}
-    norms["F.layer_norm"] = TorchNorm(F.layer_norm, dim, bias=True)
-    norms["F.rms_norm"] = TorchNorm(F.rms_norm, dim, bias=False)
-    if dtype != torch.float32:  # PyTorch's kernel for F.rms_norm needs parameters in the dtype of x
-        norms["F.rms_norm"].to(dtype)
-        norms["F.layer_norm, all bf16"] = TorchNorm(F.layer_norm, dim, bias=True).to(dtype)
+        with suppress(ValueError):
+            norms[kind] = build_norm(kind, dim)
+    for kind in ("rmsnorm", "layernorm") if compiled else ():  # those that PyTorch has a kernel for
+        norms[f"{kind}, compiled"] = build_norm(kind, dim)
+        norms[f"{kind}, compiled"].compile()
+    norms["F.layer_norm"] = nn.LayerNorm(dim)
+    norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs parameters in the dtype of x
+    if dtype != torch.float32:
+        norms["F.layer_norm, all bf16"] = nn.LayerNorm(dim, dtype=dtype)
     return {name: norm.to(device) for name, norm in norms.items()}
 
 
-def compile_norm(kind: str, dim: int) -> nn.Module:
-    norm = build_norm(kind, dim)
-    norm.compile()
-    return norm
+def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of x and of all parameters."""
+    return torch.autograd.grad(norm(x), [x, *norm.parameters()], grad_y)
 
 
-class TorchNorm(nn.Module):
-    """A norm of `torch.nn.functional` with a gain and, if it takes one, a bias."""
-
-    def __init__(self, function: Callable, dim: int, bias: bool):
-        super().__init__()
-        self.function, self.dim = function, dim
-        self.affine = nn.ParameterList(torch.randn(dim) for _ in range(2 if bias else 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, (self.dim,), *self.affine, eps=1e-5)
-
-
-def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> None:
-    """Compute new gradients of x and of all parameters."""
-    for tensor in (x, *norm.parameters()):
-        tensor.grad = None
-    norm(x).backward(grad_y)
-
-
-# --- training --------------------------------------------------------------------------------------------------------
-
-
-def bench_train(config: StepConfig, device: torch.device) -> Report:
-    """Measure a training step, plain and fast, compared with the speed of matrix products alone."""
-    fast, size = resolve_fast(None, device, compiled=config.compile), PRODUCT_SIZE[device.type]
-    report: Report = {
-        "settings": format_settings(config),
-        "fast": fast_status(fast),
-        "upper bound": f"tokens/s at the speed of a product of two {size}² matrices",
+def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
+    """Measure a training step, compared with the speed of matrix products alone."""
+    step = measure_step(config.model, config.train, device, config.dtype, config.rounds)
+    bound = step["product"] / step["flops_per_token"]
+    row = {"tokens/s": round(step["speed"]), "upper bound": round(bound), "fraction": step["speed"] / bound}
+    return {
+        "dtype": str(config.dtype),
+        "upper bound": f"tokens/s if all matrix products ran at {step['product'] / 1e12:.3g} TFLOP/s, as large ones do",
         "fraction": "of that upper bound",
-        "rows": [],
+        "rows": [row | {"memory, MB": step["memory"] / 1e6}],
     }
+
+
+def measure_step(
+    model_config: ModelConfig, config: TrainConfig, device: torch.device, dtype: torch.dtype, rounds: int
+) -> dict[str, float]:
+    """Tokens/s and peak memory of a training step on random tokens, FLOPs per token, FLOP/s of a matrix product."""
     before = peak_memory(device)
-    for dtype in measured_dtypes(config, device):
-        calls: dict[str, Call] = {}
-        for name, accelerated in variants(fast).items():
-            model = Llama(config.model_config()).to(device)
-            if accelerated:
-                accelerate(model)
-            calls[name] = make_step(model, config, dtype)
-            if "memory of a step, MB" not in report:
-                calls[name]()
-                report["memory of a step, MB"] = (peak_memory(device) - before) / 1e6
-        matrix = torch.randn(size, size, device=device, dtype=dtype)
-        seconds = time_alternately(calls | {"product": partial(torch.mm, matrix, matrix)}, config.rounds, device)
-        bound = 2 * size**3 / seconds["product"] / flops_per_token(model)
-        report[f"product in {short_name(dtype)}, TFLOP/s"] = 2 * size**3 / seconds["product"] / 1e12
-        for name in calls:
-            speed = config.batch_size * config.context / seconds[name]
-            row = {"step": name, "dtype": short_name(dtype), "tokens/s": round(speed)}
-            report["rows"].append(row | {"upper bound": round(bound), "fraction": speed / bound})
-    return report
-
-
-def make_step(model: Llama, config: StepConfig, dtype: torch.dtype) -> Call:
-    """A training step of `model` on random tokens."""
-    device = model.embed_tokens.weight.device
+    model = Llama(model_config).to(device)
     model.recompute = config.recompute
     loss = torch.compile(model.loss) if config.compile else model.loss
-    optimizers = make_optimizers(model, TrainConfig(optimizer=config.optimizer))
-    tokens = torch.randint(config.vocab_size, (config.batch_size, config.context + 1), device=device)
-    return partial(training_step, loss, optimizers, tokens, dtype)
+    optimizers = make_optimizers(model, config)
+    shape = config.micro_batch_size, model_config.context + 1
+    tokens = torch.randint(model_config.vocab_size, shape, device=device)
+
+    def step() -> None:
+        accumulate_gradients(loss, tokens[:, :-1], tokens[:, 1:], dtype)
+        update(optimizers)
+
+    step()
+    step()  # with the optimizers' state
+    memory, size = peak_memory(device) - before, PRODUCT_SIZE[device.type]
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    seconds = time_alternately({"step": step, "product": partial(torch.mm, matrix, matrix)}, rounds, device)
+    return {
+        "speed": config.micro_batch_size * model_config.context / seconds["step"],
+        "memory": memory,
+        "flops_per_token": flops_per_token(model),
+        "product": 2 * size**3 / seconds["product"],
+    }
 
 
-def training_step(loss: Callable, optimizers: list[Optimizer], tokens: Tensor, dtype: torch.dtype) -> None:
-    """Forward, backward, clipping and update, as in train.py."""
-    with autocast(tokens.device, dtype):
-        value = loss(tokens[:, :-1], tokens[:, 1:])
+def accumulate_gradients(loss: Callable, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> None:
+    """Forward and backward of a micro-batch, as in train.py."""
+    with autocast(inputs.device, dtype):
+        value = loss(inputs, targets)
     value.backward()
+
+
+def update(optimizers: list[Optimizer]) -> None:
+    """Clip, update the weights and free the gradients, as in train.py."""
     weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
     nn.utils.clip_grad_norm_(weights, 1.0)
     for optimizer in optimizers:
         optimizer.step()
-    for weight in weights:
-        weight.grad = None
+        optimizer.zero_grad()
 
 
-# --- generation ------------------------------------------------------------------------------------------------------
-
-
-def bench_generate(config: GenerateConfig, device: torch.device) -> Report:
+def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     """Measure greedy generation, plain and fast, compared with the time to read the weights once per token."""
-    fast, dtypes = resolve_fast(None, device), measured_dtypes(config, device)
-    report: Report = {
-        "settings": format_settings(config),
-        "fast": fast_status(fast),
+    tokens = min(config.tokens, config.model.context - 1)
+    size = config.model.weights * config.dtype.itemsize
+    vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
+    calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
+    for name in ["plain", "fast"] if resolve_fast(None, device) else ["plain"]:
+        model = Llama(config.model).to(device).eval()
+        cast_matrices(model, config.dtype)
+        if name == "fast":
+            accelerate(model)
+        for samples in sorted({1, config.samples}):
+            calls[f"{name} {samples}"] = partial(generate_tokens, model, config.dtype, tokens, samples)
+    seconds = time_alternately(calls, config.rounds, device)
+    reading = seconds.pop("reading")
+    rows = []
+    for call, measured in seconds.items():
+        name, samples = call.split()
+        speed, bound = int(samples) * tokens / measured, int(samples) / reading
+        row = {"model": name, "samples": int(samples), "tokens/s": round(speed), "upper bound": round(bound)}
+        rows.append(row | {"fraction": speed / bound})
+    return {
+        "dtype": str(config.dtype),
         "upper bound": "tokens/s if a token took as long as torch.dot takes to read as many bytes as the weights have",
         "fraction": "of that upper bound",
-        "rows": [],
+        "rows": rows,
     }
-    batch_sizes = sorted({1, config.samples})
-    calls: dict[str, Call] = {}
-    for dtype in dtypes:
-        for name, accelerated in variants(fast).items():
-            model = Llama(config.model_config()).to(device).eval()
-            cast_matrices(model, dtype)
-            if accelerated:
-                accelerate(model)
-            for samples in batch_sizes:
-                calls[f"{name} {dtype} {samples}"] = partial(generate_tokens, model, dtype, config.tokens, samples)
-        weight_bytes = config.model_config().weights * dtype.itemsize
-        vectors = torch.randn(2, weight_bytes // 2 // 4, device=device)  # together as large as the weights
-        calls[f"reading {dtype}"] = partial(repeat, config.tokens, torch.dot, *vectors)
-    seconds = time_alternately(calls, config.rounds, device)
-    for dtype in dtypes:
-        for name in variants(fast):
-            for samples in batch_sizes:
-                speed = samples * config.tokens / seconds[f"{name} {dtype} {samples}"]
-                bound = samples * config.tokens / seconds[f"reading {dtype}"]
-                row = {"model": name, "weights": short_name(dtype), "samples": samples, "tokens/s": round(speed)}
-                report["rows"].append(row | {"upper bound": round(bound), "fraction": speed / bound})
-    return report
 
 
 def generate_tokens(model: Llama, dtype: torch.dtype, tokens: int, samples: int) -> None:
@@ -348,9 +226,3 @@ def generate_tokens(model: Llama, dtype: torch.dtype, tokens: int, samples: int)
     with autocast(model.embed_tokens.weight.device, dtype):
         for _ in stream_ids(model, prompts, Sampling(tokens, temperature=0)):
             pass
-
-
-def repeat(times: int, call: Callable, *args: Any) -> None:
-    """Call `times` times. Like the weights, the data may stay in cache."""
-    for _ in range(times):
-        call(*args)

@@ -1,65 +1,204 @@
-"""Memory and speed of every preset on paper: `python bench.py plan`. No GPU is needed; see `runtime/plan.py`."""
+"""Estimated memory and speed of a training step on a GPU, without the GPU: `python bench.py plan`.
 
+The step runs on fake tensors, which have shapes but no data. Memory is the peak of all storages that are alive; what
+kernels allocate for themselves, fragmentation and the CUDA context come on top. Time is a roofline, a lower bound: an
+operation takes as long as its data at the card's bandwidth, or as its matrix product at the card's peak.
+"""
+
+import argparse
+import weakref
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode  # private, but documented: "Fake tensor" in torch's manual
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-import train
-from config import PRESETS, option
-from experiments.benchmarks import Report
+from config import FIELDS, PRESETS, ModelConfig, TrainConfig, configs_from, option, require
+from experiments.benchmarks import Report, accumulate_gradients, update
+from model import Llama
+from optim import make_optimizers
 from runtime.device import CARDS
+from runtime.distributed import resolve_shard
+from runtime.run import check_options
+from train import flops_per_token
 
-VARIANTS = {
-    "plain": "--ranks 1 --no-shard --no-recompute",
-    "recompute": "--ranks 1 --no-shard --recompute",
-    "shard": "--ranks 8 --shard --no-recompute",
-    "shard, recompute": "--ranks 8 --shard --recompute",
-}
 GIB = 2**30
+FLOAT32_FLOPS = {  # from the data sheets, without tensor cores; with TF32, half of bf16's on all of these cards
+    "a100": 19.5e12, "h100-pcie": 51e12, "h100": 67e12, "h200": 67e12,
+    "l4": 30.3e12, "l40s": 91.6e12, "rtx-3090": 35.6e12, "rtx-4090": 82.6e12,
+}  # fmt: skip
+LOOKUPS = {"embedding", "nll_loss_forward", "nll_loss_backward"}  # read as much as they write, not their whole table
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # saves for backward what flash attention saves on CUDA
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Options of `plan`."""
+    """Options of `plan`, besides those of train.py."""
 
-    card: str = option("h100", "GPU, as in train.py --plan", choices=list(CARDS))
-    device: str = option("cpu", "where the plan is made", choices=["cpu"])
-    out: str = option("", "JSON file for the report (default: bench-plan.json under runs/)", metavar="FILE")
+    card: str = option("h100", "GPU", choices=list(CARDS))
+    ranks: int = option(1, "number of GPUs")
 
 
-def bench_plan(config: PlanConfig, device: torch.device) -> Report:
-    """Plan a training step of every preset, as train.py --plan does: plain, with --recompute, and sharded."""
+def read_models(options: PlanConfig, train_flags: dict[str, Any]) -> argparse.Namespace:
+    """`options`, with the model that flags of train.py describe or, without any, every preset."""
+    require(options.ranks >= 1, f"--ranks must be at least 1, not {options.ranks}")
+    given = train_flags["preset"] or train_flags["config"] or FIELDS.keys() & train_flags
+    plans = {}
+    for preset in [train_flags["preset"]] if given else PRESETS:
+        flags = argparse.Namespace(**train_flags | {"preset": preset})
+        model, config = configs_from(flags, "cuda")
+        check_options(model, config, options.ranks)
+        shard = resolve_shard(config.shard, "shard" in train_flags and config.shard, config.dtype, options.ranks)
+        plans[preset or flags.config or "small"] = model, config, options.card, options.ranks, shard
+    return argparse.Namespace(**vars(options), plans=plans, device="cpu")
+
+
+def bench_plan(config: argparse.Namespace, device: torch.device) -> Report:
+    """Estimate memory and speed of a training step on a GPU, for every preset or for what flags of train.py say."""
+    card = CARDS[config.card]
     return {
-        "card": CARDS[config.card].name,
-        "memory": "GiB per rank at the peak, simulated; shard: FSDP2 on 8 ranks, else one rank",
-        "gradients": "at the moment of the peak",
-        "MFU": "roofline, an upper bound: data at the card's bandwidth, matrix products at its peak, no communication",
-        "compiled": "an estimate: everything between two matrix products is one kernel",
-        "rows": [row(preset, variant, config.card) for preset in PRESETS for variant in VARIANTS],
+        "cards": f"{config.ranks} × {card.name}, {card.memory / GIB:.1f} GiB each",
+        "memory": "GiB per rank at the peak, by simulation",
+        "tokens/s, MFU": "a roofline, so upper bounds: every kernel at the card's limits, no communication",
+        "compiled": "an estimate: all operations between two matrix products are one kernel",
+        "rows": [{"model": name} | estimate(*plan) for name, plan in config.plans.items()],
     }
 
 
-def row(preset: str, variant: str, card: str) -> dict[str, Any]:
-    plan = train.plan(train.parse(["--plan", "--preset", preset, "--card", card, *VARIANTS[variant].split()]))
-    return {
-        "preset": preset,
-        "variant": variant,
-        "parameters": plan.parameters,
-        "ranks": plan.ranks,
-        "micro-batch": plan.micro_batch_size,
-        "memory": plan.memory / GIB,
-        "weights": plan.weights / GIB,
-        "gradients": plan.gradients / GIB,
-        "optimizer": plan.optimizer_state / GIB,
-        "gathered": plan.gathered / GIB,
-        "activations": plan.activations / GIB,
-        "fits": plan.memory < CARDS[card].memory,
-        "launches": plan.launches,
-        "eager s": plan.eager_seconds,
-        "eager tokens/s": round(plan.tokens_per_second(plan.eager_seconds)),
-        "eager MFU": plan.mfu(plan.eager_seconds),
-        "compiled s": plan.compiled_seconds,
-        "compiled tokens/s": round(plan.tokens_per_second(plan.compiled_seconds)),
-        "compiled MFU": plan.mfu(plan.compiled_seconds),
+def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: int, shard: bool) -> dict[str, Any]:
+    """What one optimizer step takes.
+
+    With `shard`, a rank keeps its share of weights and optimizer state, and of the gradients in its last micro-batch.
+    It gathers weights and gradients of the block it computes and of the next one, and the weights that are in no block.
+    """
+    rows = config.batch_size // ranks
+    shape = min(config.micro_batch_size, rows), model_config.context
+    micro_batches = rows // shape[0]
+    passes = min(2, micro_batches)  # the others are like the second
+    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+    peak_flops = CARDS[card].flops
+    if dtype == torch.float32:
+        peak_flops = peak_flops / 2 if config.tf32 else FLOAT32_FLOPS[card]
+    sdpa = F.scaled_dot_product_attention
+    with (
+        # A CPU has flash attention as CUDA has, but without dropout.
+        patch.object(F, "scaled_dot_product_attention", lambda *args, dropout_p, **options: sdpa(*args, **options)),
+        patch("optim.prefers_bfloat16", lambda device: True),  # as on a GPU, whatever this CPU prefers
+        FakeTensorMode(),
+    ):
+        model = Llama(model_config)
+        model.recompute = config.recompute
+        optimizers = make_optimizers(model, config)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        accumulate_gradients(model.loss, tokens, tokens, dtype)
+        update(optimizers)  # creates the optimizers' state
+        weights, state = list(model.parameters()), [optimizer.state for optimizer in optimizers]
+        with Trace(weights, state, peak_flops, CARDS[card].bandwidth) as trace:
+            for _ in range(passes):
+                accumulate_gradients(model.loss, tokens, tokens, dtype)
+            kept = sum(trace.unwritten.get(number, 0) for number in trace.numbers.values())  # such as gradients
+            eager, compiled = trace.eager, trace.compiled + kept / CARDS[card].bandwidth
+            update(optimizers)
+        block = size(list(model.layers[0].parameters()))
+    share = ranks if shard else 1
+    # The update is never compiled. With Muon, every rank orthogonalizes whole matrices.
+    updating = (trace.eager - eager) / (share if config.optimizer == "adamw" else 1)
+    parts = {
+        "weights": size(weights) / share,
+        "gradients": trace.gradients / (share if micro_batches == 1 else 1),
+        "optimizer": size(state) / share,
+        "gathered": size(weights) - model_config.layers * block + 4 * block if shard else 0,
+        "activations": trace.peak - size(weights) - size(state) - trace.gradients,
     }
+    memory = sum(parts.values())
+    row = {"parameters": sum(weight.numel() for weight in weights), "memory": memory / GIB}
+    row |= {name: part / GIB for name, part in parts.items()} | {"fits": memory < CARDS[card].memory}
+    for name, seconds in (("eager", eager), ("compiled", compiled)):
+        speed = config.batch_size * model_config.context / (micro_batches / passes * seconds + updating)
+        row[f"{name} tokens/s"] = round(speed)
+        row[f"{name} MFU"] = speed * flops_per_token(model) / (ranks * peak_flops)
+    return row
+
+
+class Trace(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, and the seconds of all operations by a roofline.
+
+    eager: every operation reads its inputs from memory and writes its outputs there. compiled: all operations between
+    two matrix products are one kernel, which reads what it did not compute itself and writes what others read.
+    """
+
+    def __init__(self, weights: list[Tensor], state: Any, peak_flops: float, bandwidth: float):
+        super().__init__()
+        self.weights, self.peak_flops, self.bandwidth = weights, peak_flops, bandwidth
+        self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the storages that are alive
+        self.storages = self.live = self.peak = self.gradients = 0  # gradients: bytes at the peak
+        self.eager = self.compiled = 0.0
+        self.in_kernel: set[int] = set()  # storages that the current kernel has read or written
+        self.unwritten: dict[int, int] = {}  # bytes that a kernel has computed and no other has read
+        self.sizes(tensors((weights, state)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
+        inputs, outputs = tensors((args, kwargs)), tensors(out)
+        reads = self.sizes(inputs)
+        arguments = zip(func._schema.arguments, args, strict=False)
+        writes = self.sizes(tensors([value for argument, value in arguments if argument.is_write]))
+        writes |= {number: bytes for number, bytes in self.sizes(outputs).items() if number not in reads}
+        if not writes or name.startswith(("empty", "new_empty")):
+            return out  # a view, or memory that nothing is computed for
+        if name in LOOKUPS:
+            reads = {number: min(bytes, sum(writes.values())) for number, bytes in reads.items()}
+        product = flops(name, inputs, outputs) / self.peak_flops
+        seconds = max(product, (sum(reads.values()) + sum(writes.values())) / self.bandwidth)
+        self.eager += seconds
+        fusible = not product and name != "embedding_dense_backward"
+        if not fusible:
+            self.in_kernel.clear()
+        new = reads.keys() - self.in_kernel
+        late = sum(self.unwritten.pop(number, 0) for number in new)
+        if fusible:
+            seconds = sum(reads[number] for number in new) / self.bandwidth
+            self.in_kernel |= reads.keys() | writes.keys()
+            self.unwritten |= writes
+        self.compiled += seconds + late / self.bandwidth
+        return out
+
+    def sizes(self, tensors: list[Tensor]) -> dict[int, int]:
+        """Bytes by storage. A new storage counts as alive until it is freed."""
+        sizes = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage not in self.numbers:
+                self.storages += 1
+                self.numbers[storage] = self.storages
+                self.grow(storage.nbytes())
+                weakref.finalize(storage, self.grow, -storage.nbytes())
+            sizes[self.numbers[storage]] = min(tensor.nbytes, storage.nbytes())  # less if expanded
+        return sizes
+
+    def grow(self, bytes: int) -> None:
+        self.live += bytes
+        if self.live > self.peak:
+            self.peak, self.gradients = self.live, size([weight.grad for weight in self.weights])
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def size(tree: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors(tree))
+
+
+def flops(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """FLOPs of a matrix product or of causal attention, which computes half of all pairs; 0 for everything else."""
+    if name.startswith(ATTENTION):
+        forward = name == ATTENTION
+        query = inputs[0 if forward else 1]  # B H T D
+        return (2 if forward else 5) * query.numel() * query.shape[2]
+    return 2 * outputs[0].numel() * inputs[-1].shape[-2] if name in ("mm", "addmm", "bmm", "baddbmm") else 0
