@@ -29,9 +29,7 @@ from torch import Generator, Tensor, nn
 from config import DEVICES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
-from runtime.acceleration import accelerate, resolve_fast
 from runtime.checkpoint import open_checkpoint
-from runtime.decoding import compile_decoding
 from runtime.device import autocast, pick_device, pick_dtype, to_device
 from runtime.plugins import import_first
 from runtime.process import NotFinite, bad_input, exit_codes, write
@@ -68,6 +66,9 @@ class Sampling:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    from runtime.acceleration import accelerate, resolve_fast  # training, which samples too, needs neither
+    from runtime.decoding import compile_decoding
+
     flags = parse(arguments)
     with exit_codes("--samples or --tokens"):
         with bad_input():

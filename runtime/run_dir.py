@@ -44,22 +44,9 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {".lock", "run.json.part"}
     require(exists or not others, f"--out {folder} is not empty; choose a new folder")
-    name = os.fsencode(folder).decode(errors="replace")  # safetensors reads no other
-    require("\ufffd" not in name, f"--out {folder}: its name is not UTF-8")
     if writes:
-        refuse_links(folder)
         parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         require(os.access(parent, os.W_OK), f"--out {folder}: no permission to write in {parent}")
-
-
-def refuse_links(folder: Path) -> None:
-    """Raise ValueError for a symbolic link in `folder`: what is written to it would go elsewhere.
-
-    `checkpoints` may be one, to another disk.
-    """
-    for path in folder.glob("*"):
-        allowed = path.name == "checkpoints" or not path.is_symlink()
-        require(allowed, f"{path} is a symbolic link, and a run writes only to its own folder; delete it")
 
 
 def make_run_dir(out: Path | None, name: str) -> Path:
@@ -78,7 +65,6 @@ def make_run_dir(out: Path | None, name: str) -> Path:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes from writing to `folder`. Raises InUse if one already does."""
-    refuse_links(folder)
     with lock_file(folder / ".lock"):
         yield
 

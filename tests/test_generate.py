@@ -39,7 +39,6 @@ from generate import (
 )
 from model import Llama
 from runtime.checkpoint import save_checkpoint
-from runtime.device import has_bfloat16
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
@@ -432,8 +431,6 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, capsys):
 @pytest.mark.parametrize("fast", ["--no-fast", ""])
 def test_text_in_half_precision(run, dtype, fast, capsys):
     """The likeliest tokens of this model are those of float32: its logits differ by several nats."""
-    if dtype == "bfloat16" and not has_bfloat16(torch.device("cpu")):
-        pytest.skip("this processor does not compute in bfloat16")
     texts = []
     for each in (dtype, "float32"):
         flags = f"--checkpoint {run} --prompt def --tokens 6 --temperature 0 --device cpu --dtype {each} {fast}"

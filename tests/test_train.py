@@ -24,7 +24,6 @@ from norms import KINDS
 from norms.placement import PLACEMENTS, supports
 from optim import learning_rate, make_optimizers
 from runtime.checkpoint import find_checkpoint, load_pretrained
-from runtime.device import has_bfloat16
 from runtime.run import resolve_run
 from runtime.run_dir import last_sample
 
@@ -235,8 +234,6 @@ def test_ngpt_stays_on_the_sphere(flags, command):
     "flags", ["--optimizer muon", "--dtype float16", "--dtype bfloat16", "--no-tie-embeddings --dropout 0.1"]
 )
 def test_training_options_learn(flags, command):
-    if "bfloat16" in flags and not has_bfloat16(torch.device("cpu")):
-        pytest.skip("this processor does not compute in bfloat16")
     run = command(f"--steps 40 --lr 0.005 {flags}")
     losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
     assert losses[-1] < losses[0] - 1
@@ -297,8 +294,6 @@ def test_muon_update_has_the_rms_of_adamw(command):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_matmuls_use_the_dtype_and_the_residual_stream_is_fp32(dtype, command, monkeypatch):
-    if dtype == "bfloat16" and not has_bfloat16(torch.device("cpu")):
-        pytest.skip("this processor does not compute in bfloat16")
     seen = set()
     accumulate = train.Trainer.accumulate_gradients
 
@@ -460,8 +455,6 @@ def test_keep_limits_the_number_of_checkpoints(command):
 @pytest.mark.parametrize("clip", [0.01, 0])
 def test_gradients_are_clipped(clip, dtype, text, tmp_path, monkeypatch):
     """Their norm over the weights of both optimizers, when these take their steps."""
-    if dtype == "bfloat16" and not has_bfloat16(torch.device("cpu")):
-        pytest.skip("this processor does not compute in bfloat16")
     flags = f"{SIZES} --dtype {dtype} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'}"
     trainer = train.Trainer(resolve_run(train.parse([*flags.split(), "--clip", str(clip)])))
     norms = list[float]()
