@@ -190,7 +190,7 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
     """
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
-            wanted = dtype if isinstance(module, nn.Linear) and name == "weight" else torch.float32
+            wanted = dtype if weight.ndim == 2 and module is not model.embed_tokens else torch.float32
             setattr(module, name, nn.Parameter(weight.to(wanted), requires_grad=False))
 
 
