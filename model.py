@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, require
 from norms import TRAITS, build_norm
-from norms.modules.embedding import Embedding, ScaledEmbedding
+from norms.modules.embedding import make_embedding
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
@@ -41,10 +41,8 @@ class Llama(nn.Module):
         self.config = config = config or ModelConfig(**fields)
         self.recompute = False  # gradient checkpointing: keep each block's input, recompute the rest in backward
         placement = PLACEMENTS[config.placement]
-        self.embed_tokens: Embedding | ScaledEmbedding = Embedding(config.vocab_size, config.dim)
-        if config.scaled_embedding or config.embedding_scale != 1:
-            scales = config.embedding_scale, config.scaled_embedding
-            self.embed_tokens = ScaledEmbedding(config.vocab_size, config.dim, *scales)
+        scales = config.embedding_scale, config.scaled_embedding
+        self.embed_tokens = make_embedding(config.vocab_size, config.dim, *scales)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config.head_dim, config.context, config.rope_theta, config.rope_scaling)
         self.start = placement.start  # the embedding -> the residual stream, or a pair of streams

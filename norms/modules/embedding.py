@@ -7,6 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def make_embedding(vocab_size: int, dim: int, constant: float, learned: bool) -> "Embedding | ScaledEmbedding":
+    """An embedding times `constant`, and times a learned scalar if `learned`."""
+    if learned or constant != 1:
+        return ScaledEmbedding(vocab_size, dim, constant, learned)
+    return Embedding(vocab_size, dim)
+
+
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         pass
