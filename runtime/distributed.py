@@ -45,8 +45,8 @@ def process_group() -> Iterator[None]:
         # After a restart, torchrun's store still has the addresses of the ranks that are gone. The number of restarts
         # is the same on all ranks only on a single machine.
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cards else "gloo", store=store, **ranks)
+    backend, number, count = "cpu:gloo,cuda:nccl" if cards else "gloo", os.environ["RANK"], os.environ["WORLD_SIZE"]
+    dist.init_process_group(backend, store=store, rank=int(number), world_size=int(count))
     try:
         yield
         dist.destroy_process_group()
@@ -130,9 +130,10 @@ def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
     Nothing inside may wait for other ranks.
     """
     error: Exception | None = None
+    shared_kinds: tuple[type[Exception], ...] = (ValueError, OSError, *kinds)
     try:
         yield
-    except (ValueError, OSError, *kinds) as caught:
+    except shared_kinds as caught:
         if world_size() == 1:
             raise
         error = caught

@@ -159,9 +159,7 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     }
     commands |= {f"bad {flags}": f"{common} --steps 2 {flags} --out {folder}/bad-{len(flags)}" for flags in BAD}
     commands["undisturbed"] = f"{common} {LONG} --out {folder}/undisturbed"
-    for engine in ("ddp", "fsdp"):
-        shard = "--shard" * (engine == "fsdp")
-        commands[f"{engine} compiled"] = f"{common} {COMPILED} --compile {shard} --out {folder}/{engine}-compiled"
+    commands["compiled"] = f"{common} {COMPILED} --compile --out {folder}/compiled"
     commands["diverges"] = f"{common} --norm none --lr 1e9 --clip 0 --warmup 0 --steps 20 --out {folder}/diverges"
     commands["stopped"] = f"{common} --steps 20 --out {folder}/stopped"
     commands["in use"] = f"{common} --steps 2 --out {folder}/used"
@@ -186,12 +184,11 @@ def test_two_ranks_train_as_one(engine, name, trained, folder):
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_compiled_ranks_train_and_evaluate_as_one(engine, trained, folder):
-    assert [record["code"] for record in trained[f"{engine} compiled"]] == [0, 0]
+def test_compiled_ranks_train_and_evaluate_as_one(trained, folder):
+    assert [record["code"] for record in trained["compiled"]] == [0, 0]
     for figure in ("train_loss", "val_loss", "grad_norm"):
         expected = series(folder / "one-compiled", figure)
-        assert series(folder / f"{engine}-compiled", figure) == pytest.approx(expected, rel=1e-5), figure
+        assert series(folder / "compiled", figure) == pytest.approx(expected, rel=1e-5), figure
 
 
 @pytest.mark.parametrize("name", CASES)
