@@ -1,10 +1,8 @@
 """Means, confidence intervals and tests of a few values: what ablation tables and the verdicts on claims rest on.
 
 Values are typically paired differences, one per seed: an arm's loss minus the baseline's. They are assumed to be
-independent and roughly normal. A single value has no interval and no p-value: both are None.
-
-Values that are all equal have an interval of width 0 and a t statistic of ±inf, or of 0 if they equal the hypothesis
-exactly. So the p-value of "the mean is 0" is then 0, or 1 if all of them are 0.
+independent and roughly normal. A single value has no interval and no p-value: both are None. Values that are all equal
+have an interval of width 0; the p-value of "the mean is 0" is then 0, or 1 if all of them are 0.
 """
 
 import math
@@ -48,7 +46,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if n == 1:
         return Estimate(middle, None, 1, None)
     error = float(stdev(values)) / math.sqrt(n)
-    return Estimate(middle, t_quantile(n - 1) * error, n, t_tails(_t(middle, error), n - 1))
+    t = middle / error if error else math.inf if middle else 0.0
+    return Estimate(middle, t_quantile(n - 1) * error, n, t_tails(t, n - 1))
 
 
 def equivalence_p(values: Sequence[float], margin: float) -> float | None:
@@ -56,13 +55,11 @@ def equivalence_p(values: Sequence[float], margin: float) -> float | None:
 
     A small one says: as good as the other, up to `margin`. None for a single value.
     """
-    found = estimate(values)
-    if found.half_width is None:
+    sign = math.copysign(1, mean(values))
+    beyond = estimate([sign * value - margin for value in values])
+    if beyond.p is None:
         return None
-    error = found.half_width / t_quantile(found.n - 1)
-    t = _t(abs(found.mean) - margin, error)
-    tail = t_tails(t, found.n - 1) / 2
-    return tail if t < 0 else 1 - tail
+    return beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -103,13 +100,6 @@ def t_quantile(degrees: int) -> float:
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if t_tails(middle, degrees) > 1 - CONFIDENCE else (low, middle)
     return high
-
-
-def _t(difference: float, error: float) -> float:
-    """The t statistic: a difference in standard errors."""
-    if error:
-        return difference / error
-    return math.copysign(math.inf, difference) if difference else 0.0
 
 
 def _beta_cdf(x: float, a: float, b: float) -> float:

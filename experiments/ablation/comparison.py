@@ -6,7 +6,6 @@ may be the easy ones: such a statistic has no p-value, and the tables mark it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 from experiments.ablation.outcome import Arm, BySeed, paired
@@ -39,21 +38,16 @@ def compare(bpb: Mapping[Arm, BySeed], seeds: int, margin: float | None = None) 
 def interactions(bpb: Mapping[Arm, BySeed], seeds: int) -> dict[str, Finding]:
     """How much more (above 0) or less two changes raise val_bpb together than the sum of what each does alone.
 
-    For every pair of levels of two factors, against the first level of each, with all other factors at their first
-    level. Pairs of which one of the four arms is missing are left out.
+    For every arm that differs from the first in two factors, if there are arms with each of these changes alone.
     """
-    levels = {factor: list(dict.fromkeys(arm[factor] for arm in bpb)) for factor, _ in next(iter(bpb)).factors}
-    first = {factor: found[0] for factor, found in levels.items()}
-    values: dict[str, BySeed] = {}
-    for one, other in combinations(levels, 2):
-        for a in levels[one][1:]:
-            for b in levels[other][1:]:
-                corners: tuple[dict[str, str], ...] = ({one: a, other: b}, {other: b}, {one: a}, {})
-                arms = [Arm.of(**first | changes) for changes in corners]
-                if all(arm in bpb for arm in arms):
-                    both, only_b, only_a, neither = (bpb[arm] for arm in arms)
-                    name = f"{Arm.of(**{one: a}).name} × {Arm.of(**{other: b}).name}"
-                    values[name] = paired(paired(both, only_b), paired(only_a, neither))
+    baseline, values = next(iter(bpb)), {}
+    for arm in bpb:
+        changed = [pair for pair in arm.factors if pair not in baseline.factors]
+        alone = [Arm.of(**dict(baseline.factors) | dict([pair])) for pair in changed]
+        if len(changed) == 2 and all(each in bpb for each in alone):
+            one, other = alone
+            name = " × ".join(Arm((pair,)).name for pair in changed)
+            values[name] = paired(paired(bpb[arm], bpb[other]), paired(bpb[one], bpb[baseline]))
     return find(values, seeds)
 
 

@@ -108,7 +108,6 @@ class Grid:
         return self.folder / "cells" / cell.name
 
     def log(self, cell: Cell) -> Path:
-        """Where the output of a cell's process goes."""
         return self.folder / "cells" / f"{cell.name}.log"
 
     def outcomes(self, cells: Iterable[Cell]) -> Outcomes:
@@ -128,22 +127,22 @@ class Grid:
         ours = (folder / "cells").is_dir() or not folder.exists() or not any(folder.iterdir())
         require(ours, f"--out {folder} is not empty; choose another folder")
         for cell in cells:
-            if (self.cell_folder(cell) / "run.json").exists():
-                self.check_run(cell)
-
-    def check_run(self, cell: Cell) -> None:
-        """Raise ValueError, naming what differs, unless the run in a cell's folder was trained as it would be now."""
-        model_config, config = self.settings[cell.arm]
-        run_file = self.cell_folder(cell) / "run.json"
-        run, name = read_run_file(run_file), f"the run in {run_file.parent}"
-        there = compared(run["model"], run["training"])
-        here = compared(asdict(model_config), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
-        differ = [option for option in here if there[option] != here[option]]
-        changed = [f"--{option.replace('_', '-')} {there[option]}, not {here[option]}" for option in differ]
-        require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
-        require(run["corpus"]["hash"] == self.data.corpus_hash, f"the text of {name} has changed since it started")
-        for line in check_imports(run, run_file):
-            raise ValueError(f"{name}: {line}")
+            run_file = self.cell_folder(cell) / "run.json"
+            if run_file.exists():
+                model_config, config = self.settings[cell.arm]
+                run, name = read_run_file(run_file), f"the run in {run_file.parent}"
+                there = compared(run["model"], run["training"])
+                here = compared(asdict(model_config), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
+                changed = [
+                    f"--{option.replace('_', '-')} {there.get(option)}, not {value}"
+                    for option, value in here.items()
+                    if there.get(option) != value
+                ]
+                require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
+                same_text = run["corpus"]["hash"] == self.data.corpus_hash
+                require(same_text, f"the text of {name} has changed since it started")
+                imports = check_imports(run, run_file)
+                require(not imports, f"{name}: {'; '.join(imports)}")
 
     # Running.
 
@@ -163,8 +162,7 @@ class Grid:
                 while waiting or running:
                     while waiting and free:
                         cell, device = waiting.pop(0), free.pop(0)
-                        process = start_process(self.command(cell, device), self.log(cell), self.threads)
-                        running[cell] = process, device
+                        running[cell] = self.start(cell, device), device
                     time.sleep(POLL_SECONDS)
                     if stop:
                         raise Stopped(stop[0], "the same command")
@@ -178,7 +176,8 @@ class Grid:
                             continue
                         ended = self.outcomes([cell])
                         if not ended or process.returncode not in (0, NOT_FINITE):
-                            raise CellFailed(str(self.log(cell)), process.returncode, last_line(self.log(cell)))
+                            log = self.log(cell)
+                            raise CellFailed(str(log), process.returncode, last_line(log))
                         outcomes |= ended
                         bar.update()
                         bar.write(str(outcomes[cell]))
@@ -188,6 +187,9 @@ class Grid:
                 for process, _ in running.values():
                     process.wait()
         return {cell: outcomes[cell] for cell in cells}
+
+    def start(self, cell: Cell, device: str) -> Popen:
+        return start_process(self.command(cell, device), self.log(cell), self.threads)
 
     def command(self, cell: Cell, device: str = "") -> list[str]:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""

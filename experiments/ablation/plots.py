@@ -3,6 +3,7 @@
 Each function gets the runs that have ended, those of the first arm first: it is the baseline.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from experiments.statistics import estimate
 
 LINES = ["-", "--", ":", "-."]
 CROSS: dict[str, Any] = {"marker": "X", "markeredgecolor": "black", "linestyle": "none", "markersize": 8}
-FEW = 10  # points up to which each of a curve has a marker and an error bar
+MARKED = 10  # points of a curve
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 Look = dict[str, Any]  # arguments of `Axes.plot`
@@ -62,29 +63,25 @@ def plot_curves(runs: list[Outcome], title: str) -> Figure:
     a diverged run ends with a cross.
     """
     arms = by_arm(runs)
-    rows = 1 if len(arms) == 1 else 2
+    baseline, *others = arms
+    rows = 2 if others else 1
     figure = Figure(figsize=(12, 4 * rows), layout="constrained")
     grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
     for column, (metric, label) in zip(grid.T, METRICS.items(), strict=True):
         values = {arm: by_step(arms[arm], metric) for arm in arms}
         last = max((step for steps in values.values() for step in steps), default=0)
-        baseline = next(iter(values.values()))
-        for number, (arm, look) in enumerate(looks(arms).items()):
-            curves = [values[arm]]
-            if number:
-                later = [step for step in values[arm] if step in baseline and step >= last / 4]
-                curves.append({step: paired(values[arm][step], baseline[step]) for step in later})
-            for axes, curve, below in zip(column, curves, (False, True), strict=False):
-                aside = 0.01 * last * (number - len(arms) / 2) if below and len(curve) == 1 else 0.0
-                _draw_curve(axes, curve, below, aside, look | {"label": arm.name})
-                if curve and any(run.diverged for run in arms[arm]):
-                    x, y = axes.lines[-1].get_xydata()[-1]
-                    axes.plot(x, y, color=look["color"], **CROSS)
+        for arm, look in looks(arms).items():
+            diverged = any(run.diverged for run in arms[arm])
+            _draw_curve(column[0], values[arm], look | {"label": arm.name}, diverged)
+            if arm != baseline:
+                later = [step for step in values[arm] if step in values[baseline] and step >= last / 4]
+                differences = {step: paired(values[arm][step], values[baseline][step]) for step in later}
+                _draw_curve(column[1], differences, look, diverged, intervals=True)
         column[0].set_ylabel(label)
         column[-1].set_xlabel("step")
-        if rows == 2:
+        if others:
             column[1].axhline(0, color="0.3", linewidth=1)
-            column[1].set_ylabel(f"minus {next(iter(arms)).name}, paired by seed")
+            column[1].set_ylabel(f"minus {baseline.name}, paired by seed")
     _finish(figure, title, grid[0][0])
     return figure
 
@@ -99,17 +96,18 @@ def by_step(runs: list[Outcome], metric: str) -> dict[int, BySeed]:
     return {step: values for step, values in sorted(steps.items()) if len(values) == len(runs)}
 
 
-def _draw_curve(axes: Axes, curve: Mapping[int, BySeed], intervals: bool, aside: float, look: Look) -> None:
-    """Draw the means of a curve. The points of a short one have markers and error bars, a long one has a band."""
-    found = {step + aside: estimate(list(by_seed.values())) for step, by_seed in curve.items() if by_seed}
-    means = [each.mean for each in found.values()]
-    half_widths = [each.half_width or 0.0 for each in found.values()] if intervals else [0.0] * len(found)
-    if len(found) > FEW:
-        low, high = ([m + sign * half for m, half in zip(means, half_widths, strict=True)] for sign in (-1, 1))
-        axes.fill_between(list(found), low, high, color=look["color"], alpha=0.2, linewidth=0)
-    elif found and intervals:
-        axes.errorbar(list(found), means, half_widths, color=look["color"], linestyle="none", capsize=4)
-    axes.plot(list(found), means, marker="o" if len(found) <= FEW else "", markersize=5, **look)
+def _draw_curve(axes: Axes, curve: Mapping[int, BySeed], look: Look, diverged: bool, intervals: bool = False) -> None:
+    """Draw the means of a curve. About ten of its points have markers, so that a single one is seen, and intervals."""
+    found = {step: estimate(list(by_seed.values())) for step, by_seed in curve.items() if by_seed}
+    if found:
+        means = [each.mean for each in found.values()]
+        half_widths = [each.half_width or 0.0 for each in found.values()] if intervals else None
+        every = math.ceil(len(found) / MARKED)
+        marked = ((len(found) - 1) % every, every)  # with the last
+        look = look | {"marker": "o", "markersize": 4, "markevery": marked, "errorevery": marked, "capsize": 3}
+        axes.errorbar(list(found), means, half_widths, **look)
+        if diverged:
+            axes.plot(list(found)[-1], means[-1], color=look["color"], **CROSS)
 
 
 def _finish(figure: Figure, title: str, legend: Axes | None = None) -> None:

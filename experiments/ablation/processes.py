@@ -24,7 +24,7 @@ def resolve_devices(device: str) -> tuple[str, ...]:
 
 
 def start_process(command: list[str], log: Path, threads: int) -> subprocess.Popen:
-    """Start a command with that many CPU threads, whose output is appended to `log`.
+    """Start a command with this many CPU threads, whose output is appended to `log`.
 
     Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
     """

@@ -16,14 +16,11 @@ INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 
 def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
     """What was run, and how to read the tables."""
-    configs = [config for _, config in grid.settings.values()]
-    steps = " or ".join(map(str, sorted({config.steps for config in configs})))
-    dtypes = " or ".join(sorted({config.dtype for config in configs}))
-    machine = f"{describe(torch.device(configs[0].device))} in {dtypes}"
+    config = next(iter(grid.settings.values()))[1]
+    machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs} at a time"
     return [
         f"`{command}`",
-        f"{steps} steps, seeds {seeds[0]} to {seeds[-1]}, on {machine}, {grid.jobs} at a time, "
-        f"torch {torch.__version__}.",
+        f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}, {machine}, torch {torch.__version__}.",
         "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
         "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
         "tests for no difference (paired t test), and p of ±margin for a difference of at least the margin either way "

@@ -26,7 +26,7 @@ from runtime.checkpoint import load_pretrained
 from runtime.process import bad_input
 from runtime.report import figure, markdown, page, save_plot, settings_table
 from runtime.run import prepare_text
-from runtime.run_dir import RUNS, check_not_in_use
+from runtime.run_dir import RUNS, check_not_in_use, read_run_file
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,13 @@ class Ablation:
     """A resolved ablation."""
 
     grid: Grid
-    lr: float  # of all arms, without a sweep
-    lrs: list[float]  # learning rates to select from, with the shared one; empty without a sweep
-    widen: int  # how many rates beyond them each arm may try
+    lrs: list[float]  # the learning rate of all arms, or several to select from
     seeds: range  # reported
-    margin: float | None  # for tests of equivalence, in val_bpb
-    probe: bool
+    flags: argparse.Namespace
 
-    @property
-    def arms(self) -> list[Arm]:
-        return list(self.grid.settings)
-
-    def reported(self, lrs: Mapping[Arm, float]) -> list[Cell]:
-        """Every arm with every seed, at the arm's learning rate."""
-        return [Cell(arm, lrs[arm], seed) for seed in self.seeds for arm in self.arms]
+    def reported(self, best: Mapping[Arm, float]) -> list[Cell]:
+        """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
+        return [Cell(arm, best[arm], seed) for seed in self.seeds for arm in self.grid.settings if best]
 
 
 def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
@@ -58,50 +51,53 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     check_sizes(flags, "seeds", most=MAX_SEEDS)
     check_sizes(flags, "jobs", "threads", most=1024)
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
-    require(flags.widen == 0 or (flags.widen > 0 and bool(flags.lrs)), "--widen must be 0 or more, and needs --lrs")
+    require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
+    require(not flags.widen or bool(flags.lrs), "--widen needs --lrs, the rates to start from")
     margin = flags.equivalence
     require(margin is None or 0 < margin < math.inf, f"--equivalence must be a positive number, not {margin}")
     arms = resolve_factors(flags)
     devices = resolve_devices(flags.device) if hasattr(flags, "device") else ("",)
     on_device = [*train_flags, *(["--device", devices[0]] if devices[0] else [])]
     settings = resolve_arms(arms, on_device)
-    folder = Path(getattr(flags, "out", "") or RUNS / f"ablation-{settings_digest(settings)}")
+    dtype = getattr(flags, "dtype", "auto")
+    as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in settings.items()}
+    folder = Path(getattr(flags, "out", "") or RUNS / f"ablation-{settings_digest(as_asked)}")
     check_not_in_use(folder)
+    started = next(folder.glob("cells/*/run.json"), None)
+    if started and dtype == "auto":  # a measurement, which might come out differently now
+        settings = resolve_arms(arms, [*on_device, "--dtype", read_run_file(started)["training"]["dtype"]])
     model_config, config = next(iter(settings.values()))
     context = max(model_config.context for model_config, _ in settings.values())
-    cores = torch.get_num_threads()
-    torch.set_num_threads(flags.threads)  # a run's description of its device includes them
     grid = Grid(
         folder=folder,
         settings=settings,
         train_flags=train_flags,
         data=prepare_text(flags, replace(model_config, context=context), config),
-        jobs=flags.jobs or (max(1, cores // flags.threads) if config.device == "cpu" else 1),
+        jobs=flags.jobs or (max(1, torch.get_num_threads() // flags.threads) if config.device == "cpu" else 1),
         threads=flags.threads,
         devices=devices,
     )
-    lrs = sorted({*flags.lrs, config.lr}) if flags.lrs else []
-    seeds = range(config.seed, config.seed + flags.seeds)
-    ablation = Ablation(grid, config.lr, lrs, flags.widen, seeds, margin, flags.probe)
-    grid.check([*cells(arms, lrs or [config.lr], seeds), *grid.selection(arms, lrs, seeds.start)])
+    ablation = Ablation(grid, sorted({*flags.lrs, config.lr}), range(config.seed, config.seed + flags.seeds), flags)
+    grid.check([*cells(settings, ablation.lrs, ablation.seeds), *grid.selection(settings, ablation.lrs, config.seed)])
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     return ablation
 
 
 def run_ablation(ablation: Ablation, command: str) -> None:
     """Run what has not ended, and write the report, also when interrupted."""
-    grid, arms = ablation.grid, ablation.arms
+    grid, arms, lrs, flags = ablation.grid, list(ablation.grid.settings), ablation.lrs, ablation.flags
     write_atomically(grid.folder / "command.txt", command + "\n")
-    best = {} if ablation.lrs else dict.fromkeys(arms, ablation.lr)
-    sweep = grid.selection(arms, ablation.lrs, ablation.seeds.start)
+    sweep: list[Cell] = []
+    best = dict.fromkeys(arms, lrs[0])
     try:
-        if ablation.lrs:
-            best, found = grid.select_lrs(arms, ablation.lrs, ablation.seeds.start, ablation.widen)
+        if len(lrs) > 1:
+            sweep, best = grid.selection(arms, lrs, ablation.seeds.start), {}
+            best, found = grid.select_lrs(arms, lrs, ablation.seeds.start, flags.widen)
             sweep = list(found)
         grid.run(ablation.reported(best))
     finally:
         write_report(ablation, sweep, best, command)
-    if ablation.probe:
+    if flags.probe:
         write_probes(ablation, grid.outcomes(ablation.reported(best)))
 
 
@@ -113,32 +109,31 @@ def write_report(ablation: Ablation, sweep: list[Cell], best: dict[Arm, float], 
 
     `sweep` are the runs that select learning rates, and `best` is what they have selected: empty before all have ended.
     """
-    grid, folder = ablation.grid, ablation.grid.folder
-    reported = ablation.reported(best) if best else []
-    outcomes = grid.outcomes(dict.fromkeys([*reported, *sweep]))
+    grid, folder, seeds = ablation.grid, ablation.grid.folder, ablation.seeds
+    reported = ablation.reported(best)
+    outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
     write_csv(folder / "runs.csv", [run.row for run in outcomes.values()])
-    blocks = introduction(grid, ablation.seeds, command)
-    if sweep:
-        blocks += sweep_section(sweep, outcomes, best)
-    if reported:
-        blocks += comparison_section(reported, outcomes, ablation.margin)
+    blocks = introduction(grid, seeds, command)
+    blocks += sweep_section(sweep, outcomes, best) if sweep else []
+    blocks += comparison_section(reported, outcomes, ablation.flags.equivalence) if reported else []
     text = "\n\n".join(filter(None, blocks)) + "\n"
     write_atomically(folder / "table.md", text)
-    first_seed = f"seeds {ablation.seeds[0]} to {ablation.seeds[-1]}"
+    model_config, config = next(iter(grid.settings.values()))
+    runs = [outcomes[cell] for arm in grid.settings for cell in reported if cell.arm == arm and cell in outcomes]
+    title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
     figures = {}
-    if runs := [outcomes[cell] for arm in ablation.arms for cell in reported if cell in outcomes and cell.arm == arm]:
-        figures["curves"] = plot_curves(runs, first_seed)
-        if len(ablation.arms) > 1 and runs[0].arm == ablation.arms[0]:
-            figures["differences"] = plot_differences(runs, first_seed)
+    if runs and runs[0].arm == reported[0].arm:  # the baseline
+        figures = {"curves": plot_curves(runs, title)}
+        if len(grid.settings) > 1:
+            figures["differences"] = plot_differences(runs, title)
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
-    model_config, config = next(iter(grid.settings.values()))
     sections = [
         markdown(text),
-        *(figure(plot, alt=name) for name, plot in figures.items()),
-        markdown("## Settings of the first arm"),
+        *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()),
+        "<h2>Settings of the first arm</h2>",
         settings_table(asdict(model_config) | asdict(config)),
     ]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
