@@ -1,4 +1,4 @@
-"""The report.html of a real run and of a real ablation, checked by a strict parser, and in a real browser."""
+"""The report.html of a real run, checked by a strict parser, and in a real browser."""
 
 import random
 import re
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-import ablate
 import train
 
 SIZES = (
@@ -34,23 +33,10 @@ def flags(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(flags, tmp_path_factory) -> Path:
+def report(flags, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     train.main(f"{flags} --out {folder}".split())
     return folder / "report.html"
-
-
-@pytest.fixture(scope="module")
-def ablation(flags, tmp_path_factory) -> Path:
-    """With a sweep in which every run at the higher rate diverges."""
-    folder = tmp_path_factory.mktemp("runs") / "ablation"
-    ablate.main(f"{flags} --norms rmsnorm layernorm --seeds 2 --lrs 0.01 1e5 --out {folder}".split())
-    return folder / "report.html"
-
-
-@pytest.fixture(params=["run", pytest.param("ablation", marks=pytest.mark.slow)])
-def report(request) -> Path:
-    return request.getfixturevalue(request.param)
 
 
 class StrictParser(HTMLParser):
@@ -83,18 +69,6 @@ def test_a_page_is_well_formed_and_loads_nothing_from_elsewhere(report):
     assert images and all(str(image["src"]).startswith("data:") and image["alt"] for image in images)
     assert not re.search(r"url\(|@import|@font-face", html)
     assert all(not name.startswith("on") for _, attributes in parser.tags for name in attributes)
-
-
-@pytest.mark.slow
-def test_the_page_of_an_ablation_has_every_plot_and_the_command(ablation):
-    html = ablation.read_text("utf-8")
-    plots = {path.stem for path in ablation.parent.glob("*.png")}
-    assert plots == {
-        f"{name}{suffix}" for name in ("differences", "paired-curves", "curves") for suffix in ("", "-best")
-    } | {"sweep"}
-    assert html.count("<img") == len(plots)
-    assert "python ablate.py --dim 16" in html
-    assert html.count('<pre class="wrapped">') == 2  # a sample of each arm
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------

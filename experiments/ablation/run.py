@@ -77,10 +77,12 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         threads=flags.threads,
         devices=devices,
     )
-    ablation = Ablation(grid, sorted({*flags.lrs, config.lr}), range(config.seed, config.seed + flags.seeds), flags)
-    grid.check([*cells(settings, ablation.lrs, ablation.seeds), *grid.selection(settings, ablation.lrs, config.seed)])
+    lrs, seeds = sorted({*flags.lrs, config.lr}), range(config.seed, config.seed + flags.seeds)
+    planned = [*cells(settings, lrs, seeds), *grid.selection(settings, lrs, config.seed)]
+    grid.check(planned)
+    grid.outcomes(planned)  # a damaged log is an error before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    return ablation
+    return Ablation(grid, lrs, seeds, flags)
 
 
 def run_ablation(ablation: Ablation, command: str) -> None:
