@@ -46,13 +46,8 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, margin: float 
     for arm, ended in runs.items():
         difference = differences.get(arm, Finding(None, seeds))
         speeds = [run.tokens_per_second for run in ended if run.tokens_per_second and not run.diverged]
-        row = [level for _, level in arm.factors]
-        row += [
-            f"{lrs[arm]:g}",
-            shown(Finding(mean_of(bpb[arm]), seeds), ".4f"),
-            shown(difference),
-            shown_p(difference.p),
-        ]
+        row = [*(level for _, level in arm.factors), f"{lrs[arm]:g}"]
+        row += [shown(Finding(mean_of(bpb[arm]), seeds), ".4f"), shown(difference), shown_p(difference.p)]
         row += [] if margin is None else [shown_p(difference.equivalence_p)]
         row += [f"{sum(run.diverged for run in ended)} of {len(ended)}", f"{mean(speeds):,.0f}" if speeds else NONE]
         rows.append(row)
