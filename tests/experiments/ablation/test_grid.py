@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -48,8 +48,9 @@ def in_process(monkeypatch):
 
     def start(grid: Grid, cell: Cell, device: str) -> SimpleNamespace:
         started.append((cell, device))
+        code: int | str | None = 0
         try:
-            code = train.main(grid.command(cell, device)[2:]) or 0
+            train.main(grid.command(cell, device)[2:])
         except SystemExit as exit:
             code = exit.code
         return SimpleNamespace(returncode=code, poll=lambda: code, terminate=lambda: None, wait=lambda: code)
@@ -207,8 +208,14 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
     """With --probe: the weights of each run before and after training."""
     ablation = resolve("--seed 3 --seeds 2 --dropout 0.5 --probe")
     start, grid = Grid.start, ablation.grid
+
+    def stop_after(*arguments: Any) -> Any:
+        process = start(*arguments)
+        signal.raise_signal(signal.SIGTERM)
+        return process
+
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match="the same command"):
-        patch.setattr(Grid, "start", lambda *args: (start(*args), os.kill(os.getpid(), signal.SIGTERM))[0])
+        patch.setattr(Grid, "start", stop_after)
         run_ablation(replace(ablation, grid=replace(grid, jobs=1)), "command")
     assert "**Partial: 1 of 2 runs have ended.**" in (grid.folder / "table.md").read_text()
     del in_process[:]

@@ -1,5 +1,6 @@
 """The plots of an ablation, by the numbers that they draw. Warnings are errors here."""
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,8 +26,8 @@ def runs(arm: Arm, *finals: float | None, losses: tuple = (5.0, 4.0, 3.0, 2.0)) 
 
 def drawn(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
     """The points of all lines that have this marker, without empty ones."""
-    lines = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == marker]
-    return [[tuple(point) for point in line] for line in lines if line]
+    lines = [np.asarray(line.get_xydata()).tolist() for line in axes.lines if line.get_marker() == marker]
+    return [[(x, y) for x, y in line] for line in lines if line]
 
 
 def intervals(axes: Axes) -> list[tuple[float, float, float]]:
