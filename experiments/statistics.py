@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import mean, stdev
 
-CONFIDENCE = 0.95
+CONFIDENCE = 0.95  # of intervals
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def fisher_p(k1: int, n1: int, k2: int, n2: int) -> float:
-    """Two-sided p-value of "k1 of n1 and k2 of n2 have the same probability", by Fisher's exact test.
-
-    The probability, given k1 + k2, of a table that is no more likely than the observed one.
+    """Two-sided p-value of "k1 of n1 and k2 of n2 have the same probability", by Fisher's exact test: the probability,
+    given k1 + k2, of a table that is no more likely than the observed one.
     """
     assert 0 <= k1 <= n1 and 0 <= k2 <= n2
     k = k1 + k2
@@ -89,7 +88,7 @@ def fisher_p(k1: int, n1: int, k2: int, n2: int) -> float:
 
 
 def t_tails(t: float, degrees: int) -> float:
-    """P(|T| > |t|) for Student's t with `degrees` degrees of freedom (Abramowitz and Stegun 26.7.1)."""
+    """P(|T| > |t|) for Student's t (Abramowitz and Stegun 26.7.1)."""
     return _beta_cdf(degrees / (degrees + t * t), degrees / 2, 0.5)
 
 
