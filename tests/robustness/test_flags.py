@@ -135,7 +135,7 @@ def ablation_validator(flags: list[str]) -> None:
     with exit_codes("x"):
         given, train_flags = ablate.parse(flags)
         with bad_input():
-            folder = resolve_ablation(given, train_flags).grid.folder
+            folder = resolve_ablation(given, train_flags).folder
         shutil.rmtree(folder)
 
 

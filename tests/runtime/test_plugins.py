@@ -230,7 +230,7 @@ def test_damaged_records_are_refused(capsys, trained):
 def test_each_run_of_an_ablation_imports_it_when_it_starts_and_when_it_resumes():
     flags = f"--norms rmsnorm mynorm --seeds 1 --out comparison --import mynorm.py {TOY}"
     ablation = resolve_ablation(*ablate.parse(flags.split()))
-    for cell in ablation.reported(dict.fromkeys(ablation.grid.settings, ablation.lrs[0])):
+    for cell in ablation.reported:
         start = ablation.grid.command(cell)
         (ablation.grid.cell_folder(cell) / "run.json").parent.mkdir()
         (ablation.grid.cell_folder(cell) / "run.json").touch()
