@@ -32,16 +32,18 @@ def main(arguments: list[str] | None = None) -> None:
         flags, train_flags = parse(arguments)
         with bad_input():
             ablation = resolve_ablation(flags, train_flags)
-        with locked(ablation.folder):
+        folder = ablation.grid.folder
+        with locked(folder):
             run_ablation(ablation, shlex.join(["python", "ablate.py", *arguments]))
-    print(f"see {ablation.folder}/report.html or {ablation.folder}/table.md")
+    print(f"see {folder}/report.html or {folder}/table.md")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """All flags, and the part of `arguments` that belongs to train.py, which every run gets."""
     everything = Parser(
         prog="ablate.py",
-        description="Train norms × placements × other factors × seeds and report on them.",
+        description="Train norms × placements × other factors × seeds and report on them. `ablate.py claim NAME` and "
+        "`ablate.py claims` test published claims instead; see `ablate.py claims --help`.",
         allow_abbrev=False,
     )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -68,35 +70,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             metavar="NAME=V1,V2",
             help="values of any other option, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
         )
-        add("--seeds", type=int, default=3, metavar="INT", help="runs per arm, counting from --seed (default: 3)")
-        add(
-            "--lrs",
-            nargs="+",
-            type=float,
-            default=[],
-            metavar="FLOAT",
-            help="learning rates to sweep, together with --lr; each arm uses its best",
-        )
-        add(
-            "--widen",
-            type=int,
-            default=0,
-            metavar="INT",
-            help="learning rates that an arm may try beyond --lrs while its best is the lowest or highest (default: 0)",
-        )
-        add(
-            "--equivalence",
-            type=float,
-            metavar="MARGIN",
-            help="also test whether arms are as good as the baseline: within this margin of its val_bpb",
-        )
-        add(
-            "--jobs",
-            type=int,
-            metavar="INT",
-            help="runs at a time on each device (default: one per core, or one on a GPU)",
-        )
-        add("--threads", type=int, default=1, metavar="INT", help="CPU threads per run (default: 1)")
+        add("--seeds", type=int, default=3, help="runs per arm, counting from --seed (default: 3)")
+        help = "learning rates to sweep, together with --lr, on two other seeds; each arm is reported at its best"
+        add("--lrs", nargs="+", type=float, default=[], metavar="LR", help=help)
+        help = "learning rates that an arm may try beyond --lrs while its best is the lowest or highest (default: 0)"
+        add("--widen", type=int, default=0, metavar="RATES", help=help)
+        help = "also test whether arms are as good as the baseline: within this margin of its val_bpb"
+        add("--equivalence", type=float, metavar="MARGIN", help=help)
+        add("--jobs", type=int, help="runs at a time on each device (default: one per core, or one on a GPU)")
+        add("--threads", type=int, default=1, help="CPU threads per run (default: 1)")
         add("--probe", action="store_true", help="record residual RMS, gradient norms and gains per block")
     add_flags(everything, hidden=("norm", "placement"))  # for single runs: `resolve_ablation` refuses them
     import_first(everything, arguments)

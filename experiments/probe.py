@@ -44,12 +44,6 @@ def _statistics(block: int, stream: Tensor | tuple[Tensor, Tensor], part: nn.Mod
     norms = [module for module in part.modules() if isinstance(module, tuple(KINDS.values()))]
     gains = [gain.detach().abs() for norm in norms for name, gain in norm.named_parameters() if name == "weight"]
     gain = torch.cat(gains) if gains else None
-    return BlockStatistics(
-        block,
-        residual_rms=rms[0],
-        second_rms=rms[1] if len(rms) > 1 else None,
-        grad_norm=float(get_total_norm([weight.grad for weight in part.parameters() if weight.grad is not None])),
-        gain_mean=None if gain is None else float(gain.mean()),
-        gain_min=None if gain is None else float(gain.min()),
-        gain_max=None if gain is None else float(gain.max()),
-    )
+    summary = (None, None, None) if gain is None else (float(gain.mean()), float(gain.min()), float(gain.max()))
+    grad_norm = float(get_total_norm([weight.grad for weight in part.parameters() if weight.grad is not None]))
+    return BlockStatistics(block, rms[0], rms[1] if len(rms) > 1 else None, grad_norm, *summary)

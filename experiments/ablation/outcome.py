@@ -1,13 +1,13 @@
 """An arm of a comparison, and the outcome of one of its runs."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
 from config import FIELDS, require
 
-Log = list[dict[str, Any]]
+BySeed = Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,23 @@ class Arm:
     @property
     def name(self) -> str:
         """The norm, the placement, and other factors with their names."""
-        return " ".join(
-            value if factor in ("norm", "placement") else f"{factor}={value}" for factor, value in self.factors
-        )
+        return " ".join(value if name in ("norm", "placement") else f"{name}={value}" for name, value in self.factors)
 
     @property
     def flags(self) -> list[str]:
-        return [flag for factor, value in self.factors for flag in factor_flags(factor, value)]
-
-
-def factor_flags(factor: str, value: str) -> list[str]:
-    """The flags of `train.py` for a factor. Raises ValueError for an unknown one or a bad truth value."""
-    require(factor in FIELDS, f"unknown factor {factor!r}; it is an option of train.py, such as optimizer")
-    flag = f"--{factor.replace('_', '-')}"
-    if factor == "norm":
-        kind, _, norm_args = value.partition(":")
-        return [flag, kind, *(f"--norm-arg={pair}" for pair in norm_args.split(",") if pair)]
-    if FIELDS[factor].type is bool:
-        require(value in ("true", "false"), f"factor {factor} takes true or false, not {value!r}")
-        return [flag if value == "true" else flag.replace("--", "--no-", 1)]
-    return [flag, value]
+        """Its flags of `train.py`. Raises ValueError for a bad truth value."""
+        flags = []
+        for factor, value in self.factors:
+            flag = f"--{factor.replace('_', '-')}"
+            if factor == "norm":
+                value, _, norm_args = value.partition(":")
+                flags += [f"--norm-arg={pair}" for pair in norm_args.split(",") if pair]
+            if FIELDS[factor].type is bool:
+                require(value in ("true", "false"), f"factor {factor} takes true or false, not {value!r}")
+                flags.append(flag if value == "true" else flag.replace("--", "--no-", 1))
+            else:
+                flags += [flag, value]
+        return flags
 
 
 @dataclass(frozen=True)
@@ -67,20 +64,22 @@ class Outcome:
     best_val_loss: float | None  # the lowest of all evaluations
     tokens_per_second: float | None  # median over the run
     seconds: float | None
-    log: Log = field(repr=False)  # the rows of its metrics.jsonl
+    log: list[dict[str, Any]]  # the rows of its metrics.jsonl
 
     @property
     def row(self) -> dict[str, Any]:
         """Its row in `runs.csv`."""
-        rest = (column.name for column in fields(self) if column.name not in ("arm", "log"))
-        return {**dict(self.arm.factors), **{name: getattr(self, name) for name in rest}}
+        values = {name: value for name, value in vars(self).items() if name not in ("arm", "log")}
+        return dict(self.arm.factors) | values
 
     def __str__(self) -> str:
         result = f"diverged at step {self.step}" if self.diverged else f"val_bpb {self.val_bpb:.4f}"
         return f"{self.arm.name}, lr {self.lr:g}, seed {self.seed}: {result}"
 
 
-def read_outcome(arm: Arm, lr: float, seed: int, log: Log, steps: int, uniform_loss: float) -> Outcome | None:
+def read_outcome(
+    arm: Arm, lr: float, seed: int, log: list[dict[str, Any]], steps: int, uniform_loss: float
+) -> Outcome | None:
     """The outcome of a run of `steps` steps, or None if its log does not reach the end.
 
     `uniform_loss` is the loss of a uniform prediction, in nats per token.
@@ -110,10 +109,9 @@ def final_bpb(runs: Iterable[Outcome]) -> dict[int, float]:
     return {run.seed: run.val_bpb for run in runs if not run.diverged and run.val_bpb is not None}
 
 
-def paired_differences(arm: list[Outcome], baseline: list[Outcome]) -> list[float]:
-    """val_bpb of `arm` minus that of `baseline`, for each seed with which neither diverged."""
-    arm_bpb, baseline_bpb = final_bpb(arm), final_bpb(baseline)
-    return [arm_bpb[seed] - baseline_bpb[seed] for seed in arm_bpb if seed in baseline_bpb]
+def paired(values: BySeed, baseline: BySeed) -> dict[int, float]:
+    """`values` minus `baseline`, by seed, for the seeds that both have."""
+    return {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
 
 
 def best_lr(runs: list[Outcome]) -> float:

@@ -1,15 +1,14 @@
 """Runs of `train.py` in processes of their own, on one device or on several cards."""
 
 import os
-import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
+from shutil import which
 
 from config import require
 from runtime.device import describe, pick_device
 
-LINE_BYTES = 4096  # an error line, and what the file system adds
+END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
 
 
 def resolve_devices(device: str) -> tuple[str, ...]:
@@ -20,50 +19,29 @@ def resolve_devices(device: str) -> tuple[str, ...]:
     kind, _, indices = device.partition(":")
     devices = tuple(f"{kind}:{index}" for index in indices.split(",")) if "," in indices else (device,)
     names = {describe(pick_device(name)) for name in devices}
-    require(len(set(devices)) == len(devices), f"--device {device} names a card twice; use --jobs for runs per card")
     require(len(names) == 1, f"--device {device} mixes {' and '.join(sorted(names))}; runs on both are not comparable")
     return devices
 
 
-class Process(subprocess.Popen):
-    """A command with that many CPU threads, whose output is appended to `log`."""
+def start_process(command: list[str], log: Path, threads: int) -> subprocess.Popen:
+    """Start a command with this many CPU threads, whose output is appended to `log`.
 
-    def __init__(self, command: list[str], log: Path, threads: int):
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-        with open(log, "ab") as file:
-            self.log, self.log_size = log, file.tell()
-            super().__init__(
-                [*end_with_parent(), *command],
-                env=os.environ | dict.fromkeys(names, str(threads)),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
-            )
-
-    def last_line(self) -> str:
-        """The error line that it printed, or else its last line. On a full disk there may be neither."""
-        with open(self.log, "rb") as file:
-            file.seek(self.log_size)
-            lines = file.read().decode(errors="replace").split("\n")
-        lines = [line for line in map(str.strip, lines) if line]
-        errors = [line for line in lines if line.startswith("error: ")]
-        free = shutil.disk_usage(self.log.parent).free
-        if not errors and free < LINE_BYTES:
-            return f"error: it failed, and could not say why: {self.log.parent} has {free} bytes free"
-        return (errors or lines or [""])[-1]
-
-
-@cache
-def end_with_parent() -> tuple[str, ...]:
-    """A prefix of a command with which it gets SIGTERM when this process is killed. Empty where Linux's `setpriv` is
-    missing: there the command continues.
-
-    Each thread of this process may cause another signal, so a run may stop at once, without saving.
+    Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
     """
-    prefix = ("setpriv", "--pdeathsig", "TERM")
-    try:
-        supported = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
-    except OSError:
-        supported = False
-    return prefix if supported else ()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            [*END_WITH_PARENT, *command],
+            env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+        )
+
+
+def last_line(log: Path) -> str:
+    """The last error line in `log`, or else its last line."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1]

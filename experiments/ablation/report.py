@@ -1,146 +1,112 @@
-"""The report of an ablation: its sections in order, written as Markdown, CSV and LaTeX."""
+"""The text of an ablation's report, in Markdown: what was run, and the tables."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from statistics import mean
 
 import torch
 
-from experiments.ablation.comparison import ArmResult, Interaction, compare, interactions
-from experiments.ablation.costs import at_equal, costs
-from experiments.ablation.formats import Table, to_csv, to_latex, to_markdown
-from experiments.ablation.grid import SELECTION_SEEDS, Cell, Grid
-from experiments.ablation.outcome import Arm, Outcome
-from experiments.ablation.tables import (
-    EDGE,
-    INCOMPLETE,
-    aggregates,
-    arms_table,
-    at_edge,
-    costs_table,
-    interaction_rows,
-    interactions_table,
-    lr_table,
-    missing,
-)
-from files import write_atomically
+from experiments.ablation.comparison import Finding, compare, interactions, mean_of
+from experiments.ablation.grid import SELECTION_SEEDS, Cell, Grid, Outcomes
+from experiments.ablation.outcome import Arm, final_bpb
 from runtime.device import describe
 
+NONE = "–"
+INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 
-class Document:
-    """A report on the runs that have ended. `compare` and `sweep` append sections."""
 
-    def __init__(
-        self, grid: Grid, seeds: Sequence[int], margin: float | None, command: str, outcomes: Mapping[Cell, Outcome]
-    ):
-        self.grid, self.margin, self.outcomes = grid, margin, outcomes
-        self.edges: set[Arm] = set()  # the arms whose best learning rate ends their sweep
-        self.blocks: list[str | Table] = [f"`{command}`", self.settings(seeds), self.reading_help()]
-        self.arm_rows: list[dict[str, Any]] = []
-        self.interaction_rows: list[dict[str, Any]] = []
+def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
+    """What was run, and how to read the tables."""
+    config = next(iter(grid.settings.values()))[1]
+    machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs} at a time"
+    return [
+        f"`{command}`",
+        f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}, {machine}, torch {torch.__version__}.",
+        "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
+        "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
+        "tests for no difference (paired t test), and p of ±margin for a difference of at least the margin either way "
+        "(two one-sided t tests): there, a small one means as good as the baseline. Both are corrected for all "
+        "comparisons of a table (Holm); each interval is for one comparison. A run diverged if its loss was not "
+        "finite, or ended above that of a uniform prediction. Tokens per second are a mean over the other runs.",
+        f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
+        "the easy ones, so their mean is not comparable and has no p.",
+    ]
 
-    def settings(self, seeds: Sequence[int]) -> str:
-        configs = [config for _, config in self.grid.settings.values()]
-        steps = " or ".join(map(str, sorted({config.steps for config in configs})))
-        dtypes = " or ".join(sorted({config.dtype for config in configs}))
-        kernels = "with the CPU kernels" if configs[0].fast else "in plain PyTorch"
-        jobs, cards = self.grid.jobs * len(self.grid.devices), len(self.grid.devices)
-        parallel = f"{jobs} {'run' if jobs == 1 else 'runs'} at a time{f' on {cards} cards' if cards > 1 else ''}"
-        return (
-            f"{steps} steps, seeds {seeds[0]} to {seeds[-1]}, on {describe(torch.device(configs[0].device))} in "
-            f"{dtypes} {kernels}, {parallel}, torch {torch.__version__}."
-        )
 
-    def reading_help(self) -> str:
-        equivalence = (
-            ""
-            if self.margin is None
-            else f" p of ±{self.margin:g} tests for a difference of at least {self.margin:g} either way (two one-sided "
-            "t tests, corrected in the same way): a small one means as good as the baseline."
-        )
-        return (
-            "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from "
-            "the first row are paired: each seed gives both arms the same initial draws and batches. Below zero is "
-            "better. p tests for no difference (paired t test), corrected for all comparisons of its table (Holm); "
-            f"each interval is for one comparison.{equivalence} A run diverged if its loss was not finite, or ended "
-            "above that of a uniform prediction."
-        )
-
-    def sweep(self, cells: Sequence[Cell], best: Mapping[Arm, float]) -> None:
-        """The learning rates that were tried; `best` is empty before all have ended."""
-        table = lr_table("Mean val_bpb by learning rate", cells, self.outcomes, best)
-        self.edges = at_edge(cells, best)
-        self.blocks += [
-            "## Learning rates",
-            missing(cells, self.outcomes),
-            f"Mean val_bpb on {SELECTION_SEEDS} seeds that are not reported. An arm's best (bold) has the fewest "
-            "diverged runs and then the lowest mean.",
-            table,
-            f"{EDGE}: the best is the lowest or the highest that was tried, so a wider sweep may find a better one "
-            "(`--lrs`, or `--widen 3` to try up to three more)."
-            if self.edges
-            else "",
+def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, margin: float | None) -> list[str]:
+    """The arms of the planned `cells`, each at one learning rate, and the interactions of factors."""
+    runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in arms_of(cells)}
+    bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
+    lrs = {cell.arm: cell.lr for cell in cells}
+    baseline, seeds = next(iter(bpb)), len(cells) // len(bpb)
+    differences = compare(bpb, seeds, margin)
+    titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
+    titles += ["lr", "val_bpb (n)", f"paired difference from {baseline.name} (n)", "p"]
+    titles += [] if margin is None else [f"p of ±{margin:g}"]
+    rows = []
+    for arm, ended in runs.items():
+        difference = differences.get(arm, Finding(None, seeds))
+        speeds = [run.tokens_per_second for run in ended if run.tokens_per_second and not run.diverged]
+        row = [*(level for _, level in arm.factors), f"{lrs[arm]:g}"]
+        row += [shown(Finding(mean_of(bpb[arm]), seeds), ".4f"), shown(difference), shown_p(difference.p)]
+        row += [] if margin is None else [shown_p(difference.equivalence_p)]
+        row += [f"{sum(run.diverged for run in ended)} of {len(ended)}", f"{mean(speeds):,.0f}" if speeds else NONE]
+        rows.append(row)
+    blocks = ["## Comparison", missing(cells, outcomes), table([*titles, "diverged", "tokens/s"], rows)]
+    if combined := interactions(bpb, seeds):
+        rows = [[name, shown(finding), shown_p(finding.p)] for name, finding in combined.items()]
+        blocks += [
+            f"Interactions: how much more (above 0) or less two changes of {baseline.name} raise val_bpb together than "
+            "the sum of what each does alone.",
+            table(["both", "difference of differences (n)", "p"], rows),
         ]
-
-    def compare(self, rates: str, title: str, cells: Sequence[Cell]) -> None:
-        """A comparison of arms; `rates` names it in the CSV files. Without `cells` it has not started."""
-        self.blocks.append(f"## {title}")
-        if not cells:
-            self.blocks.append("**Partial: not started.** The sweep of learning rates has not ended.")
-            return
-        edges = self.edges if rates == "best" else set()
-        results = compare(cells, self.outcomes, self.margin)
-        combined = interactions(cells, self.outcomes)
-        tokens, seconds = at_equal("tokens", cells, self.outcomes), at_equal("seconds", cells, self.outcomes)
-        spent = costs(cells, self.outcomes, self.grid.settings)
-        self.arm_rows += aggregates(rates, results, spent, seconds, edges)
-        self.interaction_rows += interaction_rows(rates, combined)
-        self.blocks += [
-            missing(cells, self.outcomes),
-            arms_table(title, results, edges, self.margin),
-            comparisons(results),
-        ]
-        if combined:
-            baseline = combined[0].baseline.name
-            self.blocks += [
-                f"Interactions: how much more (above 0) or less two changes of {baseline} raise val_bpb together than "
-                f"the sum of what each does alone. p is corrected for {len(combined)} comparisons.",
-                interactions_table(f"Interactions. {title}", combined),
-            ]
-        if incomplete(results, combined):
-            self.blocks.append(
-                f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are "
-                "left may be the easy ones, so their mean is not comparable and has no p."
-            )
-        self.blocks += [
-            "Seconds are of a whole run with its evaluations, on a machine that other runs share. The last column is "
-            "val_bpb when an arm had trained as long as the fastest arm did in all, linear between evaluations. A "
-            "slower arm had not finished its learning rate schedule by then, which counts against it. Diverged runs "
-            "are left out.",
-            costs_table(f"Costs. {title}", spent, tokens, seconds),
-        ]
+    return blocks
 
 
-def comparisons(results: Sequence[ArmResult]) -> str:
-    """How many comparisons the p-values of a table are corrected for."""
-    others = len(results) - 1
-    return f"p is corrected for {others} {'comparison' if others == 1 else 'comparisons'}." if others else ""
+def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, best: Mapping[Arm, float]) -> list[str]:
+    """A row per arm and a column per learning rate. `best` is empty before all runs have ended."""
+    lrs = sorted({cell.lr for cell in cells})
+    rows = []
+    for arm in arms_of(cells):
+        row = [arm.name]
+        for lr in lrs:
+            tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
+            bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
+            text = shown(Finding(mean_of(bpb), len(tried)), ".4f")
+            row.append(f"**{text}**" if lr == best.get(arm) else text)
+        rows.append(row)
+    return [
+        "## Learning rates",
+        missing(cells, outcomes),
+        f"val_bpb on {SELECTION_SEEDS} seeds that are not reported. An arm's best rate (bold) has the fewest diverged "
+        "runs and then the lowest mean. One that is the lowest or the highest calls for a wider sweep (`--widen 3`).",
+        table(["arm", *(f"{lr:g}" for lr in lrs)], rows),
+    ]
 
 
-def incomplete(results: Sequence[ArmResult], combined: Sequence[Interaction]) -> bool:
-    """Whether a table has a statistic that does not rest on all seeds."""
-    found = [result.bpb for result in results] + [item.difference for item in combined]
-    found += [result.difference for result in results if result.difference]
-    return any(0 < finding.n < finding.planned for finding in found)
+def missing(cells: Sequence[Cell], outcomes: Outcomes) -> str:
+    absent = [cell.name for cell in cells if cell not in outcomes]
+    ended = f"{len(cells) - len(absent)} of {len(cells)} runs have ended"
+    return f"**Partial: {ended}.** Missing: {', '.join(absent)}." if absent else ""
 
 
-def write_document(document: Document, folder: Path) -> None:
-    """Write `table.md`, `table.tex`, `table.csv` and, with several factors, `interactions.csv`."""
-    tables = [block for block in document.blocks if isinstance(block, Table)]
-    texts = [to_markdown(block) if isinstance(block, Table) else block for block in document.blocks]
-    latex = ["% \\usepackage{booktabs}", *map(to_latex, tables)]
-    write_atomically(folder / "table.md", "\n\n".join(filter(None, texts)) + "\n")
-    write_atomically(folder / "table.tex", "\n\n".join(latex) + "\n")
-    write_atomically(folder / "table.csv", to_csv(document.arm_rows))
-    if document.interaction_rows:
-        write_atomically(folder / "interactions.csv", to_csv(document.interaction_rows))
+def arms_of(cells: Sequence[Cell]) -> list[Arm]:
+    return list(dict.fromkeys(cell.arm for cell in cells))
+
+
+def shown(finding: Finding, number: str = "+.4f") -> str:
+    """`1.7642 ± 0.0031 (3)`, or `1.7642 ± 0.0031 (2 of 3)†` if it does not rest on all seeds; a dash for none."""
+    if finding.estimate is None:
+        return NONE
+    n = f"({finding.estimate.n})" if finding.complete else f"({finding.estimate.n} of {finding.planned}){INCOMPLETE}"
+    return f"{finding.estimate:{number}} {n}"
+
+
+def shown_p(p: float | None) -> str:
+    if p is None:
+        return NONE
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
