@@ -78,6 +78,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         devices=devices,
     )
     lrs, seeds = sorted({*flags.lrs, config.lr}), range(config.seed, config.seed + flags.seeds)
+    torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
     planned = [*cells(settings, lrs, seeds), *grid.selection(settings, lrs, config.seed)]
     grid.check(planned)
     grid.outcomes(planned)  # a damaged log is an error before anything is written
