@@ -49,28 +49,12 @@ def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
         require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
 
-def check_rope_scaling(scaling: dict[str, float]) -> None:
-    """Raise ValueError unless `scaling` is empty or has all of Llama 3's numbers."""
-    if scaling:
-        names = f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}"
-        require(scaling.keys() == set(ROPE_SCALING), f"{names}, not {', '.join(scaling)}")
-        positive = all(0 < value < math.inf for value in scaling.values())
-        require(
-            positive and scaling["low_freq_factor"] < scaling["high_freq_factor"],
-            f"{names}: positive numbers, and low_freq_factor below high_freq_factor",
-        )
-
-
 def parse_rope_scaling(texts: list[str]) -> dict[str, float]:
     """Turn `["factor=8", ...]` into `{"factor": 8.0, ...}`. Raises ValueError for anything but numbers."""
-    scaling = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            scaling[name] = float(value)
-        except ValueError:
-            raise ValueError(f"--rope-scaling takes key=number, not {text!r}") from None
-    return scaling
+    try:
+        return {name: float(value) for name, _, value in (text.partition("=") for text in texts)}
+    except ValueError:
+        raise ValueError(f"--rope-scaling takes key=number, not {' '.join(texts)!r}") from None
 
 
 def require(condition: bool, message: str) -> None:
@@ -137,7 +121,14 @@ class ModelConfig:
         require(self.head_dim % 2 == 0, f"{name} is odd: RoPE rotates pairs of features")
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         require(0 < self.rope_theta < math.inf, f"--rope-theta must be a positive number, not {self.rope_theta}")
-        check_rope_scaling(self.rope_scaling)
+        if scaling := self.rope_scaling:
+            positive = all(0 < value < math.inf for value in scaling.values())
+            require(
+                scaling.keys() == set(ROPE_SCALING)
+                and positive
+                and scaling[ROPE_SCALING[1]] < scaling[ROPE_SCALING[2]],
+                f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high",
+            )
         scale = self.embedding_scale
         require(0 < scale < math.inf, f"--embedding-scale must be a positive number, not {scale}")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
@@ -284,13 +275,6 @@ FOLLOWS = {
 SYNONYMS = {"--learning-rate": "--lr"}  # not spelled alike
 
 
-def similar_flags(unknown: list[str], known: list[str]) -> list[str]:
-    """The flags of `known` that mistyped arguments resemble."""
-    mistyped = [argument.partition("=")[0].replace("_", "-") for argument in unknown if argument.startswith("--")]
-    names = [SYNONYMS.get(flag, flag) for flag in mistyped]
-    return [flag for name in names for flag in difflib.get_close_matches(name, known, n=1)]
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line and exits with 2."""
 
@@ -298,7 +282,10 @@ class Parser(argparse.ArgumentParser):
         """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            similar = similar_flags(unknown, re.findall(r"--[\w-]+", self.format_usage()))
+            known = re.findall(r"--[\w-]+", self.format_usage())
+            mistyped = [name.partition("=")[0].replace("_", "-") for name in unknown if name.startswith("--")]
+            names = [SYNONYMS.get(name, name) for name in mistyped]
+            similar = [flag for name in names for flag in difflib.get_close_matches(name, known, n=1)]
             hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
