@@ -102,7 +102,7 @@ def norm_with_gain_on_cpu(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def norm_with_index_on_cpu(norm: nn.Module, x: Tensor) -> Tensor:
-    return x[torch.arange(len(x))]  # planted
+    return norm.weight * x + x.detach()[torch.arange(len(x))]  # planted
 
 
 def blocking_copy(ids: Tensor, device: torch.device) -> Tensor:
