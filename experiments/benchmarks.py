@@ -23,7 +23,7 @@ from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
 from runtime.acceleration import accelerate, resolve_fast, unavailable
-from runtime.device import autocast, has_bfloat16, peak_memory
+from runtime.device import autocast, peak_memory
 from train import flops_per_token
 
 Call = Callable[[], Any]
@@ -133,7 +133,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def model_dtypes(device: torch.device) -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float32] if has_bfloat16(device) else [torch.float32]
+    return [torch.bfloat16, torch.float32]
 
 
 def measured_dtypes(config: RandomModelConfig, device: torch.device) -> list[torch.dtype]:
