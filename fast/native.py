@@ -65,11 +65,12 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, "no C compiler (cc, gcc or clang) was found"
     cached = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "normal-llama"
     reason = ""
-    for open_directory in (partial(nullcontext, cached), tempfile.TemporaryDirectory):  # the cache may not be writable
+    for place in (partial(nullcontext, cached), tempfile.TemporaryDirectory):  # the cache may not be writable
         for threads in THREADS.values():
             try:
-                with open_directory() as directory:
-                    library = ctypes.CDLL(str(build(compiler, FLAGS + INSTRUCTIONS[capability] + threads, directory)))
+                with place() as directory:
+                    flags = FLAGS + INSTRUCTIONS[capability] + threads
+                    library = ctypes.CDLL(str(build(compiler, flags, Path(str(directory)))))
             except subprocess.CalledProcessError as error:
                 reason = error.stderr.strip().partition("\n")[0]
             except OSError as error:
@@ -82,16 +83,16 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     return None, f"{compiler} could not build the kernels: {reason}"
 
 
-def build(compiler: str, flags: list[str], directory: str | Path) -> Path:
+def build(compiler: str, flags: list[str], directory: Path) -> Path:
     """The shared library in `directory`, from an earlier build if nothing has changed since.
 
     Processes may build at the same time: each writes its own file, then renames it.
     Raises CalledProcessError if the compiler fails, OSError if `directory` cannot be written to.
     """
     recipe = [run(compiler, "--version"), *flags, SOURCE.read_text("utf-8")]
-    library = Path(directory, f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so")
+    library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         part = library.with_suffix(f".{os.getpid()}.part")
         try:
             run(compiler, str(SOURCE), *flags, "-o", str(part))

@@ -53,7 +53,7 @@ PRODUCT_SIZE = 256  # of the square matrices that `product_times` multiplies
 FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
 # `torch.compile` takes about a minute, which shorter runs do not amortize.
 COMPILE_STEPS = 500  # of a run on CUDA
-COMPILE_FLOPS = 3e13  # of a run on a CPU: about five minutes
+COMPILE_FLOPS = 5e13  # of a run on a CPU: five to ten minutes on two cores
 
 
 def pick_device(name: str) -> torch.device:

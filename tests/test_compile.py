@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +24,10 @@ from norms import KINDS
 from norms.placement import PLACEMENTS, supports
 from runtime.decoding import compile_decoding
 
-SIZES: dict[str, Any] = dict(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
-SMALL = ModelConfig(**SIZES)
+SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
 TOKENS = torch.randint(29, (2, 4, 11), generator=torch.Generator().manual_seed(0))  # steps, B, T + 1
 GREEDY = Sampling(tokens=12, temperature=0)
-# Each placement with one kind, in turn, and each kind.
-CELLS = [("powernorm", "sandwich"), ("batchnorm", "residual")]
+CELLS = []  # each placement with one kind, in turn, and each kind
 for number, placement in enumerate(PLACEMENTS):
     supported = [kind for kind in KINDS if supports(placement, kind)]
     CELLS.append((supported[number % len(supported)], placement))
@@ -55,8 +52,8 @@ def training_step(model: Llama, loss: Callable, step: int, dtype: torch.dtype) -
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         value = loss(TOKENS[step, :, :-1], TOKENS[step, :, 1:])
     value.backward()
-    gradients = {f"gradient of {name}": weight.grad for name, weight in model.named_parameters()}
-    return value.detach(), {**dict(model.named_buffers()), **gradients}  # type: ignore[dict-item]
+    gradients: dict = {f"gradient of {name}": weight.grad for name, weight in model.named_parameters()}
+    return value.detach(), gradients | dict(model.named_buffers())
 
 
 def assert_training_matches(config: ModelConfig, recompute: bool = False, dtype: torch.dtype = torch.float32) -> None:
@@ -77,7 +74,10 @@ def assert_training_matches(config: ModelConfig, recompute: bool = False, dtype:
 @pytest.mark.parametrize("kind, placement", CELLS)
 def test_training_matches_eager(kind, placement):
     norm_args = {"warmup": 1} if kind == "powernorm" else {}
-    assert_training_matches(ModelConfig(**SIZES, norm=kind, placement=placement, norm_args=norm_args))
+    few = dataclasses.replace(
+        SMALL, layers=PLACEMENTS[placement].min_layers, norm=kind, placement=placement, norm_args=norm_args
+    )
+    assert_training_matches(few)
 
 
 def test_training_with_all_options_matches_eager():

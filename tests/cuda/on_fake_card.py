@@ -101,15 +101,15 @@ def norm_with_gain_on_cpu(norm: nn.Module, x: Tensor) -> Tensor:
     return x * torch.ones(x.shape[-1])
 
 
-def norm_with_index_on_cpu(norm: nn.Module, x: Tensor) -> Tensor:
-    return x[torch.arange(len(x))]  # planted
+def norm_with_index_on_cpu(norm: Any, x: Tensor) -> Tensor:
+    return norm.weight * x + x.detach()[torch.arange(len(x))]  # planted
 
 
 def blocking_copy(ids: Tensor, device: torch.device) -> Tensor:
     return ids.to(device)  # planted
 
 
-PLANTED = {
+PLANTED: dict[str, Any] = {
     "item": patch.object(train.Trainer, "accumulate_gradients", accumulate_and_read),
     "mix": patch.object(RMSNorm, "forward", norm_with_gain_on_cpu),
     "index": patch.object(RMSNorm, "forward", norm_with_index_on_cpu),
