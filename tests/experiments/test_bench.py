@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -72,17 +73,21 @@ def test_shares_of_a_training_step_by_hand(takes, monkeypatch, tmp_path):
 
 def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     """15 tokens of each of 3 samples in 2 s, while the weights can be read 15 times in 0.5 s."""
-    read, prompts = [], []
+    read, prompts = list[int](), list[tuple]()
+
+    def stream_ids(model, ids, sampling):
+        prompts.append((len(ids), sampling))
+        return iter(())
+
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
-    monkeypatch.setattr(benchmarks, "stream_ids", lambda model, *given: prompts.append(given) or ())
+    monkeypatch.setattr(benchmarks, "stream_ids", stream_ids)
     monkeypatch.setattr(benchmarks, "resolve_fast", lambda wanted, device: True)
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3", tmp_path / "report.json")
     timed["reading"]()
     timed["plain 3"]()
     assert read == [pytest.approx(4 * MATRICES, rel=0.01)]
-    ((ids, sampling),) = prompts
-    assert len(ids) == 3 and sampling == Sampling(15, temperature=0)  # as many tokens as the context holds
+    assert prompts == [(3, Sampling(15, temperature=0))]  # greedily, as many tokens as the context holds
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
     assert found == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
 
@@ -113,8 +118,8 @@ def test_growth_by_hand(monkeypatch, tmp_path):
     monkeypatch.setattr(growth, "save_plot", lambda figure, path: drawn.append(figure))
     growth.plot(rows, tmp_path / "plot.png")
     speed, *_, memory = (drawn[0].axes[panel] for panel in (0, len(growth.AXES)))
-    assert [list(line.get_ydata()) for line in speed.lines] == [[1000, 450], [1000, 500]]
-    assert [list(line.get_ydata()) for line in memory.lines] == [[300, 620], [300, 600]]
+    assert [np.asarray(line.get_ydata()).tolist() for line in speed.lines] == [[1000, 450], [1000, 500]]
+    assert [np.asarray(line.get_ydata()).tolist() for line in memory.lines] == [[300, 620], [300, 600]]
 
 
 @pytest.mark.parametrize(
