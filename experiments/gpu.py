@@ -42,7 +42,8 @@ PARTS = {  # each line is a command
     "loss": f"train.py {{data}} {NANOGPT} --steps 600 --eval-every 50 --save-every 600 --out {{out}}/loss",
     "generate": "bench.py generate --preset 1b --samples 64 --json {out}/generate.json",
     "claims": """
-        ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 200 --out {out}/claims""",
+        ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 200 \
+            --seeds 2 --out {out}/claims""",
     "seeds": f"""
         ablate.py {{data}} {NANOGPT} --steps 200 --seeds 1 --out {{out}}/seeds-1
         ablate.py {{data}} {NANOGPT} --steps 200 --seeds 5 --jobs 5 --out {{out}}/seeds-5""",

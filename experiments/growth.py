@@ -3,15 +3,12 @@
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from config import DEVICES, ModelConfig, TrainConfig, option
 from experiments.benchmarks import Report, RoundsConfig, measure_step
-from runtime.report import save_plot
 
 SHAPE = {"dim": 256, "layers": 4, "context": 256, "batch_size": 16}
 AXES = {
@@ -20,7 +17,6 @@ AXES = {
     "context": [64, 128, 256, 512, 1024],
     "batch_size": [4, 8, 16, 32, 64],
 }
-VALUES = ("tokens/s", "predicted tokens/s", "MB", "predicted MB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +24,11 @@ class GrowthConfig(RoundsConfig):
     """Options of `growth`."""
 
     rounds: int = option(3, "measured rounds")
-    plot: str = option("runs/growth.png", "file for the plot", metavar="FILE")
     device: str = option("auto", DEVICES, metavar="DEVICE")
 
 
 def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
-    """Measure a training step against width, depth, context and batch size, compared with a prediction; with a plot."""
+    """Measure a training step against width, depth, context and batch size, compared with a prediction."""
     rows = []
     for axis, values in AXES.items():
         measured = {}
@@ -41,8 +36,7 @@ def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # whose peak memory is its own
                 measured[value] = process.submit(measure, SHAPE | {axis: value}, device, config.rounds).result()
         rows += compare(axis, measured)
-    plot(rows, Path(config.plot))
-    return {"shape": SHAPE, "plot": config.plot, "rows": rows}
+    return {"shape": SHAPE, "rows": rows}
 
 
 def compare(axis: str, measured: dict[int, dict[str, float]]) -> list[dict[str, Any]]:
@@ -55,8 +49,10 @@ def compare(axis: str, measured: dict[int, dict[str, float]]) -> list[dict[str, 
     for value, cost in measured.items():
         speed = base["speed"] * base["flops_per_token"] / cost["flops_per_token"]
         activations = (base["memory"] - base["weights"]) * cost["activations"] / base["activations"]
-        numbers = cost["speed"], speed, cost["memory"] / 1e6, (cost["weights"] + activations) / 1e6
-        rows.append({"axis": axis, "value": value} | dict(zip(VALUES, map(round, numbers), strict=True)))
+        row: dict[str, Any] = {"axis": axis, "value": value}
+        row |= {"tokens/s": round(cost["speed"]), "predicted tokens/s": round(speed)}
+        row |= {"MB": round(cost["memory"] / 1e6), "predicted MB": round((cost["weights"] + activations) / 1e6)}
+        rows.append(row)
     return rows
 
 
@@ -66,21 +62,3 @@ def measure(shape: dict[str, int], device: torch.device, rounds: int) -> dict[st
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cost = measure_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), device, dtype, rounds)
     return cost | {"weights": 4 * 4 * model.weights, "activations": batch_size * context * layers * dim}
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A column per axis: tokens/s above, memory below; the prediction is dashed."""
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    panels = figure.subplots(2, len(AXES), sharex="col", sharey="row")
-    for column, axis in enumerate(AXES):
-        on_axis = [row for row in rows if row["axis"] == axis]
-        values = [row["value"] for row in on_axis]
-        for panel, unit in zip(panels[:, column], ("tokens/s", "MB"), strict=True):
-            panel.loglog(values, [row[unit] for row in on_axis], "o-", label="measured")
-            panel.loglog(values, [row[f"predicted {unit}"] for row in on_axis], "--", color="0.4", label="predicted")
-            panel.grid(alpha=0.3, which="both")
-            panel.set_xticks(values, [str(value) for value in values])
-            panel.minorticks_off()
-            panel.set(xlabel=axis, ylabel=unit)
-    panels[0, 0].legend()
-    save_plot(figure, path)

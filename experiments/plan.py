@@ -32,7 +32,6 @@ FLOAT32_FLOPS = {  # from the data sheets, without tensor cores; with TF32, half
     "a100": 19.5e12, "h100-pcie": 51e12, "h100": 67e12, "h200": 67e12,
     "l4": 30.3e12, "l40s": 91.6e12, "rtx-3090": 35.6e12, "rtx-4090": 82.6e12,
 }  # fmt: skip
-LOOKUPS = {"embedding", "nll_loss_forward", "nll_loss_backward"}  # read as much as they write, not their whole table
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # saves for backward what flash attention saves on CUDA
 
 
@@ -64,8 +63,7 @@ def bench_plan(config: argparse.Namespace, device: torch.device) -> Report:
     return {
         "cards": f"{config.ranks} × {card.name}, {card.memory / GIB:.1f} GiB each",
         "memory": "GiB per rank at the peak, by simulation",
-        "tokens/s, MFU": "a roofline, so upper bounds: every kernel at the card's limits, no communication",
-        "compiled": "an estimate: all operations between two matrix products are one kernel",
+        "tokens/s, MFU": "a roofline, so upper bounds: compiled kernels at the card's limits, no communication",
         "rows": [{"model": name} | estimate(*plan) for name, plan in config.plans.items()],
     }
 
@@ -101,13 +99,12 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         with Trace(weights, state, peak_flops, CARDS[card].bandwidth) as trace:
             for _ in range(passes):
                 accumulate_gradients(model.loss, tokens, tokens, dtype)
-            kept = sum(trace.unwritten.get(number, 0) for number in trace.numbers.values())  # such as gradients
-            eager, compiled = trace.eager, trace.compiled + kept / CARDS[card].bandwidth
+            seconds = trace.seconds + trace.unread()
             update(optimizers)
         block = size(list(model.layers[0].parameters()))
     share = ranks if shard else 1
-    # The update is never compiled. With Muon, every rank orthogonalizes whole matrices.
-    updating = (trace.eager - eager) / (share if config.optimizer == "adamw" else 1)
+    # With Muon, every rank orthogonalizes whole matrices.
+    updating = (trace.seconds + trace.unread() - seconds) / (share if config.optimizer == "adamw" else 1)
     parts = {
         "weights": size(weights) / share,
         "gradients": trace.gradients / (share if micro_batches == 1 else 1),
@@ -118,26 +115,23 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     memory = sum(parts.values())
     row = {"parameters": sum(weight.numel() for weight in weights), "memory": memory / GIB}
     row |= {name: part / GIB for name, part in parts.items()} | {"fits": memory < CARDS[card].memory}
-    for name, seconds in (("eager", eager), ("compiled", compiled)):
-        speed = config.batch_size * model_config.context / (micro_batches / passes * seconds + updating)
-        row[f"{name} tokens/s"] = round(speed)
-        row[f"{name} MFU"] = speed * flops_per_token(model) / (ranks * peak_flops)
-    return row
+    speed = config.batch_size * model_config.context / (micro_batches / passes * seconds + updating)
+    return row | {"tokens/s": round(speed), "MFU": speed * flops_per_token(model) / (ranks * peak_flops)}
 
 
 class Trace(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and the seconds of all operations by a roofline.
 
-    eager: every operation reads its inputs from memory and writes its outputs there. compiled: all operations between
-    two matrix products are one kernel, which reads what it did not compute itself and writes what others read.
+    All operations between two matrix products count as one kernel, as an estimate of what torch.compile makes of them.
+    It reads from memory what it did not compute itself, and writes what other kernels read.
     """
 
-    def __init__(self, weights: list[Tensor], state: Any, peak_flops: float, bandwidth: float):
+    def __init__(self, weights: list[Any], state: Any, peak_flops: float, bandwidth: float):
         super().__init__()
         self.weights, self.peak_flops, self.bandwidth = weights, peak_flops, bandwidth
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the storages that are alive
         self.storages = self.live = self.peak = self.gradients = 0  # gradients: bytes at the peak
-        self.eager = self.compiled = 0.0
+        self.seconds = 0.0
         self.in_kernel: set[int] = set()  # storages that the current kernel has read or written
         self.unwritten: dict[int, int] = {}  # bytes that a kernel has computed and no other has read
         self.sizes(tensors((weights, state)))
@@ -151,22 +145,24 @@ class Trace(TorchDispatchMode):
         writes |= {number: bytes for number, bytes in self.sizes(outputs).items() if number not in reads}
         if not writes or name.startswith(("empty", "new_empty")):
             return out  # a view, or memory that nothing is computed for
-        if name in LOOKUPS:
+        if name in ("embedding", "nll_loss_forward", "nll_loss_backward"):  # read what they write, not a whole table
             reads = {number: min(bytes, sum(writes.values())) for number, bytes in reads.items()}
         product = flops(name, inputs, outputs) / self.peak_flops
-        seconds = max(product, (sum(reads.values()) + sum(writes.values())) / self.bandwidth)
-        self.eager += seconds
-        fusible = not product and name != "embedding_dense_backward"
-        if not fusible:
+        bytes = sum(reads.values()) + sum(writes.values())
+        if product or name == "embedding_dense_backward":
             self.in_kernel.clear()
         new = reads.keys() - self.in_kernel
         late = sum(self.unwritten.pop(number, 0) for number in new)
-        if fusible:
-            seconds = sum(reads[number] for number in new) / self.bandwidth
+        if not product and name != "embedding_dense_backward":
+            bytes = sum(reads[number] for number in new)
             self.in_kernel |= reads.keys() | writes.keys()
             self.unwritten |= writes
-        self.compiled += seconds + late / self.bandwidth
+        self.seconds += max(product, bytes / self.bandwidth) + late / self.bandwidth
         return out
+
+    def unread(self) -> float:
+        """Seconds to write what a kernel has computed and that is still alive, such as gradients."""
+        return sum(self.unwritten.get(number, 0) for number in self.numbers.values()) / self.bandwidth
 
     def sizes(self, tensors: list[Tensor]) -> dict[int, int]:
         """Bytes by storage. A new storage counts as alive until it is freed."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, clock
 
 
 def test_flops_per_token_by_hand():
-    shape = dict(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=40, context=32, vocab_size=257)
+    shape: dict[str, Any] = dict(
+        dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=40, context=32, vocab_size=257
+    )
     for tied in (True, False):
         with torch.device("meta"):
             assert train.flops_per_token(Llama(ModelConfig(**shape, tie_embeddings=tied))) == FLOPS

@@ -7,15 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 import bench
-from config import ModelConfig, TrainConfig
 from experiments import benchmarks, growth
 from generate import Sampling
-from model import Llama
 from norms import KINDS
-from optim import make_optimizers
 
 MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --device cpu"
 MATRICES = 100 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)
@@ -75,11 +71,14 @@ def test_shares_of_a_training_step_by_hand(takes, monkeypatch, tmp_path):
 
 def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     """15 tokens of each of 3 samples in 2 s, while the weights can be read 15 times in 0.5 s."""
-    read, prompts = [], []
+    read, prompts = list[int](), list[tuple]()
+
+    def stream_ids(model, ids, sampling):
+        prompts.append((len(ids), sampling))
+        return iter(())
+
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
-    monkeypatch.setattr(
-        benchmarks, "stream_ids", lambda model, ids, sampling: prompts.append((len(ids), sampling)) or ()
-    )
+    monkeypatch.setattr(benchmarks, "stream_ids", stream_ids)
     monkeypatch.setattr(benchmarks, "resolve_fast", lambda wanted, device: True)
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3", tmp_path / "report.json")
@@ -89,16 +88,6 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     assert prompts == [(3, Sampling(15, temperature=0))]  # greedily, as many tokens as the context holds
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
     assert found == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
-
-
-def test_a_measured_step_updates_all_weights_and_leaves_no_gradients():
-    model = Llama(ModelConfig(dim=32, layers=1, heads=2, vocab_size=100, context=16))
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    tokens = torch.arange(32).view(2, 16)
-    benchmarks.accumulate_gradients(model.loss, tokens, tokens, torch.float32)
-    benchmarks.update(make_optimizers(model, TrainConfig()))
-    for name, weight in model.named_parameters():
-        assert not torch.equal(weight, before[name]) and weight.grad is None
 
 
 def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):
@@ -116,39 +105,27 @@ def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):
     assert made == ["a", "b"] * (3 + benchmarks.WARMUP_ROUNDS)
 
 
-def test_growth_by_hand(monkeypatch, tmp_path):
+def test_growth_by_hand():
     """The base has 256 features. Twice as many take half the speed, and activations twice their memory."""
     base = dict(speed=1000.0, memory=300e6, flops_per_token=50.0, weights=100e6, activations=10.0)
     large = dict(speed=450.0, memory=620e6, flops_per_token=100.0, weights=200e6, activations=20.0)
     rows = growth.compare("dim", {256: base, 512: large})
-    assert [list(row.values()) for row in rows] == [
-        ["dim", 256, 1000, 1000, 300, 300],
-        ["dim", 512, 450, 500, 620, 600],
-    ]
-    drawn: list[Figure] = []
-    monkeypatch.setattr(growth, "save_plot", lambda figure, path: drawn.append(figure))
-    growth.plot(rows, tmp_path / "plot.png")
-    speed, *_, memory = (drawn[0].axes[panel] for panel in (0, len(growth.AXES)))
-    assert [list(line.get_ydata()) for line in speed.lines] == [[1000, 450], [1000, 500]]
-    assert [list(line.get_ydata()) for line in memory.lines] == [[300, 620], [300, 600]]
+    assert list(rows[0].values()) == ["dim", 256, 1000, 1000, 300, 300]
+    assert list(rows[1].values()) == ["dim", 512, 450, 500, 620, 600]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("norms --rows 0", "--rows must be at least 1, not 0"),
-        ("growth --rounds 0", "--rounds must be at least 1, not 0"),
         ("generate --heads 5", "heads"),
         ("train --init-from there", "--init-from"),
         ("norms --device abacus", "--device 'abacus': choose auto, cpu, cuda, mps, or"),
         ("norms --json README.md/report.json", "README.md"),
-        ("norms --json tests", "tests is not a regular file"),
         (f"norms --json {os.devnull}", "is not a regular file"),
-        ("norm", "invalid choice: 'norm'"),
         ("gpu --folder tests", "--folder tests exists"),
         ("plan --ranks 0", "--ranks"),
         ("plan --ranks 3", "--batch-size 8"),
-        ("plan --card h9", "h9"),
         ("plan --shard", "--shard"),
         ("plan --shard --ranks 2 --dtype float16", "--dtype"),
         ("plan --ranks 2 --norm batchnorm", "--norm batchnorm"),

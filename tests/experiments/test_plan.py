@@ -11,7 +11,6 @@ import torch
 import bench
 from config import PRESETS
 from experiments.plan import Trace, estimate
-from norms import KINDS
 from runtime.device import CARDS
 
 GIB = 2**30
@@ -77,7 +76,7 @@ def test_parts_are_counted_and_ranks_share_them():
     assert one["weights"] * GIB == 4 * one["parameters"] and one["gradients"] == one["weights"]
     assert 2 * one["weights"] <= one["optimizer"] < 2.01 * one["weights"]
     assert one["memory"] == sum(one[part] for part in ("weights", "gradients", "optimizer", "activations"))
-    assert four["eager tokens/s"] > 2 * one["eager tokens/s"] and four["eager MFU"] < one["eager MFU"]
+    assert four["tokens/s"] > 2 * one["tokens/s"] and four["MFU"] < one["MFU"]
     sharded = plan(f"{SMALL} --micro-batch-size 2 --ranks 4 --shard")
     assert all(sharded[part] == four[part] / 4 for part in ("weights", "gradients", "optimizer"))
     block = 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) / GIB  # weights and gradients of two are whole
@@ -90,8 +89,8 @@ def test_precision_and_recomputation_change_memory_and_speed():
     half, full, tf32 = (plan(f"{SMALL} {flags}") for flags in ("", "--dtype float32", "--dtype float32 --tf32"))
     recomputed = plan(f"{SMALL} --recompute")
     assert recomputed["memory"] < 0.9 * half["memory"] < 0.9 * full["memory"] and full["memory"] == tf32["memory"]
-    assert half["compiled tokens/s"] > tf32["compiled tokens/s"] > full["compiled tokens/s"]
-    assert half["compiled tokens/s"] > recomputed["compiled tokens/s"] and plan(f"{SMALL} --dtype float16") == half
+    assert half["tokens/s"] > tf32["tokens/s"] > full["tokens/s"]
+    assert half["tokens/s"] > recomputed["tokens/s"] and plan(f"{SMALL} --dtype float16") == half
 
 
 def test_time_is_that_of_the_slower_of_memory_and_arithmetic():
@@ -99,11 +98,12 @@ def test_time_is_that_of_the_slower_of_memory_and_arithmetic():
     x, y = torch.ones(10, 10), torch.ones(10, 10)
     with Trace([], [], 1000.0, 10.0) as trace:
         z = x @ y  # 1200 bytes, 2000 FLOPs
-        assert (trace.eager, trace.compiled) == (120.0, 120.0)
-        z = (z + x) * y
-        assert (trace.eager, trace.compiled) == (120.0 + 240, 120.0 + 120)
-        z = z @ x  # and now z is written
-        assert (trace.eager, trace.compiled) == (360.0 + 120, 240.0 + 40 + 120)
+        assert trace.seconds == 120
+        z = (z + x) * y  # reads 1200 bytes
+        assert trace.seconds == 120 + 120 and trace.unread() == 40
+        trace.peak_flops = 1.0
+        z = z @ x  # z is written by the kernel before; 2000 FLOPs take longer than 1200 bytes
+        assert trace.seconds == 240 + 40 + 2000 and trace.unread() == 0
         assert trace.live == 3 * 400 and trace.peak == 5 * 400  # both z, and the sum
 
 
@@ -112,21 +112,18 @@ def test_traced_flops_are_those_of_the_formula(monkeypatch):
     monkeypatch.setitem(CARDS, "h100", replace(CARDS["h100"], bandwidth=1e30))
     row = plan(f"{SMALL} --kv-heads 1 --batch-size 2")
     flops = 6 * (512 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352) + 6 * 128 * 256
-    assert row["eager MFU"] == pytest.approx(flops / (flops + 128 * 256), rel=1e-4)
+    assert row["MFU"] == pytest.approx(flops / (flops + 128 * 256), rel=1e-4)
 
 
-def test_every_norm_can_be_planned():
-    for kind in KINDS:
-        placement = "rezero" if kind == "none" else "pre"
-        assert plan(f"{SMALL} --dim 32 --norm {kind} --placement {placement} --dropout 0.1")["activations"] > 0
+@pytest.mark.parametrize(("norm", "placement"), [("batchnorm", "pre"), ("powernorm", "siamese"), ("none", "rezero")])
+def test_norms_with_code_of_their_own_can_be_planned(norm, placement):
+    assert plan(f"{SMALL} --norm {norm} --placement {placement} --dropout 0.1 --optimizer muon")["activations"] > 0
 
 
-def test_presets_fit_the_cards_that_the_help_names():
+def test_the_largest_preset_fits_the_cards_that_the_help_names():
     """As far as two blocks tell: memory grows by the same amount with each. A fifth is left for what is not seen."""
-    for preset, flags in {"1b": "", "7b": "--ranks 8"}.items():
-        one, two = (plan(f"--preset {preset} {flags} --layers {layers}")["memory"] for layers in (1, 2))
-        whole = one + (PRESETS[preset]["layers"] - 1) * (two - one)
-        assert whole * GIB < 0.8 * CARDS["h100"].memory, preset
+    one, two = (plan(f"--preset 7b --ranks 8 --layers {layers}")["memory"] for layers in (1, 2))
+    assert (one + (PRESETS["7b"]["layers"] - 1) * (two - one)) * GIB < 0.8 * CARDS["h100"].memory
 
 
 def test_without_flags_every_preset_is_planned():
