@@ -18,7 +18,7 @@ import torch
 from config import Parser, add_flags, add_options, require
 from experiments import benchmarks, gpu, growth, plan
 from files import write_atomically
-from runtime.device import describe, pick_device
+from runtime.device import describe, pick_device, set_up_cpu
 from runtime.plugins import import_first
 from runtime.process import bad_input, exit_codes
 
@@ -86,4 +86,5 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    set_up_cpu()
     main()

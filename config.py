@@ -194,7 +194,7 @@ class TrainConfig:
         False, "use deterministic kernels only: slower, and a resumed run on CUDA ends with the same bits"
     )
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
-    compile: bool = option(None, "use torch.compile (default: on CUDA for runs of at least 500 steps)")
+    compile: bool = option(None, "use torch.compile (default: for runs long enough to pay for it)")
     shard: bool = option(
         False, "with several ranks of torchrun, each keeps a part of every weight (FSDP2) instead of all (DDP)"
     )

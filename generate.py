@@ -30,7 +30,7 @@ from config import DEVICES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.checkpoint import open_checkpoint
-from runtime.device import autocast, pick_device, pick_dtype, to_device
+from runtime.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
 from runtime.plugins import import_first
 from runtime.process import NotFinite, bad_input, exit_codes, write
 
@@ -392,4 +392,5 @@ class TextStream:
 
 
 if __name__ == "__main__":
+    set_up_cpu()
     main()

@@ -11,7 +11,6 @@ from torch.optim import AdamW, Optimizer
 from config import TrainConfig
 from model import Llama, weights_by_role
 from runtime import distributed
-from runtime.device import prefers_bfloat16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
@@ -32,7 +31,8 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     no_decay = {"params": others, "weight_decay": 0.0, "lr_ratio": 1.0}
     if config.optimizer == "muon":
         no_decay["lr_ratio"] = ADAMW_LR_RATIO
-        return [Muon([decay], config.lr, config.momentum), make_adamw([no_decay], config.lr)]
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        return [Muon([decay], config.lr, config.momentum, dtype), make_adamw([no_decay], config.lr)]
     return [make_adamw([no_decay, decay], config.lr)]
 
 
@@ -66,8 +66,9 @@ class Muon(Optimizer):
     `torch.optim.Muon` with `match_rms_adamw`, but matrices of one shape are batched.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float):
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, dtype: torch.dtype = torch.float32):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        self.dtype = dtype  # of the matrix products
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
@@ -80,7 +81,7 @@ class Muon(Optimizer):
             for (_, longer), weights in by_shape.items():
                 # A part of a matrix cannot be orthogonalized: every rank does all whole matrices and keeps its parts.
                 updates = [distributed.full_tensor(self.nesterov(weight, momentum)) for weight in weights]
-                for weight, update in zip(weights, orthogonalize(updates), strict=True):
+                for weight, update in zip(weights, orthogonalize(updates, self.dtype), strict=True):
                     update = distributed.sharded_like(update, weight)
                     weight.mul_(1 - lr * decay).add_(update, alpha=-lr * 0.2 * math.sqrt(longer))
 
@@ -94,15 +95,14 @@ class Muon(Optimizer):
         return weight.grad.lerp(mean, momentum)
 
 
-def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
+def orthogonalize(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Approximately U Vᵀ for each matrix U S Vᵀ, by a Newton-Schulz iteration.
 
-    Computed in bf16 if that is faster on the device, else fp32. The matrices have one shape or its transpose, and are
+    Computed in `dtype`. The matrices have one shape or its transpose, and are
     multiplied as one batch.
     """
     a, b, c = NEWTON_SCHULZ
     wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]
-    dtype = torch.bfloat16 if prefers_bfloat16(wide[0].device) else torch.float32
     x = torch.stack(wide).to(dtype)  # N short long
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
     for _ in range(NEWTON_SCHULZ_STEPS):  # each singular value s becomes a s + b s³ + c s⁵

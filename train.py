@@ -36,7 +36,7 @@ from runtime.checkpoint import (
     set_aside_after,
     weight_hashes,
 )
-from runtime.device import allow_tf32, autocast, deterministic, peak_flops, peak_memory, to_device
+from runtime.device import allow_tf32, autocast, deterministic, peak_flops, peak_memory, set_up_cpu, to_device
 from runtime.huggingface.directory import open_model
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
@@ -403,5 +403,5 @@ def flops_per_token(model: Llama) -> float:
 
 
 if __name__ == "__main__":
-    torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take CPUs up to 190 times longer
+    set_up_cpu()
     main()

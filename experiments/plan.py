@@ -7,7 +7,7 @@ operation takes as long as its data at the card's bandwidth, or as its matrix pr
 
 import argparse
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -86,12 +86,11 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     with (
         # A CPU has flash attention as CUDA has, but without dropout.
         patch.object(F, "scaled_dot_product_attention", lambda *args, dropout_p, **options: sdpa(*args, **options)),
-        patch("optim.prefers_bfloat16", lambda device: True),  # as on a GPU, whatever this CPU prefers
         FakeTensorMode(),
     ):
         model = Llama(model_config)
         model.recompute = config.recompute
-        optimizers = make_optimizers(model, config)
+        optimizers = make_optimizers(model, replace(config, dtype=str(dtype).removeprefix("torch.")))
         tokens = torch.zeros(shape, dtype=torch.int64)
         accumulate_gradients(model.loss, tokens, tokens, dtype)
         update(optimizers)  # creates the optimizers' state

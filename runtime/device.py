@@ -118,13 +118,9 @@ def product_times() -> dict[str, float]:
             x @ x
             best[name] = min(best[name], time.perf_counter() - start)
     torch.set_num_threads(threads)
+    times = " and ".join(f"{seconds * 1e3:.2f} ms in {name}" for name, seconds in best.items())
+    print(f"--dtype auto: a matrix product takes {times}", file=sys.stderr)
     return best
-
-
-def describe_product_times() -> str:
-    """Why "auto" chose a dtype on this CPU."""
-    times = [f"{seconds * 1e3:.2f} ms in {name}" for name, seconds in product_times().items()]
-    return f"a matrix product takes {' and '.join(times)}"
 
 
 def compile_by_default(device: torch.device, steps: int, step_flops: float) -> bool:

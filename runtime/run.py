@@ -56,6 +56,7 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     restarted = distributed.restarted()
     with distributed.raise_on_all_ranks(InUse):
         run = resolve_settings(flags, restarted)
+    run.config, run.dtype = distributed.from_main(lambda: (run.config, run.dtype))  # where ranks timed differently
     if run.earlier is None:
         out = run.folder if getattr(flags, "out", "") else None
         run.folder = distributed.from_main(make_run_dir, out, run.folder.name)

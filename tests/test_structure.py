@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("norms", "data", "runtime", "experiments", "fast", "examples", "tests")
+PACKAGES = ("norms", "data", "runtime", "experiments", "fast", "tests")
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.py")
