@@ -231,7 +231,8 @@ class Parallel:
             self.loss = model.loss  # now with the hooks that gather the weights
         elif world_size() > 1:
             # Rotary tables never change, and norms with running statistics are refused.
-            self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True, broadcast_buffers=False)
+            self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
+            self.loss.broadcast_buffers = False  # the argument is deprecated, and older versions have no other
 
     def micro_batches(self, batches: list[T]) -> Iterator[T]:
         """`batches`. Gradients are averaged in the last backward pass only, over what all have accumulated."""
