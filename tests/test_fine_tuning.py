@@ -157,17 +157,6 @@ def test_flags_that_contradict_the_directory_are_refused(fine_tune, capsys, flag
     assert stopped.value.code == 2 and printed.count("\n") == 1 and message in printed
 
 
-def test_a_damaged_checkpoint_is_refused_before_the_text_is_prepared(fine_tune, tmp_path, text, capsys):
-    train.main(fine_tune())
-    for weights in (tmp_path / "run/checkpoints").glob("*/model.safetensors"):
-        weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    cache = tmp_path / "fresh"
-    with pytest.raises(SystemExit) as stopped:
-        train.main(fine_tune(f"--init-from {tmp_path / 'run'} --cache-dir {cache}", out="other"))
-    assert stopped.value.code == 2 and "model.safetensors is damaged" in capsys.readouterr().err
-    assert not cache.exists() and not (tmp_path / "other").exists()
-
-
 def test_master_weights_are_fp32(fine_tune, directory):
     theirs = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float16)
     theirs.save_pretrained(directory)
