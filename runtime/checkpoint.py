@@ -143,8 +143,8 @@ def find_checkpoint(where: str | Path | None) -> Path:
 def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None:
     """The last checkpoint of a run whose files match its manifest, or None if the run has no checkpoints.
 
-    If a later one is damaged, a line on standard error says so. Raises ValueError if all are. Training replaces the
-    damaged one when it saves that step again.
+    If a later one is damaged, a line on standard error says so; it is replaced when its step is saved again. Raises
+    ValueError if all are damaged.
     """
     problem = ""
     for checkpoint in reversed(list_checkpoints(run)):
@@ -182,10 +182,7 @@ def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu"
 
 
 def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama:
-    """A model like `config` with the weights of `load_pretrained` in fp32, on the CPU, in training mode.
-
-    `config` may differ in context and dropout. Raises ValueError like `load_pretrained`.
-    """
+    """A model like `config`, which may differ in context and dropout, with the weights of `load_pretrained` in fp32."""
     return read_model(find_checkpoint(directory), config, torch.float32)
 
 
@@ -250,8 +247,8 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     require(is_a(hashes, dict[str, str]), f"{path} is missing or damaged")
     for name in hashes.keys() - leave_out:
         file = checkpoint / name
-        require(file.is_file(), f"{file} is missing, which {path} lists")
-        require(sha256(file) == hashes[name], f"{file} is damaged: its SHA-256 differs from the manifest's")
+        intact = file.is_file() and sha256(file) == hashes[name]
+        require(intact, f"{file} is missing or damaged: its SHA-256 is not that of the manifest")
 
 
 def sha256(path: Path) -> str:

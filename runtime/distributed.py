@@ -177,8 +177,8 @@ def check_batch(batch_size: int, micro_batch_size: int, ranks: int) -> None:
     """Raise ValueError unless the batch divides among the ranks, and a rank's rows into micro-batches."""
     rows = batch_size // ranks
     if batch_size % ranks or rows % min(rows, micro_batch_size):
-        sizes = f"--batch-size {batch_size} does not divide into {ranks} ranks"
-        raise ValueError(f"{sizes} with --micro-batch-size {micro_batch_size}")
+        micro = f"--micro-batch-size {micro_batch_size}"
+        raise ValueError(f"--batch-size {batch_size} does not divide into {ranks} ranks with {micro}")
 
 
 def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 import generate
 import train
-from runtime.checkpoint import TRAINING_STATE, find_checkpoint, list_checkpoints, open_checkpoint
+from runtime.checkpoint import list_checkpoints
 
 COMMAND = (
     "--dim 4 --hidden-dim 4 --layers 1 --heads 1 --context 16 --batch-size 4 --tokenizer bytes --device cpu "
@@ -76,14 +76,6 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, ends: Ends):
     code, errors = ends(train.main, ["--resume", "--out", str(run), "--steps", "30"])
     assert code == 2 and "holds no checkpoint; restore it, or delete metrics.jsonl" in errors
     assert (run / "metrics.jsonl").read_bytes() == metrics
-
-
-def test_a_model_alone_needs_no_training_state(run):
-    """As when it was deleted to save space."""
-    newest = list_checkpoints(run)[-1]
-    for name in TRAINING_STATE:
-        (newest / name).unlink()
-    assert find_checkpoint(run) == open_checkpoint(newest)[0] == newest
 
 
 def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint):

@@ -66,11 +66,6 @@ def pickled(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
-def cut(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def change_own(directory: Path, **fields: Any) -> None:
     own = {"format": 1, "model": dataclasses.asdict(LLAMA), "tokenizer": "bytes"} | fields
     change_config(directory, normal_llama=own)
@@ -104,7 +99,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change_own(d, model={"dim": "16"}),
         "normal_llama: dim must be of type int, not '16'",
     ),
-    "config.json damaged": (lambda d: (d / "config.json").write_text("{"), r"config\.json is missing or damaged"),
     "a missing shard": (
         lambda d: (shard(d), (d / SHARDS[1]).unlink()),
         r"model-00002-of-00002\.safetensors is missing",
@@ -119,7 +113,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pickled weights": (pickled, r"pytorch_model\.bin is a pickle, which can run code"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"holds no model\.safetensors"),
-    "half a file": (cut, r"model\.safetensors: not a readable safetensors file"),
     "a missing tensor": (
         lambda d: change_weights(d, lambda w: w.pop("model.norm.weight")),
         r"lacks model\.norm\.weight",
@@ -233,7 +226,9 @@ def test_fields_changed_by_others_count_more_than_ours(tmp_path):
 @pytest.mark.parametrize("model_type", [*OTHERS, "llama"])
 def test_missing_fields_have_the_defaults_of_transformers(model_type):
     transformers = pytest.importorskip("transformers")
-    theirs = to_theirs(OTHERS.get(model_type, LLAMA))
+    config = OTHERS.get(model_type, LLAMA)
+    theirs = to_theirs(config)
+    assert theirs["rms_norm_eps"] == Llama(config).get_submodule("layers.0.attention_residual.norm").eps
     default = transformers.AutoConfig.for_model(model_type)
     for name in ("rms_norm_eps", "layer_norm_eps", "rope_theta", "tie_word_embeddings"):
         if name in theirs:
