@@ -28,12 +28,11 @@ from runtime import distributed
 from runtime.checkpoint import (
     clear_unfinished,
     intact_checkpoint,
-    latest_checkpoint,
+    list_checkpoints,
     load_pretrained_weights,
     load_training_state,
     open_checkpoint,
     save_checkpoint,
-    set_aside_after,
     weight_hashes,
 )
 from runtime.device import allow_tf32, autocast, deterministic, peak_flops, peak_memory, set_up_cpu, to_device
@@ -102,8 +101,6 @@ class Trainer:
         self.run, resume = run, run.earlier is not None
         allow_tf32(run.config.tf32)
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
-        if checkpoint:
-            distributed.from_main(set_aside_after, run.folder, checkpoint)
         with distributed.raise_on_all_ranks():
             if checkpoint:
                 open_model(checkpoint, run.model_config)  # refuses weights that do not match before a model is built
@@ -138,7 +135,7 @@ class Trainer:
                 print(f"the run in {folder} has already finished: {config.steps} steps")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
-            if config.init_from and not distributed.from_main(latest_checkpoint, folder):
+            if config.init_from and not distributed.from_main(list_checkpoints, folder):
                 self.save()  # so that --resume does not need --init-from
             if self.step and self.due(config.eval_every) and not self.evaluated:
                 self.log_evaluation()  # the run ended between saving and evaluating

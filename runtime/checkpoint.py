@@ -6,18 +6,15 @@ runs/NAME/checkpoints/step-000600/
     tokenizer*              what the tokenizer saves
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
     trainer.json            the rest of the training state
-    manifest.json           SHA-256 of each of these, and under its own name that of the list itself
+    manifest.json           SHA-256 of each of these
 """
 
-import errno
 import hashlib
 import json
-import math
 import re
 import shutil
 import sys
 from collections.abc import Collection
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import ModelConfig, TrainConfig, require
+from config import ModelConfig, require
 from data.tokenizer import Tokenizer
-from files import disk_error, explained, is_a, load_json, sync
+from files import explained, is_a, load_json, sync
 from model import Llama
 from runtime import distributed
 from runtime.huggingface.directory import CONFIG, match_weights, read_model, read_tokenizer, stored_state, write_model
@@ -36,7 +33,6 @@ from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
 TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
-OPTIMIZER_STATES = {"adamw": 2, "muon": 1}  # numbers per weight of a block's matrices; other weights have AdamW's
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
@@ -66,7 +62,7 @@ def save_checkpoint(
             save_tensors(state, unfinished / OPTIMIZER)
             (unfinished / TRAINER).write_text(json.dumps({"step": step} | trainer, indent=1))
             hashes = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
-            (unfinished / MANIFEST).write_text(json.dumps(hashes | {MANIFEST: _hash_of(hashes)}, indent=1))
+            (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=1))
             for path in (*unfinished.iterdir(), unfinished):
                 sync(path)
             if finished.exists():  # a directory cannot replace another one that has files
@@ -85,37 +81,12 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
 
     So does `transformers`, if it has the architecture; otherwise config.json says why not. Raises ValueError if there
-    is something in `directory`, and OSError if the disk is full; there is no directory then.
+    is something in `directory`, and OSError if it cannot be written.
     """
     directory = Path(directory)
-    empty = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-    require(empty, f"{directory} is not empty; name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
-    try:
-        write_model(directory, model.config, stored_state(model), tokenizer)
-    except BaseException:
-        shutil.rmtree(directory)
-        raise
-
-
-def check_space(run: Path, model: ModelConfig, training: TrainConfig) -> None:
-    """Raise OSError unless the disk has space for the checkpoints that a run keeps and one that it is writing."""
-    saved = list_checkpoints(run)
-    if saved and _step(saved[-1]) >= training.steps:
-        return
-    others = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
-    states = OPTIMIZER_STATES[training.optimizer] * (model.weights - others) + OPTIMIZER_STATES["adamw"] * others
-    size = 4 * (model.weights + states)
-    saves = math.ceil(training.steps / training.save_every)
-    count = max(1, min(training.keep + 1, saves) - len(saved))
-    disk = next(path for path in (run, *run.absolute().parents) if path.exists())
-    usage = shutil.disk_usage(disk)
-    if usage.total and usage.free < count * size:
-        raise disk_error(
-            errno.ENOSPC,
-            f"{disk} has {usage.free:,} bytes free, and this run's checkpoints need {count * size:,}: "
-            f"{count} of {size:,}; free some space, or lower --keep",
-        )
+    require(not any(directory.iterdir()), f"{directory} is not empty; name a new directory")
+    write_model(directory, model.config, stored_state(model), tokenizer)
 
 
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,8 +107,7 @@ def _retire(checkpoint: Path) -> None:
 def clear_unfinished(run: Path) -> None:
     """Delete unfinished and retired checkpoints: what a process that was killed while saving has left."""
     for leftover in (run / "checkpoints").glob(".step-*"):
-        if leftover.name.endswith(("-unfinished", "-retired")):
-            shutil.rmtree(leftover)
+        shutil.rmtree(leftover)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -153,11 +123,6 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def latest_checkpoint(run: Path) -> Path | None:
-    """The last finished checkpoint of a run, or None."""
-    return next(reversed(list_checkpoints(run)), None)
-
-
 def find_checkpoint(where: str | Path | None) -> Path:
     """`where` if it is a checkpoint or a Hugging Face directory, the last intact checkpoint if it is a run, or that of
     the newest run for None.
@@ -171,16 +136,15 @@ def find_checkpoint(where: str | Path | None) -> Path:
     found = folder if (folder / CONFIG).is_file() else intact_checkpoint(folder, leave_out=TRAINING_STATE)
     if found is None:
         problem = "holds no checkpoint" if folder.is_dir() else "is not a directory"
-        raise ValueError(
-            f"{folder} {problem}; name a run of train.py, one of its checkpoints, or a Hugging Face directory"
-        )
+        raise ValueError(f"{folder} {problem}; name a run, one of its checkpoints, or a Hugging Face directory")
     return found
 
 
 def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None:
     """The last checkpoint of a run whose files match its manifest, or None if the run has no checkpoints.
 
-    If a later one is damaged, a line on standard error says so. Raises ValueError if all are.
+    If a later one is damaged, a line on standard error says so; it is replaced when its step is saved again. Raises
+    ValueError if all are damaged.
     """
     problem = ""
     for checkpoint in reversed(list_checkpoints(run)):
@@ -190,25 +154,11 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
             problem = problem or str(error)
         else:
             if problem and distributed.is_main():
-                _warn(f"{problem}; going back to {checkpoint.name}")
+                print(f"warning: {problem}; going back to {checkpoint.name}", file=sys.stderr)
             return checkpoint
     if problem:
         raise ValueError(f"{problem}; no other checkpoint of {run} is intact")
     return None
-
-
-@cache
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
-
-
-def set_aside_after(run: Path, checkpoint: Path) -> None:
-    """Rename the checkpoints after `checkpoint`, so that damaged ones do not count among those that a run keeps."""
-    for later in list_checkpoints(run):
-        if _step(later) > _step(checkpoint):
-            aside = later.with_name(f"damaged-{later.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            later.rename(aside)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -232,10 +182,7 @@ def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu"
 
 
 def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama:
-    """A model like `config` with the weights of `load_pretrained` in fp32, on the CPU, in training mode.
-
-    `config` may differ in context and dropout. Raises ValueError like `load_pretrained`.
-    """
+    """A model like `config`, which may differ in context and dropout, with the weights of `load_pretrained` in fp32."""
     return read_model(find_checkpoint(directory), config, torch.float32)
 
 
@@ -252,9 +199,6 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     `intact_checkpoint` verifies the files before. Raises ValueError, naming the file, if one does not match the model
     or the optimizers.
     """
-    trainer = load_json(checkpoint / TRAINER)
-    valid = is_a(trainer, dict) and is_a(trainer.get("step"), int)
-    require(valid, f"{checkpoint / TRAINER}: step is missing or damaged")
     expected = stored_state(model)
     for name, stored in match_weights(checkpoint, model).items():
         expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))
@@ -276,7 +220,7 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
         }
         optimizer.load_state_dict(packed)
     require(not states, f"{checkpoint / OPTIMIZER} does not match the model: no optimizer updates {sorted(states)}")
-    return trainer
+    return load_json(checkpoint / TRAINER)
 
 
 def _parameter_names(model: Llama) -> dict[int, str]:
@@ -293,26 +237,18 @@ def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Ten
     }
 
 
-# --- integrity -------------------------------------------------------------------------------------------------------
-
-
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     """Raise ValueError, naming the file, unless every file but those in `leave_out` matches the manifest."""
     path = checkpoint / MANIFEST
     try:
         hashes = load_json(path)
-        valid = hashes.pop(MANIFEST) == _hash_of(hashes)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        valid = False
-    require(valid, f"{path} is missing or damaged")
+    except (OSError, ValueError):
+        hashes = None
+    require(is_a(hashes, dict[str, str]), f"{path} is missing or damaged")
     for name in hashes.keys() - leave_out:
         file = checkpoint / name
-        require(file.is_file(), f"{file} is missing, which {path} lists")
-        require(sha256(file) == hashes[name], f"{file} is damaged: its SHA-256 differs from the manifest's")
-
-
-def _hash_of(hashes: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+        intact = file.is_file() and sha256(file) == hashes[name]
+        require(intact, f"{file} is missing or damaged: its SHA-256 is not that of the manifest")
 
 
 def sha256(path: Path) -> str:

@@ -6,7 +6,6 @@ exchanged between the devices, over NCCL or Gloo.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from itertools import islice
@@ -20,11 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from model import Llama
 
 T = TypeVar("T")
-# torchrun reports the rank that it sees end first. A rank that fails because another one is gone waits, so that the
-# other one is reported.
-FAILURE_DELAY = 3  # seconds
-# On a busy machine, a thread of Gloo that frees its last tensor while Python shuts down can abort the process.
-GLOO_SHUTDOWN = 0.2  # seconds
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -40,21 +34,15 @@ def process_group() -> Iterator[None]:
     cards = torch.cuda.device_count()
     if local_rank() < cards:
         torch.cuda.set_device(local_rank())
-    store, _, _ = next(dist.rendezvous("env://"))
+    store, number, count = next(dist.rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # After a restart, torchrun's store still has the addresses of the ranks that are gone. The number of restarts
         # is the same on all ranks only on a single machine.
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    backend, number, count = "cpu:gloo,cuda:nccl" if cards else "gloo", os.environ["RANK"], os.environ["WORLD_SIZE"]
-    dist.init_process_group(backend, store=store, rank=int(number), world_size=int(count))
-    try:
-        yield
-        dist.destroy_process_group()
-    except RuntimeError:
-        time.sleep(FAILURE_DELAY)
-        raise
-    finally:
-        time.sleep(GLOO_SHUTDOWN)
+    backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
+    dist.init_process_group(backend, store=store, rank=number, world_size=count)
+    yield
+    dist.destroy_process_group()
 
 
 def rank() -> int:
@@ -130,18 +118,15 @@ def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
     Nothing inside may wait for other ranks.
     """
     error: Exception | None = None
-    shared_kinds: tuple[type[Exception], ...] = (ValueError, OSError, *kinds)
     try:
         yield
-    except shared_kinds as caught:
+    except (ValueError, OSError, *kinds) as caught:
         if world_size() == 1:
             raise
         error = caught
-    for shared, number in all_gather((error, getattr(error, "errno", None))):
-        if isinstance(shared, OSError):
-            shared.errno = number  # which pickle loses, and the exit code depends on
+    for shared in all_gather(error):
         if shared:
-            raise shared
+            raise error or shared  # the copy of an OSError has lost its errno
 
 
 def from_main(function: Callable[..., T], *arguments: Any) -> T:
@@ -183,24 +168,17 @@ def printed_by_main() -> Iterator[None]:
 
 def check_device(device: torch.device) -> None:
     """Raise ValueError unless each rank can have a `device` of its own."""
-    if world_size() == 1:
-        return
-    if device.type == "mps" or device.index is not None:
-        raise ValueError(f"--device {device} is one device for all ranks; use --device cuda or cpu")
-    cards = torch.cuda.device_count()
-    if device.type == "cuda" and local_rank() >= cards:
-        raise ValueError(f"--device cuda: torchrun starts more ranks than the {cards} GPUs; lower --nproc-per-node")
+    shared = device.index is not None or local_rank() >= torch.cuda.device_count()
+    if world_size() > 1 and device.type != "cpu" and shared:
+        raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")
 
 
 def check_batch(batch_size: int, micro_batch_size: int, ranks: int) -> None:
     """Raise ValueError unless the batch divides among the ranks, and a rank's rows into micro-batches."""
     rows = batch_size // ranks
-    if batch_size % ranks:
-        raise ValueError(f"--batch-size {batch_size} is not divisible by the number of ranks, {ranks}")
-    if rows % min(rows, micro_batch_size):
-        raise ValueError(
-            f"--micro-batch-size {micro_batch_size} does not divide the {rows} sequences of each of {ranks} ranks"
-        )
+    if batch_size % ranks or rows % min(rows, micro_batch_size):
+        micro = f"--micro-batch-size {micro_batch_size}"
+        raise ValueError(f"--batch-size {batch_size} does not divide into {ranks} ranks with {micro}")
 
 
 def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
@@ -252,9 +230,9 @@ class Parallel:
             shard_weights(model)
             self.loss = model.loss  # now with the hooks that gather the weights
         elif world_size() > 1:
-            self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
             # Rotary tables never change, and norms with running statistics are refused.
-            self.loss.broadcast_buffers = False
+            self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
+            self.loss.broadcast_buffers = False  # the argument is deprecated, and older versions have no other
 
     def micro_batches(self, batches: list[T]) -> Iterator[T]:
         """`batches`. Gradients are averaged in the last backward pass only, over what all have accumulated."""

@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer
 from files import InUse
 from norms import TRAITS
 from runtime import distributed
-from runtime.checkpoint import TRAINING_STATE, check_space, find_checkpoint, intact_checkpoint, latest_checkpoint
+from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
 from runtime.device import compile_by_default, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import check_context, open_model, read_tokenizer
 from runtime.plugins import import_records, warn_of_imports
@@ -84,8 +84,6 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
     model_config, config = resolve(flags, earlier)
     if out and earlier:
         check_same_run(out, earlier, model_config, config)
-    if not flags.eval_only:
-        check_space(out or RUNS_FOLDER, model_config, config)
     tokenizer = None
     if config.init_from:
         saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
@@ -171,7 +169,7 @@ def check_same_run(folder: Path, run: RunFile, model_config: ModelConfig, config
             changed.append(f"{flag} {shown(there)} -> {shown(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
     rows = read_rows(folder / "metrics.jsonl")
-    lost = rows and rows[-1]["step"] > config.save_every and not latest_checkpoint(folder)
+    lost = rows and rows[-1]["step"] > config.save_every and not list_checkpoints(folder)
     require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     if changed and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)

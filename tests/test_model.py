@@ -22,7 +22,7 @@ from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_f
 from norms import KINDS
 from norms.placement import PLACEMENTS, supports
 from norms.rmsnorm import RMSNorm
-from runtime.huggingface.names import hugging_face_name
+from runtime.huggingface.weights import hugging_face_name
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])

@@ -48,92 +48,71 @@ class Inexpressible(ValueError):
 class Architecture:
     """A causal language model of `transformers`.
 
-    ours: the fields of ModelConfig that it fixes.
-    norm_args: the arguments of the norm that it fixes.
-    eps: its field for the norm's eps, or "" if that is 1e-5.
+    ours: the fields of ModelConfig, and the arguments of the norm, that it fixes.
+    eps: its field for the norm's eps, or "" if that is fixed.
     fixed: its fields that we compute at one value only: that value, and its default for a missing field.
     defaults: its other defaults for missing fields; that of `eps` is 1e-5 otherwise.
     unused: its fields that do nothing at the fixed values.
-    any_head_dim: whether --head-dim may differ from --dim / --heads.
     """
 
     name: str
     ours: dict[str, Any]
     norm_args: dict[str, Any]
+    fixed: Callable[[ModelConfig], dict[str, tuple[Any, Any]]]
     eps: str = "rms_norm_eps"
-    fixed: Callable[[ModelConfig], dict[str, tuple[Any, Any]]] = lambda config: {}
     defaults: dict[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-    any_head_dim: bool = True
     embedding_scale: Callable[[int], float] = lambda dim: 1.0
 
 
+PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
 RMSNORM = {"elementwise_affine": True, "zero_centered": False}
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
 OFF = (False, False)
 # Fields of any architecture, which `transformers` reads and writes only if they are not at these defaults.
 COMMON = {"is_causal": (True, True), "rope_interleaved": OFF, "quantization_config": (None, None)}
-ATTENTION = {"attention_bias": OFF, "attention_dropout": (0.0, 0.0)}
 SILU = {"hidden_act": ("silu", "silu")}
-
-
-def full_attention(config: ModelConfig) -> list[str]:
-    return ["full_attention"] * config.layers
-
+ATTENTION = {"attention_bias": OFF, "attention_dropout": (0.0, 0.0)}
+FULL = "full_attention"
 
 ARCHITECTURES = {
     "llama": Architecture(
-        "LlamaForCausalLM",
-        {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"},
-        RMSNORM,
-        fixed=lambda config: ATTENTION | SILU | {"mlp_bias": OFF},
+        "LlamaForCausalLM", PRE, RMSNORM,
+        lambda config: ATTENTION | SILU | {"mlp_bias": OFF},
         defaults={"rms_norm_eps": 1e-6},
     ),
     "qwen3": Architecture(
-        "Qwen3ForCausalLM",
-        {"placement": "pre", "norm": "rmsnorm", "qk_norm": "head"},
-        RMSNORM,
-        fixed=lambda config: (
-            ATTENTION
-            | SILU
-            | {"use_sliding_window": OFF, "layer_types": (full_attention(config), full_attention(config))}
-        ),
+        "Qwen3ForCausalLM", PRE | {"qk_norm": "head"}, RMSNORM,
+        lambda config: ATTENTION | SILU | {
+            "use_sliding_window": OFF, "layer_types": ([FULL] * config.layers, [FULL] * config.layers),
+        },
         defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
         unused=("sliding_window", "max_window_layers"),
     ),
     "olmo": Architecture(
-        "OlmoForCausalLM",
-        {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
-        {"elementwise_affine": False, "eps": 1e-5},
+        "OlmoForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": False, "eps": 1e-5},
+        lambda config: ATTENTION | SILU | {"clip_qkv": (None, None)},
         eps="",
-        fixed=lambda config: ATTENTION | SILU | {"clip_qkv": (None, None)},
     ),
     "olmo2": Architecture(
-        "Olmo2ForCausalLM",
-        {"placement": "reordered", "norm": "rmsnorm", "qk_norm": "full"},
-        RMSNORM,
-        fixed=lambda config: ATTENTION | SILU,
+        "Olmo2ForCausalLM", PRE | {"placement": "reordered", "qk_norm": "full"}, RMSNORM,
+        lambda config: ATTENTION | SILU,
     ),
     "stablelm": Architecture(
-        "StableLmForCausalLM",
-        {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
-        {"elementwise_affine": True, "bias": True},
-        eps="layer_norm_eps",
-        fixed=lambda config: SILU | {
+        "StableLmForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": True, "bias": True},
+        lambda config: SILU | {
             "attention_dropout": (0.0, 0.0), "hidden_dropout": (0.0, 0.0), "use_qkv_bias": OFF, "qk_layernorm": OFF,
-            "use_parallel_residual": OFF,
+            "use_parallel_residual": OFF, "head_dim": (config.dim // config.heads, config.dim // config.heads),
         },
+        eps="layer_norm_eps",
         defaults={"partial_rotary_factor": 0.25},
-        any_head_dim=False,
     ),
     "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {"placement": "sandwich", "norm": "rmsnorm", "qk_norm": "none"},
-        RMSNORM | {"zero_centered": True},
-        fixed=lambda config: ATTENTION | {
+        "Gemma2ForCausalLM", PRE | {"placement": "sandwich"}, RMSNORM | {"zero_centered": True},
+        lambda config: ATTENTION | {
             "hidden_activation": ("silu", "gelu_pytorch_tanh"), "attn_logit_softcapping": (None, 50.0),
             "final_logit_softcapping": (None, 30.0), "query_pre_attn_scalar": (config.head_dim, 256),
-            "layer_types": (full_attention(config), None), "use_bidirectional_attention": (None, None),
+            "layer_types": ([FULL] * config.layers, None), "use_bidirectional_attention": (None, None),
         },
         defaults={"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True},
         unused=("sliding_window", "hidden_act"),
@@ -147,33 +126,23 @@ ARCHITECTURES = {
 
 def architecture_of(config: ModelConfig) -> str:
     """The model_type that computes what `config` does. Raises Inexpressible, which says why there is none."""
-    settings, reason = asdict(config), ""
-    for model_type, architecture in ARCHITECTURES.items():
-        if all(settings[name] == value for name, value in architecture.ours.items()):
-            reason = _obstacle(config, architecture)
-            if not reason:
-                return model_type
-    named = f"--placement {config.placement} --norm {config.norm} --qk-norm {config.qk_norm}"
-    raise Inexpressible(reason or f"no architecture of Hugging Face has {named}")
+    differences = {model_type: _differences(config, each) for model_type, each in ARCHITECTURES.items()}
+    nearest = min(differences, key=lambda model_type: len(differences[model_type]))
+    if differences[nearest]:
+        name = ARCHITECTURES[nearest].name.removesuffix("ForCausalLM")
+        reason = f"{name}, the nearest, has {', '.join(differences[nearest])}"
+        raise Inexpressible(f"no architecture of Hugging Face computes this: {reason}")
+    return nearest
 
 
-def _obstacle(config: ModelConfig, architecture: Architecture) -> str:
-    """Why an architecture with this norm and placement cannot be `config`, or nothing."""
-    here = f"Hugging Face's {architecture.name.removesuffix('ForCausalLM')}"
-    norm_args = NORM_DEFAULTS | config.norm_args
-    for argument, value in architecture.norm_args.items():
-        if norm_args[argument] != value:
-            return f"{here} has --norm-arg {argument}={str(value).lower()}, not {norm_args[argument]}"
-    if config.scaled_embedding:
-        return f"{here} has no --scaled-embedding"
+def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
     scale = architecture.embedding_scale(config.dim)
-    if not math.isclose(config.embedding_scale, scale, rel_tol=1e-6):
-        return f"{here} has --embedding-scale {scale:.9g}, not {config.embedding_scale:.9g}"
-    if config.dim % config.heads:
-        return f"{here} needs --dim divisible by --heads"
-    if not architecture.any_head_dim and config.head_dim * config.heads != config.dim:
-        return f"{here} has --head-dim {config.dim // config.heads}, not {config.head_dim}"
-    return ""
+    theirs: dict[str, Any] = {"scaled_embedding": False, "embedding_scale": f"{scale:.6g}"}
+    theirs |= architecture.ours | architecture.norm_args
+    if config.dim % config.heads or "head_dim" in architecture.fixed(config):
+        theirs["head_dim"] = config.dim / config.heads
+    ours = NORM_DEFAULTS | asdict(config) | config.norm_args | {"embedding_scale": f"{config.embedding_scale:.6g}"}
+    return [f"{name} {value}, not {ours[name]}" for name, value in theirs.items() if ours[name] != value]
 
 
 def to_theirs(config: ModelConfig) -> dict[str, Any]:
@@ -187,10 +156,7 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     theirs |= {name: settings[ours] for name, ours in SIZES.items()}
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
-    scaling: dict[str, Any] | None = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
-    if scaling:  # transformers warns of 8192.0
-        length = scaling["original_max_position_embeddings"]
-        scaling["original_max_position_embeddings"] = length if length % 1 else int(length)
+    scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
     partial = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in architecture.defaults else {}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
@@ -230,8 +196,6 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     known = {*SIZES, *ROPE, *HARMLESS, *fixed, architecture.eps, *architecture.unused, "tie_word_embeddings"}
     for name in theirs.keys() - known:
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
-    obstacle = _obstacle(config, architecture)
-    require(not obstacle, obstacle)
     return config
 
 

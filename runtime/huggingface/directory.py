@@ -5,7 +5,6 @@ a model_type of ours, which `transformers` refuses, and the reason.
 """
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,14 @@ from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from files import is_a, load_json
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
-from runtime.huggingface.names import hugging_face_name
-from runtime.huggingface.weights import WEIGHTS, StoredTensor, save_tensors, stored_tensors, weight_files
+from runtime.huggingface.weights import (
+    WEIGHTS,
+    StoredTensor,
+    hugging_face_name,
+    save_tensors,
+    stored_tensors,
+    weight_files,
+)
 from runtime.plugins import NotImported, import_records, warn_of_imports
 
 CONFIG = "config.json"
@@ -68,31 +73,29 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
     path = directory / CONFIG
     try:
         described = load_json(path)
-        require(is_a(described, dict), "it is not a JSON object")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is missing or damaged: {error}") from None
     try:
-        own = described.get(OWN)
-        config, kind = _read_own(own) if own is not None else (None, None)
-        if config and described.get("model_type") == OWN_TYPE:
-            return config, kind
-        theirs = from_theirs(described)
-        # Where others have changed their fields, those say what is stored.
-        return config if config and from_theirs(to_theirs(config)) == theirs else theirs, kind
+        require(is_a(described, dict), "it is not a JSON object")
+        if described.get(OWN) is None:
+            return from_theirs(described), None
+        config, kind = _read_own(described[OWN])
+        if described.get("model_type") != OWN_TYPE:
+            theirs = from_theirs(described)
+            if theirs != from_theirs(to_theirs(config)):
+                config = theirs  # others have changed their fields, which say what is stored
+        return config, kind
     except NotImported:
         raise
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def _read_own(own: Any) -> tuple[ModelConfig, str]:
     """Our part of a config.json. Raises ValueError, naming the field, if it is damaged or of another format."""
     require(is_a(own, dict), f"{OWN} is damaged")
-    if own.get("format") != FORMAT:
-        later = is_a(own.get("format"), int) and own["format"] > FORMAT
-        raise ValueError(
-            f"written by {'a later' if later else 'an earlier'} version of normal-llama, whose format is not {FORMAT}"
-        )
+    version = own.get("format")
+    require(version == FORMAT, f"another version of normal-llama wrote it, in format {version!r} and not {FORMAT}")
     require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
     check_fields(own["model"], OWN)
     warn_of_imports(own)
@@ -129,12 +132,10 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
     files = weight_files(directory)
-    tensors = len(stored_tensors(*files))
     check_context(config, sum(path.stat().st_size for path in files), f"{directory / CONFIG} has a context of")
-    require(
-        config.layers * TENSORS_PER_LAYER <= tensors,
-        f"{directory / CONFIG} describes {config.layers} layers, and the weights are {tensors} tensors",
-    )
+    layers, tensors = config.layers, len(stored_tensors(*files))
+    fits = layers * TENSORS_PER_LAYER <= tensors
+    require(fits, f"{directory / CONFIG} describes {layers} layers, and the weights are {tensors} tensors")
     with torch.device("meta"):
         model = Llama(config)
     return model, match_weights(directory, model)
@@ -147,8 +148,7 @@ def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
     """
     found, expected = stored_tensors(*weight_files(directory)), stored_state(model)
     names = {hugging_face_name(name, model.config): name for name in expected}
-    for name in [name for name in found if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)]:
-        del found[name]  # in files of transformers before 4.32; derived from the configuration
+    found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}  # of transformers < 4.32
     if model.config.tie_embeddings and "lm_head.weight" in found:
         head, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())

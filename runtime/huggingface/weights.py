@@ -1,4 +1,7 @@
-"""Files of weights: one safetensors file, or several with an index. No pickle."""
+"""Weights under Hugging Face's names, in one safetensors file or several with an index. No pickle.
+
+The layouts agree: nothing is transposed or permuted.
+"""
 
 import re
 from dataclasses import dataclass
@@ -9,12 +12,39 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config import require
+from config import ModelConfig, require
 from files import load_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+# The norms' names depend on the placement: `post_attention_layernorm` comes before the MLP in one and after attention
+# in two.
+NORMS = {
+    "pre": {  # Llama, Qwen 3, StableLM
+        "attention_residual.norm": "input_layernorm",
+        "mlp_residual.norm": "post_attention_layernorm",
+    },
+    "reordered": {  # OLMo 2
+        "attention_residual.norm": "post_attention_layernorm",
+        "mlp_residual.norm": "post_feedforward_layernorm",
+    },
+    "sandwich": {  # Gemma 2
+        "attention_residual.norm": "input_layernorm",
+        "attention_residual.norm_out": "post_attention_layernorm",
+        "mlp_residual.norm": "pre_feedforward_layernorm",
+        "mlp_residual.norm_out": "post_feedforward_layernorm",
+    },
+}
+
+
+def hugging_face_name(ours: str, config: ModelConfig) -> str:
+    """Hugging Face's name for a weight of a model like `config`. Weights that no architecture has get "model." too."""
+    for path, theirs in NORMS.get(config.placement, {}).items():
+        ours = ours.replace(f".{path}.", f".{theirs}.")
+    ours = ours.replace("_norm.norm.", "_norm.")  # --qk-norm full: a norm inside the module that joins the heads
+    ours = ours.replace("final_norm.", "norm.", 1) if ours.startswith("final_norm.") else ours
+    return ours if ours.startswith("lm_head.") else f"model.{ours}"
 
 
 @dataclass(frozen=True)
@@ -40,22 +70,13 @@ class StoredTensor:
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights. Raises ValueError if there are none that can be read safely."""
+    path = directory / INDEX
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
-    if (directory / INDEX).is_file():
-        return _indexed_files(directory)
-    pickled = sorted(path for pattern in PICKLED for path in directory.glob(pattern))
-    if pickled:
-        raise ValueError(
-            f"{pickled[0]} is a pickle, which can run code when it is read; convert it with transformers: "
-            "from_pretrained, then save_pretrained, writes model.safetensors"
-        )
-    raise ValueError(f"{directory} holds no {WEIGHTS} and no {INDEX}")
-
-
-def _indexed_files(directory: Path) -> list[Path]:
-    """The files that the index names. Raises ValueError if it is damaged, or a file is missing or elsewhere."""
-    path = directory / INDEX
+    if not path.is_file():
+        pickled = sorted(file.name for pattern in PICKLED for file in directory.glob(pattern))
+        found = f", and {pickled[0]} is a pickle, which can run code; convert it with transformers" if pickled else ""
+        raise ValueError(f"{directory} holds no {WEIGHTS} and no {INDEX}{found}")
     try:
         files = sorted(set(load_json(path)["weight_map"].values()))
     except (ValueError, TypeError, KeyError, AttributeError):

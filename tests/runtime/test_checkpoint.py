@@ -5,29 +5,25 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from config import ModelConfig, TrainConfig
+from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from model import Llama
 from runtime.checkpoint import (
-    check_space,
     find_checkpoint,
     intact_checkpoint,
-    latest_checkpoint,
     list_checkpoints,
     load_pretrained,
     load_training_state,
     save_checkpoint,
     save_pretrained,
-    set_aside_after,
 )
 
 CONFIG = ModelConfig(dim=16, layers=2, heads=2, hidden_dim=24, context=8, vocab_size=257)
@@ -36,8 +32,8 @@ FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safeten
 FILES += ["tokenizer.json", "tokenizer_config.json", "trainer.json"]
 
 
-def adamw(model: Llama, **options: Any) -> list[Optimizer]:
-    return [AdamW([{"params": [weight]} for weight in model.parameters()], lr=1e-2, **options)]
+def adamw(model: Llama) -> list[Optimizer]:
+    return [AdamW([{"params": [weight]} for weight in model.parameters()], lr=1e-2, foreach=False, amsgrad=True)]
 
 
 def muon(model: Llama) -> list[Optimizer]:
@@ -80,18 +76,10 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # --- saving and resuming ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make_optimizers, changes",
-    [
-        (lambda model: adamw(model, fused=True), {}),
-        (lambda model: adamw(model, foreach=False, amsgrad=True), {"norm": "batchnorm", "tie_embeddings": False}),
-        (muon, {"norm": "batchnorm"}),
-    ],
-    ids=["fused", "amsgrad untied", "muon"],
-)
+@pytest.mark.parametrize("make_optimizers, tied", [(adamw, False), (muon, True)])
 @pytest.mark.parametrize("stop", [0, 4])
-def test_resumed_training_is_bit_identical(tmp_path, make_optimizers, changes, stop):
-    config = dataclasses.replace(CONFIG, **changes)
+def test_resumed_training_is_bit_identical(tmp_path, make_optimizers, tied, stop):
+    config = dataclasses.replace(CONFIG, norm="batchnorm", tie_embeddings=tied)
     model = Llama(config, seed=1)
     optimizers = make_optimizers(model)
     train(model, optimizers, range(stop))
@@ -103,9 +91,7 @@ def test_resumed_training_is_bit_identical(tmp_path, make_optimizers, changes, s
     resumed_optimizers = make_optimizers(resumed)
     train(resumed, resumed_optimizers, range(10, 11))  # loading replaces this state
     resumed_optimizers[0].param_groups[0]["lr"] = 0.125
-    checkpoint = latest_checkpoint(tmp_path)
-    assert checkpoint
-    trainer = load_training_state(checkpoint, resumed, resumed_optimizers)
+    trainer = load_training_state(list_checkpoints(tmp_path)[0], resumed, resumed_optimizers)
     assert trainer == {"step": stop, "seconds": 0.1 + 0.2}
     assert resumed_optimizers[0].param_groups[0]["lr"] == 0.125  # the schedule sets it
     resumed_optimizers[0].param_groups[0]["lr"] = 1e-2
@@ -138,20 +124,16 @@ def test_checkpoint_contents(tmp_path):
     }
     parameters = [name for name, _ in model.named_parameters()]
     assert load_file(checkpoint / "optimizer.safetensors").keys() == {
-        f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")
+        f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     }
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("saved_by", ["save_checkpoint", "save_pretrained"])
-def test_loaded_model_equals_the_saved_model_in_eval_mode(tmp_path, tied, saved_by):
+def test_loaded_model_equals_the_saved_model_in_eval_mode(tmp_path, tied):
     tokenizer = train_tokenizer(["def first(x):\n\treturn x\n" * 20], 300)
     model = Llama(dataclasses.replace(CONFIG, vocab_size=300, tie_embeddings=tied, norm="batchnorm", dropout=0.5))
     train(model, adamw(model), range(3))
-    if saved_by == "save_checkpoint":
-        save_checkpoint(tmp_path / "new", 3, model, tokenizer, [], {}, 1)
-    else:
-        save_pretrained(tmp_path / "new", model, tokenizer)
+    save_pretrained(tmp_path / "new", model, tokenizer)
     loaded, loaded_tokenizer = load_pretrained(str(tmp_path / "new"))
     assert not loaded.training and loaded.config == model.config
     assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == tied
@@ -166,79 +148,47 @@ def test_old_checkpoints_are_deleted_and_the_same_step_is_replaced(tmp_path):
         save(tmp_path, step, keep=3)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-000003", "step-000010"]
     again = save(tmp_path, 10, keep=3, note="again")
-    assert json.loads((again / "trainer.json").read_text())["note"] == "again"
+    assert "again" in (again / "trainer.json").read_text()
     save(tmp_path, 999_999, keep=1)
     assert names(tmp_path) == ["step-999999"]
-    assert save(tmp_path, 1_000_000) == latest_checkpoint(tmp_path)  # one more digit
-
-
-class FullDiskTokenizer(ByteTokenizer):
-    def save(self, directory: Path) -> None:
-        raise OSError(28, "No space left on device")
+    assert save(tmp_path, 1_000_000) == list_checkpoints(tmp_path)[-1]  # one more digit
 
 
 def test_a_failed_save_keeps_existing_checkpoints(tmp_path):
     resource = pytest.importorskip("resource")
     earlier = save(tmp_path, 1, keep=1)
-    for step in (1, 2):
-        with pytest.raises(OSError, match=r"No space left .* it needs [\d,]+ bytes"):
-            save_checkpoint(tmp_path, step, Llama(CONFIG), FullDiskTokenizer(), [], {}, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # bytes; the weights need more space
-    try:
-        for write in (
-            lambda: save(tmp_path, 2),
-            lambda: save_pretrained(tmp_path / "new", Llama(CONFIG), ByteTokenizer()),
-        ):
-            with pytest.raises(OSError, match=r"model\.safetensors cannot be written"):
-                write()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert names(tmp_path) == ["step-000001"] and not (tmp_path / "new").exists()
+    for step, size in ((1, 500), (2, 500), (2, 10_000)):  # bytes; the weights need more space
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(OSError, match=rf"step-00000{step} cannot be written: .* it needs [\d,]+ bytes"):
+                save(tmp_path, step, keep=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == ["step-000001"]
     load_pretrained(earlier)
 
 
-@pytest.mark.parametrize("steps, keep, saved, count", [(10, 2, 0, 1), (31, 2, 0, 3), (31, 5, 0, 4), (31, 2, 1, 2)])
-def test_the_disk_needs_space_for_each_checkpoint_to_come(steps, keep, saved, count, tmp_path, monkeypatch):
-    """At most one more than --keep, while the newest is written; the last step is always saved."""
-    for step in range(saved):
-        save(tmp_path, 10 * (step + 1))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1 << 40, free=0))
-    with pytest.raises(OSError, match=rf"{count} of [\d,]+; free some space"):
-        check_space(tmp_path, CONFIG, TrainConfig(steps=steps, save_every=10, keep=keep))
-
-
-def test_unfinished_checkpoint_is_ignored_and_deleted(tmp_path):
-    whole = save(tmp_path, 1)
-    leftover = whole.with_name(".step-000002-unfinished")
-    leftover.mkdir()
-    (leftover / "model.safetensors").write_bytes(b"half")
-    assert latest_checkpoint(tmp_path) == whole
-    save(tmp_path, 2)
-    assert names(tmp_path) == ["step-000001", "step-000002"]
-
-
-def test_damaged_checkpoints_are_set_aside(tmp_path):
-    first = save(tmp_path, 1)
-    save(tmp_path, 2)
-    set_aside_after(tmp_path, first)
+def test_a_damaged_checkpoint_is_not_counted_among_those_to_keep(tmp_path):
+    """Of a run that goes on from the one before it."""
+    for step in (1, 2, 4):
+        save(tmp_path, step)
     save(tmp_path, 3)
-    assert names(tmp_path) == ["damaged-step-000002", "step-000001", "step-000003"]
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
 
 
-# --- damaged or mismatched checkpoints -------------------------------------------------------------------------------
+# --- damaged checkpoints ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["cut off", "altered", "gone"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, name, damage, capsys):
     older, checkpoint = save(tmp_path, 1), save(tmp_path, 2)
     path, content = checkpoint / name, (checkpoint / name).read_bytes()
-    if damage == "gone":
-        path.unlink()
-    else:
-        middle = len(content) // 2
-        altered = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    middle = len(content) // 2
+    altered = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    path.unlink()
+    if damage != "gone":
         path.write_bytes(content[:-1] if damage == "cut off" else altered)
     assert intact_checkpoint(tmp_path) == older
     (line,) = capsys.readouterr().err.splitlines()
@@ -253,47 +203,13 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, nam
         intact_checkpoint(tmp_path)
 
 
-def other_shape(weights: dict[str, Tensor]) -> None:
-    weights["model.norm.weight"] = torch.ones(17)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda weights: weights.pop("model.norm.weight"), "lacks model.norm.weight"),
-        (lambda weights: weights.update(extra=torch.ones(1)), "has an unknown extra"),
-        (other_shape, "has another shape of model.norm.weight"),
-    ],
-)
-def test_mismatched_weights_are_named(tmp_path, change, message):
-    checkpoint, model = save(tmp_path), Llama(CONFIG)
-    weights = load_file(checkpoint / "model.safetensors")
-    change(weights)
-    save_file(weights, checkpoint / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        load_training_state(checkpoint, model, adamw(model))
-    for name in ("manifest.json", "trainer.json"):  # now a directory of someone else's
-        (checkpoint / name).unlink()
-    with pytest.raises(ValueError, match=rf"model\.safetensors does not match .*config\.json: it {message}"):
-        load_pretrained(checkpoint)
-
-
-def test_the_state_of_another_model_is_refused(tmp_path):
-    model = Llama(CONFIG)
-    checkpoint = save(tmp_path, model=model)
-    save_file({"unknown.step": torch.ones(())}, checkpoint / "optimizer.safetensors")
-    with pytest.raises(ValueError, match=r"optimizer\.safetensors does not match the model: .*unknown"):
-        load_training_state(checkpoint, model, adamw(model))
-
-
 # --- from Python -----------------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_not_saved_over_something(tmp_path):
     """Neither over a checkpoint, which its manifest would call damaged, nor into a run, whose checkpoints it hides."""
     checkpoint = save(tmp_path / "run")
-    (tmp_path / "file").touch()
-    for path in (checkpoint, tmp_path / "run", tmp_path / "file"):
+    for path in (checkpoint, tmp_path / "run"):
         with pytest.raises(ValueError, match="is not empty; name a new directory"):
             save_pretrained(path, Llama(CONFIG), ByteTokenizer())
     load_pretrained(checkpoint)
@@ -315,7 +231,5 @@ def test_find_checkpoint(tmp_path, monkeypatch):
     assert find(None) == find(runs / "b-old") == later
     (runs / "z-empty").mkdir()
     for path in (runs / "z-empty", runs / "nowhere", later / "config.json"):
-        with pytest.raises(
-            ValueError, match=rf"^{path} .*; name a run of train\.py, one of its checkpoints, or a Hugging"
-        ):
+        with pytest.raises(ValueError, match=rf"^{path} .*; name a run, one of its checkpoints, or a Hugging Face"):
             find(str(path))

@@ -58,30 +58,12 @@ def shard(directory: Path, **moved: str) -> None:
     files = {name: SHARDS[number % 2] for number, name in enumerate(sorted(weights))}
     for file in SHARDS:
         save_file({name: weights[name] for name in files if files[name] == file}, directory / file)
-    index = {"metadata": {}, "weight_map": files | moved}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files | moved}))
     (directory / "model.safetensors").unlink()
-
-
-def without_shard(directory: Path) -> None:
-    shard(directory)
-    (directory / SHARDS[1]).unlink()
-
-
-def with_damaged_index(directory: Path) -> None:
-    shard(directory)
-    (directory / "model.safetensors.index.json").write_text("[]")
 
 
 def pickled(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    torch.save(weights, directory / "pytorch_model.bin")
-    (directory / "model.safetensors").unlink()
-
-
-def cut(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
 def change_own(directory: Path, **fields: Any) -> None:
@@ -92,50 +74,45 @@ def change_own(directory: Path, **fields: Any) -> None:
 # How a directory is changed, and what the error says of it. `()` removes a field.
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
-    ({"model_type": ()}, "model_type None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
     ({"hidden_size": "16"}, "hidden_size must be a positive integer"),
-    ({"num_hidden_layers": ()}, "num_hidden_layers must be a positive integer"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
     ({"head_dim": 7}, "--head-dim is odd"),
     ({"attention_bias": True}, "attention_bias True is not supported, only False"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
-    ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config .* is not supported, only None"),
     ({"is_causal": False}, "is_causal False is not supported, only True"),
-    ({"is_causal": None}, "is_causal None is not supported, only True"),
     ({"rope_interleaved": True}, "rope_interleaved True is not supported"),
     ({"sliding_window": 8}, "'sliding_window' is not a known field of LlamaForCausalLM"),
-    ({"scale_embeddings": False}, "'scale_embeddings' is not a known field"),
     ({"logit_scale": 0}, "'logit_scale' is not a known field"),
     ({"a\nb": None}, r"'a\\nb' is not a known field"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope_parameters of type 'yarn' is not supported"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling of type 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor must be"),
     ({"rope_parameters": {"rope_type": "default", "factor": 8}}, "rope_parameters has 'factor'"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
     ({"intermediate_size": 32}, r"another shape of model\.layers\.0\.mlp\.down_proj\.weight"),
     ({"normal_llama": [1]}, "normal_llama is damaged"),
-    ({"normal_llama": {"model": {}, "tokenizer": "bytes"}}, "written by an earlier version of normal-llama"),
-    ({"normal_llama": {"format": 2}}, "written by a later version of normal-llama, whose format is not 1"),
+    ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it, in format 2 and not 1"),
 ]
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "our key with text": (
         lambda d: change_own(d, model={"dim": "16"}),
         "normal_llama: dim must be of type int, not '16'",
     ),
-    "our key with another tokenizer": (lambda d: change_own(d, tokenizer="x"), "normal_llama is damaged"),
-    "config.json damaged": (lambda d: (d / "config.json").write_text("{"), r"config\.json is missing or damaged"),
-    "a missing shard": (without_shard, r"model-00002-of-00002\.safetensors is missing"),
+    "a missing shard": (
+        lambda d: (shard(d), (d / SHARDS[1]).unlink()),
+        r"model-00002-of-00002\.safetensors is missing",
+    ),
     "a shard elsewhere": (
         lambda d: shard(d, **{"lm_head.weight": "../model.safetensors"}),
         r"weight_map names '\.\./model\.safetensors', which is not",
     ),
-    "a damaged index": (with_damaged_index, "not a readable index with a weight_map"),
+    "a damaged index": (
+        lambda d: (shard(d), (d / "model.safetensors.index.json").write_text("[]")),
+        "not a readable index with a weight_map",
+    ),
     "pickled weights": (pickled, r"pytorch_model\.bin is a pickle, which can run code"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"holds no model\.safetensors"),
-    "half a file": (cut, r"model\.safetensors: not a readable safetensors file"),
     "a missing tensor": (
         lambda d: change_weights(d, lambda w: w.pop("model.norm.weight")),
         r"lacks model\.norm\.weight",
@@ -157,10 +134,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gemma2 with soft caps": (
         lambda d: change_config(write(d, OTHERS["gemma2"]), attn_logit_softcapping=()),
         "attn_logit_softcapping 50.0 is not supported, only None",
-    ),
-    "gemma2 with GELU": (
-        lambda d: change_config(write(d, OTHERS["gemma2"]), hidden_activation=()),
-        "hidden_activation 'gelu_pytorch_tanh' is not supported",
     ),
 }
 REFUSED = DAMAGES | {str(fields): (partial(change_config, **fields), message) for fields, message in FIELDS}  # type: ignore
@@ -222,20 +195,18 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
             expressed.append(variant)
             continue
         assert "Hugging Face" in described["not_in_transformers"]
-        with pytest.raises(ValueError, match="normal-llama"):
-            transformers.AutoModelForCausalLM.from_pretrained(directory)
+    with pytest.raises(ValueError, match="normal-llama"):
+        transformers.AutoModelForCausalLM.from_pretrained(directory)  # the last
     assert expressed == [{"norm": "layernorm"}, {"norm": "rmsnorm"}, {"placement": "pre", "layers": 4}]
 
 
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"placement": "post"}, "no architecture of Hugging Face has --placement post --norm rmsnorm --qk-norm none"),
-        ({"scaled_embedding": True}, "Hugging Face's Llama has no --scaled-embedding"),
-        ({"embedding_scale": 2.0}, "Llama has --embedding-scale 1, not 2"),
-        ({"norm_args": {"zero_centered": True}}, "Llama has --norm-arg zero_centered=false, not True"),
-        ({"heads": 3, "head_dim": 6}, "Llama needs --dim divisible by --heads"),
-        ({"norm": "layernorm", "head_dim": 6}, "StableLm has --head-dim 8, not 6"),
+        ({"placement": "post"}, "computes this: Llama, the nearest, has placement pre, not post"),
+        ({"scaled_embedding": True}, "Llama, the nearest, has scaled_embedding False, not True"),
+        ({"embedding_scale": 2.0}, "Llama, the nearest, has embedding_scale 1, not 2"),
+        ({"norm_args": {"zero_centered": True}}, "Llama, the nearest, has zero_centered False, not True"),
     ],
 )
 def test_reasons_name_the_setting(changes, reason):
@@ -252,29 +223,15 @@ def test_fields_changed_by_others_count_more_than_ours(tmp_path):
     assert changed.norm_args["eps"] == 0.5 and changed == from_theirs(to_theirs(changed))
 
 
-# --- defaults of transformers ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("norm", "field"), [("rmsnorm", "rms_norm_eps"), ("layernorm", "layer_norm_eps")])
-def test_the_default_eps_of_the_norm_is_written(norm, field):
-    config = dataclasses.replace(LLAMA, norm=norm, norm_args={})
-    assert to_theirs(config)[field] == Llama(config).get_submodule("layers.0.attention_residual.norm").eps
-
-
 @pytest.mark.parametrize("model_type", [*OTHERS, "llama"])
 def test_missing_fields_have_the_defaults_of_transformers(model_type):
     transformers = pytest.importorskip("transformers")
-    theirs = to_theirs(OTHERS.get(model_type, LLAMA))
+    config = OTHERS.get(model_type, LLAMA)
+    theirs = to_theirs(config)
+    assert theirs["rms_norm_eps"] == Llama(config).get_submodule("layers.0.attention_residual.norm").eps
     default = transformers.AutoConfig.for_model(model_type)
     for name in ("rms_norm_eps", "layer_norm_eps", "rope_theta", "tie_word_embeddings"):
         if name in theirs:
             expected = default.rope_parameters[name] if name == "rope_theta" else getattr(default, name)
             without = {field: value for field, value in theirs.items() if field not in (name, "rope_parameters")}
             assert from_theirs(without) == from_theirs(without | {name: expected}), name
-
-
-def test_the_original_context_of_rope_scaling_is_an_integer_as_transformers_wants():
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32.0}
-    theirs = to_theirs(dataclasses.replace(LLAMA, rope_scaling=scaling))
-    assert type(theirs["rope_parameters"]["original_max_position_embeddings"]) is int
-    assert from_theirs(theirs).rope_scaling == scaling
