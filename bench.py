@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["bench.py", *(sys.argv[1:] if arguments is None else arguments)])
-        report = {"command": command, "device": describe(device), "torch": torch.__version__}
+        report: dict[str, Any] = {"command": command, "device": describe(device), "torch": torch.__version__}
         report |= COMMANDS[flags.command][0](config, device)
         print_report(report)
         write_atomically(out, json.dumps(report, indent=2) + "\n")

@@ -7,6 +7,7 @@ operation takes as long as its data at the card's bandwidth, or as its matrix pr
 
 import argparse
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -62,7 +63,7 @@ def bench_plan(config: argparse.Namespace, device: torch.device) -> Report:
     """Estimate memory and speed of a training step on a GPU, for every preset or for what flags of train.py say."""
     card = CARDS[config.card]
     return {
-        "cards": f"{config.ranks} × {card.name}, {card.memory / GIB:.1f} GiB each",
+        "cards": f"{config.ranks} × {config.card.upper()}, {card.memory / GIB:.1f} GiB each",
         "memory": "GiB per rank at the peak, by simulation",
         "tokens/s, MFU": "a roofline, so upper bounds: every kernel at the card's limits, no communication",
         "compiled": "an estimate: all operations between two matrix products are one kernel",
@@ -132,7 +133,7 @@ class Trace(TorchDispatchMode):
     two matrix products are one kernel, which reads what it did not compute itself and writes what others read.
     """
 
-    def __init__(self, weights: list[Tensor], state: Any, peak_flops: float, bandwidth: float):
+    def __init__(self, weights: Sequence[Tensor], state: Any, peak_flops: float, bandwidth: float):
         super().__init__()
         self.weights, self.peak_flops, self.bandwidth = weights, peak_flops, bandwidth
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the storages that are alive
