@@ -14,8 +14,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from data.pretrained import PretrainedTokenizer, load_tokenizer
-from data.tokenizer import ByteTokenizer, train_tokenizer
+from data.pretrained import PretrainedTokenizer
+from data.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
 
 TEXT = Path(random.__file__).read_text()  # a module of the standard library
 PARTS = ["def f(x):", "return", " ", "    ", "\n", "\t\t", "\r\n", "\0", "\x85", "\xa0", "\u200d", "\ufeff", "\ufffd"]
