@@ -1,7 +1,7 @@
 """Prepares a corpus once: a folder with a tokenizer and one token file per split.
 
 data = prepare(["python"], "sentencepiece", 2048, Path(".cache"), context=256)
-inputs, targets = training_batch(data.train.tokens, seed=0, step=0, rows=range(32), context=256)
+inputs, targets = training_batch(data.train, seed=0, step=0, rows=range(32), context=256)
 """
 
 import hashlib
@@ -27,33 +27,19 @@ DOCUMENT_END = ""
 
 
 @dataclass(frozen=True)
-class TokenFile:
-    """The ids of a split's documents, each followed by the end-of-document id.
+class Prepared:
+    """A tokenized corpus.
 
-    tokens: memory-mapped, uint16 if the vocabulary fits, else uint32.
-    text_bytes: size of the text in UTF-8.
-    gzip_bytes: size of the text after `gzip -9`; 0 for training text, for which it is not computed.
+    train, val: the ids of each document and the end-of-document id; memory-mapped, uint16 if they fit, else uint32.
+    val_gzip_bpb: bits per byte of the validation text after `gzip -9`.
     """
 
-    tokens: np.ndarray
-    text_bytes: int
-    gzip_bytes: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A tokenized corpus."""
-
-    train: TokenFile
-    val: TokenFile
+    train: np.ndarray
+    val: np.ndarray
+    val_gzip_bpb: float
     tokenizer: Tokenizer
     corpus_name: str
     corpus_hash: str
-
-    @property
-    def val_gzip_bpb(self) -> float:
-        """Bits per byte of the validation text after `gzip -9`."""
-        return 8 * self.val.gzip_bytes / self.val.text_bytes
 
 
 def prepare(
@@ -80,7 +66,7 @@ def prepare(
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
             # Another process may have built it while this one waited.
             prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
-    _check_lengths(names, {"train": len(prepared.train.tokens), "val": len(prepared.val.tokens)}, context)
+    _check_lengths(names, {"train": len(prepared.train), "val": len(prepared.val)}, context)
     return prepared
 
 
@@ -105,6 +91,8 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
             tokenizer.save(part)
         for split in SPLITS:
             _write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+        record = {"tokenizer": tokenizer.hash, "val_gzip_bpb": _gzip_bpb(corpus.documents("val"))}
+        write_atomically(part / "record.json", json.dumps(record | _hashes(part)))
         shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
         part.rename(folder)
     finally:
@@ -118,48 +106,45 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
     """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact."""
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
-        train, val = (_open_tokens(folder / f"{split}.bin", tokenizer) for split in SPLITS)
+        record = load_json(folder / "record.json")
+        bpb = record["val_gzip_bpb"]
+        if record != {"tokenizer": tokenizer.hash, "val_gzip_bpb": bpb} | _hashes(folder):
+            return None
+        train, val = (np.memmap(folder / f"{split}.bin", _dtype(tokenizer), mode="r") for split in SPLITS)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Prepared(train, val, tokenizer, corpus.name, corpus.hash)
+    return Prepared(train, val, bpb, tokenizer, corpus.name, corpus.hash)
 
 
-# --- token files: ids, and beside them a JSON file with their SHA-256 ------------------------------------------------
+def _hashes(folder: Path) -> dict[str, str]:
+    """The SHA-256 of the token files."""
+    hashes = {}
+    for split in SPLITS:
+        with open(folder / f"{split}.bin", "rb") as file:
+            hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
 def _write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> None:
     """Encode a split into the file at `path`. The ids do not depend on the number of CPUs."""
     dtype = _dtype(tokenizer)
-    compressor = zlib.compressobj(9, wbits=31)  # same as gzip -9
-    digest, text_bytes, gzip_bytes = hashlib.sha256(), 0, 0
     bar = tqdm(total=corpus.sizes[split], unit="B", unit_scale=True, desc=f"encoding {split}", disable=None)
     with explained(path, corpus.sizes[split] * dtype.itemsize), open(path, "wb") as file, bar:
         for batch in _batches(corpus.documents(split)):
             encoded = zip(batch, tokenizer.encode_batch(batch), strict=True)
             ids = [[tokenizer.end_of_document] if chunk == DOCUMENT_END else tokens for chunk, tokens in encoded]
-            data = np.concatenate(ids, dtype=dtype, casting="unsafe").tobytes()
-            file.write(data)
-            digest.update(data)
-            text = "".join(batch).encode()
-            text_bytes += len(text)
-            if split == "val":
-                gzip_bytes += len(compressor.compress(text))
-            bar.update(len(text))
-    if split == "val":
-        gzip_bytes += len(compressor.flush())
-    record = {"sha256": digest.hexdigest(), "tokenizer": tokenizer.hash}
-    record |= {"text_bytes": text_bytes, "gzip_bytes": gzip_bytes}
-    write_atomically(path.with_suffix(".json"), json.dumps(record))
+            file.write(np.concatenate(ids, dtype=dtype, casting="unsafe").tobytes())
+            bar.update(len("".join(batch).encode()))
 
 
-def _open_tokens(path: Path, tokenizer: Tokenizer) -> TokenFile:
-    """Memory-map a token file. Raises an exception if it is missing, damaged or from a different tokenizer."""
-    record = load_json(path.with_suffix(".json"))
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if (record["sha256"], record["tokenizer"]) != (digest, tokenizer.hash):
-        raise ValueError(f"{path} is damaged")
-    return TokenFile(np.memmap(path, _dtype(tokenizer), mode="r"), record["text_bytes"], record["gzip_bytes"])
+def _gzip_bpb(documents: Iterable[Iterable[str]]) -> float:
+    """Bits per byte after `gzip -9`."""
+    compressor = zlib.compressobj(9, wbits=31)
+    size = compressed = 0
+    for data in map(str.encode, chain.from_iterable(documents)):
+        size += len(data)
+        compressed += len(compressor.compress(data))
+    return 8 * (compressed + len(compressor.flush())) / size
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:

@@ -114,7 +114,7 @@ class PretrainedTokenizer(Tokenizer):
         self.encode_batch, self.pieces = model.encode, sentencepiece_bytes(model)
         self.prompt_start = [model.bos_id()] if model.bos_id() >= 0 else []
         if end is None and model.eos_id() >= 0:
-            end = model.eos_id()
+            end = model.id_to_piece(model.eos_id())
         self.end_of_document = _find_end(end, {model.id_to_piece(token): token for token in range(model.vocab_size())})
         if self.pieces[self.end_of_document]:
             raise ValueError(f"{end!r} is both a special token and an ordinary piece of text")
@@ -129,9 +129,8 @@ class PretrainedTokenizer(Tokenizer):
             write_atomically(directory / name, content)
 
 
-def _find_end(end: Any, vocabulary: dict[str, int]) -> int:
+def _find_end(end: str | None, vocabulary: dict[str, int]) -> int:
     """The id of the token that ends a document."""
-    number = vocabulary.get(end) if isinstance(end, str) else end
-    if number is None or number not in vocabulary.values():
+    if end not in vocabulary:
         raise ValueError(f"no token ends a document: eos_token in {CONFIG} is {end!r}, which the vocabulary lacks")
-    return number
+    return vocabulary[end]

@@ -156,7 +156,7 @@ def write_probes(ablation: Ablation, outcomes: Outcomes) -> None:
     rows: list[dict[str, Any]] = []
     for cell, outcome in outcomes.items():
         model_config, config = ablation.grid.settings[cell.arm]
-        windows = evaluation_batches(ablation.grid.data.val.tokens, model_config.context, config.micro_batch_size)
+        windows = evaluation_batches(ablation.grid.data.val, model_config.context, config.micro_batch_size)
         batch = next(windows)
         models = {"start": Llama(model_config, cell.seed)}
         if not outcome.diverged:
