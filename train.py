@@ -194,7 +194,7 @@ class Trainer:
         run, config = self.run, self.run.config
         torch.manual_seed(distributed.seed(config.seed + 1_000_003 * self.step))  # the same dropout in a resumed run
         rows = distributed.rows(config.batch_size)
-        batch = training_batch(run.data.train.tokens, config.seed, self.step, rows, run.model_config.context)
+        batch = training_batch(run.data.train, config.seed, self.step, rows, run.model_config.context)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
         loss = torch.zeros((), device=run.device)
         for micro_inputs, micro_targets in self.parallel.micro_batches(list(zip(inputs, targets, strict=True))):
@@ -283,7 +283,7 @@ class Trainer:
             val_loss, val_bpb = evaluate(self.model, run, self.loss)
             if not math.isfinite(val_loss):
                 raise NotFinite("validation loss is", self.step)
-            prompt = run.data.val.tokens[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
+            prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
             with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
                 sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
             if not distributed.is_main():
@@ -365,7 +365,7 @@ def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[floa
     losses, sizes, utf8_bytes = [], [], 0.0
     context = run.model_config.context
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
-    batches = evaluation_batches(run.data.val.tokens, context, batch_size, run.config.eval_tokens)
+    batches = evaluation_batches(run.data.val, context, batch_size, run.config.eval_tokens)
     for (inputs, targets), counts in distributed.shares(batches):
         with autocast(run.device, run.dtype):
             batch_loss = loss(to_device(inputs, run.device), to_device(targets, run.device))

@@ -8,18 +8,13 @@ from torch import Tensor
 
 
 def training_batch(tokens: np.ndarray, seed: int, step: int, rows: range, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 (rows, context): the given rows of a step's global batch."""
-    return _windows(tokens, row_starts(tokens, seed, step, rows, context), context)
-
-
-def row_starts(tokens: np.ndarray, seed: int, step: int, rows: range, context: int) -> np.ndarray:
-    """The index in `tokens` of the first input of each of the given rows.
+    """Inputs and targets, int64 (rows, context): the given rows of a step's global batch.
 
     Each row is a window that starts at a uniformly random token. It depends only on the seed, the step and its row
     index, not on which other rows are requested.
     """
     draws = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(rows.stop)[rows.start : rows.stop]
-    return draws % np.uint64(len(tokens) - context)
+    return _windows(tokens, draws % np.uint64(len(tokens) - context), context)
 
 
 def evaluation_batches(

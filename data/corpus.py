@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from data.sources import CONTINUATION, find_files, read_documents, short_name
+from data.sources import find_files, read_documents, short_name
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, Split] = ("train", "val")
@@ -90,11 +90,6 @@ def _byte_slice(document: Iterator[str], start: int, stop: int) -> Iterator[str]
     offset = 0
     for chunk in document:
         data = chunk.encode()
-        yield data[_character_start(data, start - offset) : _character_start(data, stop - offset)].decode()
+        rests = [data[max(index - offset, 0) :].decode(errors="ignore") for index in (start, stop)]
+        yield chunk[len(chunk) - len(rests[0]) : len(chunk) - len(rests[1])]
         offset += len(data)
-
-
-def _character_start(data: bytes, index: int) -> int:
-    """The first index from `index` on, clamped to `data`, that does not point into the middle of a character."""
-    index = min(max(index, 0), len(data))
-    return len(data) - len(data[index:].lstrip(CONTINUATION))

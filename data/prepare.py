@@ -1,7 +1,7 @@
 """Prepares a corpus once: a folder with a tokenizer and one token file per split.
 
 data = prepare(["python"], "sentencepiece", 2048, Path(".cache"), context=256)
-inputs, targets = training_batch(data.train.tokens, seed=0, step=0, rows=range(32), context=256)
+inputs, targets = training_batch(data.train, seed=0, step=0, rows=range(32), context=256)
 """
 
 import hashlib
@@ -13,14 +13,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from data.corpus import SPLITS, Corpus, Split
-from data.pretrained import load_tokenizer
-from data.tokenizer import ByteTokenizer, Tokenizer, train_tokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import explained, load_json, lock_file, write_atomically
 
 FORMAT_VERSION = 4  # of a prepared folder; increase it whenever the same text would give different tokens
@@ -29,33 +27,19 @@ DOCUMENT_END = ""
 
 
 @dataclass(frozen=True)
-class TokenFile:
-    """The ids of a split's documents, each followed by the end-of-document id.
+class Prepared:
+    """A tokenized corpus.
 
-    tokens: memory-mapped, uint16 if the vocabulary fits, else uint32.
-    text_bytes: size of the text in UTF-8.
-    gzip_bytes: size of the text after `gzip -9`; 0 for training text, for which it is not computed.
+    train, val: the ids of each document and the end-of-document id; memory-mapped, uint16 if they fit, else uint32.
+    val_gzip_bpb: bits per byte of the validation text after `gzip -9`.
     """
 
-    tokens: np.ndarray
-    text_bytes: int
-    gzip_bytes: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A tokenized corpus."""
-
-    train: TokenFile
-    val: TokenFile
+    train: np.ndarray
+    val: np.ndarray
+    val_gzip_bpb: float
     tokenizer: Tokenizer
     corpus_name: str
     corpus_hash: str
-
-    @property
-    def val_gzip_bpb(self) -> float:
-        """Bits per byte of the validation text after `gzip -9`."""
-        return 8 * self.val.gzip_bytes / self.val.text_bytes
 
 
 def prepare(
@@ -68,8 +52,7 @@ def prepare(
     and OSError, naming the file and its size, if the disk is full.
     """
     corpus = Corpus(names, cache_dir)
-    for split in SPLITS:  # checked early: the size in bytes is an upper bound on the tokens
-        _check_length(split, names, corpus.sizes[split], context)
+    _check_lengths(names, corpus.sizes, context)  # early: the size in bytes is an upper bound on the tokens
     if not tokenizer and kind == ByteTokenizer.kind:
         tokenizer = ByteTokenizer()
     if tokenizer:
@@ -81,29 +64,25 @@ def prepare(
     if prepared is None:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
-            prepared = _open(folder, corpus, tokenizer)  # another process may have built it while this one waited
-            if prepared is None:
-                _build(folder, corpus, vocab_size, tokenizer)
-                prepared = _open(folder, corpus, tokenizer)
-    assert prepared
-    for split in SPLITS:
-        _check_length(split, names, len(getattr(prepared, split).tokens), context)
+            # Another process may have built it while this one waited.
+            prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
+    _check_lengths(names, {"train": len(prepared.train), "val": len(prepared.val)}, context)
     return prepared
 
 
-def _check_length(split: Split, names: list[str], tokens: int, context: int) -> None:
-    if tokens < context + 1:
-        part = f"--data {' '.join(names)}: the {'training' if split == 'train' else 'validation'} text"
-        advice = f"--context {context} needs {context + 1}; add text or lower --context"
-        raise ValueError(f"{part} has at most {tokens} tokens, but {advice}")
+def _check_lengths(names: list[str], tokens: dict[Split, int], context: int) -> None:
+    for split, text in (("train", "training"), ("val", "validation")):
+        if tokens[split] <= context:
+            part = f"--data {' '.join(names)}: the {text} text has at most {tokens[split]} tokens"
+            advice = f"--context {context} needs {context + 1}; add text or lower --context"
+            raise ValueError(f"{part}, but {advice}")
 
 
-def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared:
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists."""
+    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
-    again = " (an earlier attempt was killed; starting again)" if part.exists() else ""
-    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text{again}", file=sys.stderr)
-    shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
     part.mkdir()
     try:
         if tokenizer is None:
@@ -111,83 +90,75 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
             tokenizer = train_tokenizer(chain.from_iterable(corpus.documents("train")), vocab_size)
             tokenizer.save(part)
         for split in SPLITS:
-            write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+            _write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+        record = {"tokenizer": tokenizer.hash, "val_gzip_bpb": _gzip_bpb(corpus.documents("val"))}
+        write_atomically(part / "record.json", json.dumps(record | _hashes(part)))
         shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+    prepared = _open(folder, corpus, tokenizer)
+    assert prepared
+    return prepared
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared | None:
     """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact."""
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
-    except ValueError:
+        record = load_json(folder / "record.json")
+        bpb = record["val_gzip_bpb"]
+        if record != {"tokenizer": tokenizer.hash, "val_gzip_bpb": bpb} | _hashes(folder):
+            return None
+        train, val = (np.memmap(folder / f"{split}.bin", _dtype(tokenizer), mode="r") for split in SPLITS)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    train, val = (open_tokens(folder / f"{split}.bin", corpus, tokenizer) for split in SPLITS)
-    return Prepared(train, val, tokenizer, corpus.name, corpus.hash) if train and val else None
+    return Prepared(train, val, bpb, tokenizer, corpus.name, corpus.hash)
 
 
-# --- token files: ids, and beside them a JSON file that says what they were made from ---------------------------------
+def _hashes(folder: Path) -> dict[str, str]:
+    """The SHA-256 of the token files."""
+    hashes = {}
+    for split in SPLITS:
+        with open(folder / f"{split}.bin", "rb") as file:
+            hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
-def write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> None:
+def _write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> None:
     """Encode a split into the file at `path`. The ids do not depend on the number of CPUs."""
     dtype = _dtype(tokenizer)
-    compressor = zlib.compressobj(9, wbits=31)  # same as gzip -9
-    text_bytes = gzip_bytes = 0
     bar = tqdm(total=corpus.sizes[split], unit="B", unit_scale=True, desc=f"encoding {split}", disable=None)
     with explained(path, corpus.sizes[split] * dtype.itemsize), open(path, "wb") as file, bar:
         for batch in _batches(corpus.documents(split)):
             encoded = zip(batch, tokenizer.encode_batch(batch), strict=True)
             ids = [[tokenizer.end_of_document] if chunk == DOCUMENT_END else tokens for chunk, tokens in encoded]
             file.write(np.concatenate(ids, dtype=dtype, casting="unsafe").tobytes())
-            text = "".join(batch).encode()
-            text_bytes += len(text)
-            if split == "val":
-                gzip_bytes += len(compressor.compress(text))
-            bar.update(len(text))
-    if split == "val":
-        gzip_bytes += len(compressor.flush())
-    record = _describe(path, corpus, tokenizer, text_bytes, gzip_bytes)
-    write_atomically(path.with_suffix(".json"), json.dumps(record))
+            bar.update(len("".join(batch).encode()))
 
 
-def open_tokens(path: Path, corpus: Corpus, tokenizer: Tokenizer) -> TokenFile | None:
-    """Memory-map a token file. None if it is missing, damaged, or made from a different text or tokenizer."""
-    try:
-        record = load_json(path.with_suffix(".json"))
-        sizes = record["text_bytes"], record["gzip_bytes"]
-        intact = record == _describe(path, corpus, tokenizer, *sizes)
-        return TokenFile(np.memmap(path, _dtype(tokenizer), mode="r"), *sizes) if intact else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _gzip_bpb(documents: Iterable[Iterable[str]]) -> float:
+    """Bits per byte after `gzip -9`."""
+    compressor = zlib.compressobj(9, wbits=31)
+    size = compressed = 0
+    for data in map(str.encode, chain.from_iterable(documents)):
+        size += len(data)
+        compressed += len(compressor.compress(data))
+    return 8 * (compressed + len(compressor.flush())) / size
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
-def _describe(path: Path, corpus: Corpus, tokenizer: Tokenizer, text_bytes: int, gzip_bytes: int) -> dict[str, Any]:
-    """What a token file was made from, and the SHA-256 of its ids and of that."""
-    fields = {"corpus": corpus.hash, "tokenizer": tokenizer.hash, "text_bytes": text_bytes, "gzip_bytes": gzip_bytes}
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    digest.update(json.dumps(fields).encode())
-    return fields | {"sha256": digest.hexdigest()}
-
-
 def _batches(documents: Iterable[Iterable[str]]) -> Iterator[list[str]]:
     """The chunks of all documents in lists of about 1 MiB, with DOCUMENT_END after each document."""
     batch: list[str] = []
     size = 0
-    for document in documents:
-        for chunk in document:
-            if size >= BATCH_CHARS:
-                yield batch
-                batch, size = [], 0
-            if chunk:
-                batch.append(chunk)
-                size += len(chunk)
-        batch.append(DOCUMENT_END)
+    for chunk in chain.from_iterable(chain(filter(None, document), [DOCUMENT_END]) for document in documents):
+        batch.append(chunk)
+        size += len(chunk)
+        if size >= BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
     yield batch

@@ -16,32 +16,12 @@ from typing import Any
 
 import sentencepiece
 
-from data.tokenizer import (
-    ByteTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    byte_level_alphabet,
-    piece_bytes,
-    sentencepiece_bytes,
-)
-from files import load_json, write_atomically
+from data.tokenizer import Tokenizer, byte_level_alphabet, piece_bytes, sentencepiece_bytes
+from files import write_atomically
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
-CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+CONFIG = "tokenizer_config.json"
 COPIED = (JSON, SENTENCEPIECE, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-
-
-def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
-    """Load the tokenizer saved in `directory`. Raises ValueError if it is missing or damaged."""
-    if kind == ByteTokenizer.kind:
-        return ByteTokenizer()
-    if kind == PretrainedTokenizer.kind:
-        return PretrainedTokenizer(directory)
-    path = directory / SENTENCEPIECE
-    try:
-        return SentencePieceTokenizer(path.read_bytes())
-    except (OSError, RuntimeError, ValueError):
-        raise ValueError(f"{path}: not a readable SentencePiece model") from None
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -56,20 +36,20 @@ class PretrainedTokenizer(Tokenizer):
     encode_batch: Callable
 
     def __init__(self, directory: Path):
-        """The end of a document is `eos_token` of tokenizer_config.json, `eos_token_id` of generation_config.json or
-        of config.json, or that of the SentencePiece model. Raises ValueError, naming the file, if it cannot be used.
+        """The end of a document is `eos_token` of tokenizer_config.json, or that of the SentencePiece model.
+
+        Raises ValueError, naming the file, if it cannot be used.
         """
         self._files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
         file = JSON if JSON in self._files else SENTENCEPIECE
         if file not in self._files:
             raise ValueError(f"{directory} holds no tokenizer: neither {JSON} nor {SENTENCEPIECE}")
-        settings = _read_settings(directory / CONFIG)
-        end: Any = settings.get("eos_token")
+        try:
+            settings = json.loads(self._files.get(CONFIG, b"{}"))
+            end = settings.get("eos_token")
+        except (AttributeError, RecursionError, ValueError):
+            raise ValueError(f"{directory / CONFIG} is damaged: not a JSON object") from None
         end = end.get("content") if isinstance(end, dict) else end
-        for name in (GENERATION, "config.json"):
-            if end is None:
-                ids = _read_settings(directory / name).get("eos_token_id")
-                end = ids[0] if isinstance(ids, list) and ids else ids
         try:
             if file == JSON:
                 self._open_json(self._files[file], end)
@@ -134,7 +114,7 @@ class PretrainedTokenizer(Tokenizer):
         self.encode_batch, self.pieces = model.encode, sentencepiece_bytes(model)
         self.prompt_start = [model.bos_id()] if model.bos_id() >= 0 else []
         if end is None and model.eos_id() >= 0:
-            end = model.eos_id()
+            end = model.id_to_piece(model.eos_id())
         self.end_of_document = _find_end(end, {model.id_to_piece(token): token for token in range(model.vocab_size())})
         if self.pieces[self.end_of_document]:
             raise ValueError(f"{end!r} is both a special token and an ordinary piece of text")
@@ -144,25 +124,13 @@ class PretrainedTokenizer(Tokenizer):
         return text.removeprefix(" ") if self._space_in_front else text
 
     def save(self, directory: Path) -> None:
-        """Write the original files. The caller writes config.json, with `eos_token_id`."""
+        """Write the original files."""
         for name, content in self._files.items():
             write_atomically(directory / name, content)
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file; none if it is missing."""
-    try:
-        fields = load_json(path) if path.is_file() else {}
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} is damaged: not a JSON object")
-    return fields
-
-
-def _find_end(end: Any, vocabulary: dict[str, int]) -> int:
+def _find_end(end: str | None, vocabulary: dict[str, int]) -> int:
     """The id of the token that ends a document."""
-    number = vocabulary.get(end) if isinstance(end, str) else end
-    if number is None or number not in vocabulary.values():
+    if end not in vocabulary:
         raise ValueError(f"no token ends a document: eos_token in {CONFIG} is {end!r}, which the vocabulary lacks")
-    return number
+    return vocabulary[end]

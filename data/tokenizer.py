@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -99,7 +98,18 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def save(self, directory: Path) -> None:
-        write_atomically(directory / "tokenizer.json", json.dumps(_byte_level_bpe(), indent=1))
+        """As byte-level BPE without merges, in the format of the `tokenizers` library."""
+        end = {"id": self.end_of_document, "content": BYTE_CONFIG["eos_token"], "special": True}
+        end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        fields = {
+            "version": "1.0",
+            "added_tokens": [end],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": byte_level_alphabet() | {end["content"]: end["id"]}, "merges": []},
+        }
+        write_atomically(directory / "tokenizer.json", json.dumps(fields, indent=1))
         write_atomically(directory / "tokenizer_config.json", json.dumps(BYTE_CONFIG, indent=1))
 
 
@@ -161,18 +171,19 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
 
 
-def _byte_level_bpe() -> dict[str, Any]:
-    """The byte tokenizer in the format of the `tokenizers` library: byte-level BPE without merges."""
-    end = {"id": ByteTokenizer.end_of_document, "content": BYTE_CONFIG["eos_token"], "special": True}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "added_tokens": [end],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": byte_level_alphabet() | {end["content"]: end["id"]}, "merges": []},
-    }
+def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
+    """Load the tokenizer saved in `directory`. Raises ValueError if it is missing or damaged."""
+    if kind == ByteTokenizer.kind:
+        return ByteTokenizer()
+    if kind == SentencePieceTokenizer.kind:
+        path = directory / "tokenizer.model"
+        try:
+            return SentencePieceTokenizer(path.read_bytes())
+        except (OSError, RuntimeError):
+            raise ValueError(f"{path}: not a readable SentencePiece model") from None
+    from data.pretrained import PretrainedTokenizer  # imported here because it takes time, and few runs need it
+
+    return PretrainedTokenizer(directory)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
@@ -204,17 +215,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _vocabulary_error(str(error), vocab_size) from None
+        message = str(error).strip()
+        if largest := re.search(r"too high .* <= (\d+)", message):
+            problem = f"--vocab-size {vocab_size} is too large for this text; use at most {largest[1]}"
+        elif smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
+            problem = f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}"
+        else:  # text of line ends or NUL characters alone, which it never makes a piece of
+            problem = f"SentencePiece learns nothing from this text ({message}); use --tokenizer bytes"
+        raise ValueError(problem) from None
     return SentencePieceTokenizer(model.getvalue())
-
-
-def _vocabulary_error(message: str, vocab_size: int) -> ValueError:
-    if largest := re.search(r"too high .* <= (\d+)", message):
-        return ValueError(f"--vocab-size {vocab_size} is too large for this text; use at most {largest[1]}")
-    if smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
-        return ValueError(f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}")
-    # Text of line ends or NUL characters alone, which it never makes a piece of.
-    return ValueError(f"SentencePiece learns nothing from this text ({message.strip()}); use --tokenizer bytes")
 
 
 def _sample(texts: Iterable[str]) -> list[str]:

@@ -61,7 +61,7 @@ def bench_plan(config: argparse.Namespace, device: torch.device) -> Report:
     """Estimate memory and speed of a training step on a GPU, for every preset or for what flags of train.py say."""
     card = CARDS[config.card]
     return {
-        "cards": f"{config.ranks} × {card.name}, {card.memory / GIB:.1f} GiB each",
+        "cards": f"{config.ranks} × {config.card.upper()}, {card.memory / GIB:.1f} GiB each",
         "memory": "GiB per rank at the peak, by simulation",
         "tokens/s, MFU": "a roofline, so upper bounds: compiled kernels at the card's limits, no communication",
         "rows": [{"model": name} | estimate(*plan) for name, plan in config.plans.items()],

@@ -2,54 +2,42 @@
 
 import contextlib
 import ctypes
-import math
 import os
 import platform
 import re
 import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from timeit import timeit
 
 import torch
 from torch import Tensor
 
-try:
-    import resource
-except ImportError:  # missing on Windows
-    resource = None  # type: ignore[assignment]
-
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU by a part of its name in CUDA, with the limits from its vendor's data sheet.
+    """A GPU's limits, from its vendor's data sheet."""
 
-    flops: dense bf16 FLOP/s.
-    bandwidth, memory: of the device memory, in bytes/s and in bytes.
-    """
-
-    name: str
-    flops: float
-    bandwidth: float
-    memory: float
+    flops: float  # dense bf16 FLOP/s
+    bandwidth: float  # of the device memory, in bytes/s
+    memory: float  # in bytes
 
 
-CARDS = {
-    "a100": Card("A100", 312e12, 2.039e12, 80e9),
-    "h100-pcie": Card("H100 PCIe", 756e12, 2.0e12, 80e9),
-    "h100": Card("H100", 989e12, 3.35e12, 80e9),
-    "h200": Card("H200", 989e12, 4.8e12, 141e9),
-    "l4": Card("L4", 121e12, 0.3e12, 24e9),
-    "l40s": Card("L40S", 362e12, 0.864e12, 48e9),
-    "rtx-3090": Card("RTX 3090", 71e12, 0.936e12, 24e9),
-    "rtx-4090": Card("RTX 4090", 165e12, 1.008e12, 24e9),
+CARDS = {  # by a part of their names in CUDA, except for case and hyphens
+    "a100": Card(312e12, 2.039e12, 80e9),
+    "h100-pcie": Card(756e12, 2.0e12, 80e9),
+    "h100": Card(989e12, 3.35e12, 80e9),
+    "h200": Card(989e12, 4.8e12, 141e9),
+    "l4": Card(121e12, 0.3e12, 24e9),
+    "l40s": Card(362e12, 0.864e12, 48e9),
+    "rtx-3090": Card(71e12, 0.936e12, 24e9),
+    "rtx-4090": Card(165e12, 1.008e12, 24e9),
 }
-PRODUCT_SIZE = 256  # of the square matrices that `product_times` multiplies
 FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
 # `torch.compile` takes about a minute, which shorter runs do not amortize.
 COMPILE_STEPS = 500  # of a run on CUDA
@@ -61,7 +49,8 @@ def pick_device(name: str) -> torch.device:
 
     Raises ValueError if there is no such name, or if this machine does not have it.
     """
-    check_device_name(name)
+    if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
+        raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device in available if available[device])
@@ -71,12 +60,6 @@ def pick_device(name: str) -> torch.device:
     if index and int(index) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device {name}: the last of this machine's GPUs is cuda:{count - 1}")
     return torch.device(name)
-
-
-def check_device_name(name: str) -> None:
-    """Raise ValueError unless `name` is "auto" or a device, which this machine need not have."""
-    if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
-        raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -94,31 +77,26 @@ def prefers_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
     if device.type == "cpu":
-        seconds = product_times()
-        return seconds["float32"] >= FASTER * seconds["bfloat16"]
+        float32, bfloat16 = product_times()
+        return float32 >= FASTER * bfloat16
     return True
 
 
 @cache
-def product_times() -> dict[str, float]:
+def product_times() -> list[float]:
     """Seconds for a matrix product on the CPU in float32 and in bfloat16, measured in about 10 ms, once per process.
 
     No list of instruction sets tells which is faster: with AVX-512's bfloat16 instructions, a Xeon without AMX is
     slower in bfloat16, and an EPYC twice as fast. On a busy machine the threads of a product wait for each other, so
     it is measured on one; the two dtypes alternate, and the shortest time counts.
     """
-    operands = {
-        name: torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=getattr(torch, name)) for name in ("float32", "bfloat16")
-    }
-    best, threads = dict.fromkeys(operands, math.inf), torch.get_num_threads()
+    operands = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for _ in range(5):
-        for name, x in operands.items():
-            start = time.perf_counter()
-            x @ x
-            best[name] = min(best[name], time.perf_counter() - start)
+    rounds = [[timeit(partial(torch.mm, x, x), number=1) for x in operands] for _ in range(5)]
     torch.set_num_threads(threads)
-    times = " and ".join(f"{seconds * 1e3:.2f} ms in {name}" for name, seconds in best.items())
+    best = [min(seconds) for seconds in zip(*rounds, strict=True)]
+    times = f"{best[0] * 1e3:.2f} ms in float32 and {best[1] * 1e3:.2f} ms in bfloat16"
     print(f"--dtype auto: a matrix product takes {times}", file=sys.stderr)
     return best
 
@@ -177,29 +155,27 @@ def describe(device: torch.device) -> str:
     """The name of the GPU, or of the processor with the number of threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()} ({device.type}, {torch.get_num_threads()} threads)"
-
-
-def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    described = cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*: (.+)$", described, re.M)
-    return found[1] if found else platform.processor() or platform.machine()
+    found = re.search("model name\\s*: (.+)", cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else "")
+    processor = found[1] if found else platform.processor() or platform.machine()
+    return f"{processor} ({device.type}, {torch.get_num_threads()} threads)"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The GPU's peak in FLOP/s in half precision, or None if it is unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    name = torch.cuda.get_device_name(device)
-    cards = [card for card in CARDS.values() if re.search(rf"\b{card.name}\b(?! NVL)", name)]
-    return max(cards, key=lambda card: len(card.name)).flops if cards else None
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    cards = [card for card in CARDS if re.search(rf"\b{card}\b(?!-nvl)", name)]
+    return CARDS[max(cards, key=len)].flops if cards else None
 
 
 def peak_memory(device: torch.device) -> int:
     """Peak bytes of the GPU's memory, or of this process on other devices (0 on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # on Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

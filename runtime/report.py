@@ -1,6 +1,6 @@
-"""What a run leaves to look at: its loss curve, and a self-contained HTML page of text, tables and figures.
+"""What a run leaves to look at: its loss curve, and a self-contained HTML page of Markdown and figures.
 
-page("Title", [markdown("Some **text**."), table(["run", "loss"], rows), figure(plot, alt="Loss over steps.")])
+page("Title", [markdown("Some **text**."), figure(plot, alt="Loss over steps.")])
 """
 
 import base64
@@ -18,21 +18,14 @@ from runtime.run_dir import SAMPLE_HEADING, read_rows, read_run_file, read_sampl
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 120  # of every plot that is saved as PNG
-MOST_SAMPLES = 20  # on the page
-
 # Colors follow the browser's light or dark theme; figures keep a white background. Wide elements scroll on their own.
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 0.5rem 1rem 3rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-h3 { font-size: 1rem; margin-bottom: 0; }
-p, pre { overflow-wrap: anywhere; }
-.table, figure { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
+table, figure { display: block; overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }
-pre { padding: 0.6rem; border: 1px solid #8886; border-radius: 0.3rem; font-size: 0.85rem; white-space: pre-wrap; }
+pre { padding: 0.6rem; border: 1px solid #8886; font-size: 0.85rem; white-space: pre-wrap; }
 img { display: block; max-width: max(100%, 34rem); background: white; }
 """
 
@@ -42,17 +35,13 @@ def page(title: str, sections: Sequence[str]) -> str:
     body = "\n".join(sections)
     return f"""<!DOCTYPE html>
 <html lang="en">
-<head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{escape(title)}</title>
 <style>{STYLE}</style>
-</head>
-<body>
 <h1>{escape(title)}</h1>
 {body}
-</body>
 </html>
 """
 
@@ -60,11 +49,6 @@ def page(title: str, sections: Sequence[str]) -> str:
 def preformatted(text: str) -> str:
     """Text as it is, such as a sample or a command. Long lines wrap."""
     return f"<pre>{escape(text)}</pre>"
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Titles and cells are plain text."""
-    return _table([escape(title) for title in titles], [[escape(cell) for cell in row] for row in rows])
 
 
 def figure(plot: "Figure", alt: str) -> str:
@@ -76,7 +60,7 @@ def figure(plot: "Figure", alt: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """HTML of Markdown's headings, paragraphs, tables, `code`, **bold**, *italic* and [links](address)."""
+    """HTML of the headings, paragraphs, tables, `code` and **bold** of Markdown."""
     return "\n".join(_block(block) for block in re.split(r"\n\s*\n", text.strip()))
 
 
@@ -84,30 +68,19 @@ def _block(block: str) -> str:
     if heading := re.fullmatch(r"(#+) (.*)", block):
         level = len(heading[1])
         return f"<h{level}>{_inline(heading[2])}</h{level}>"
-    if block.startswith("|"):
-        lines = [re.split(r"\s*\|\s*", line.strip())[1:-1] for line in block.splitlines()]
-        titles, _, *rows = ([_inline(cell) for cell in line] for line in lines)
-        return _table(titles, rows)
-    return f"<p>{_inline(block)}</p>"
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "\n".join(line(row, "td") for row in rows)
-    return f'<div class="table"><table>\n<thead>{line(titles, "th")}</thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    if not block.startswith("|"):
+        return f"<p>{_inline(block)}</p>"
+    titles, _, *rows = ([_inline(cell.strip()) for cell in line.split("|")[1:-1]] for line in block.splitlines())
+    lines = [f"<tr><th>{'</th><th>'.join(titles)}</th></tr>"]
+    lines += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows]
+    return "\n".join(["<table>", *lines, "</table>"])
 
 
 def _inline(text: str) -> str:
-    parts = re.split(r"`([^`]+)`", escape(text))
-    return "".join(f"<code>{part}</code>" if i % 2 else _emphasis(part) for i, part in enumerate(parts))
-
-
-def _emphasis(text: str) -> str:
-    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
-    text = re.sub(r"\*(\S.*?)\*", r"<em>\1</em>", text)
-    return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", r'<a href="\2">\1</a>', text)
+    parts = re.split(r"`([^`]+)`", escape(text))  # every other part is code
+    parts[::2] = [re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", part) for part in parts[::2]]
+    parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
+    return "".join(parts)
 
 
 # --- of one run ------------------------------------------------------------------------------------------------------
@@ -142,22 +115,22 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
 def save_plot(plot: "Figure", path: Path) -> None:
     """Write a plot as PNG. Raises OSError, naming the file, if the disk is full."""
     image = io.BytesIO()
-    plot.savefig(image, format="png", dpi=DPI)
+    plot.savefig(image, format="png", dpi=120)
     write_atomically(path, image.getvalue())
 
 
 def write_report(folder: Path, gzip_bpb: float) -> None:
     """Write `report.html` of the run in `folder`, which has ended."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
-    samples = read_samples(folder)[-MOST_SAMPLES:]
+    samples = read_samples(folder)[-20:]
     sections = [
         markdown(f"{result(rows, gzip_bpb)}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result(rows, gzip_bpb)}"),
-        f"<h2>Last {MOST_SAMPLES} samples</h2>",
+        "<h2>Last 20 samples</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
         "<h2>Settings</h2>",
         preformatted(shlex.join(["python", *run["command"]])),
-        settings_table(run["model"] | run["training"] | run["versions"]),
+        settings_list(run["model"] | run["training"] | run["versions"]),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
 
@@ -167,15 +140,13 @@ def result(rows: list[dict[str, Any]], gzip_bpb: float) -> str:
     last = rows[-1]
     if "val_bpb" not in last:
         return f"Diverged: loss, gradient or weight not finite at step {last['step']}."
-    return (
-        f"val_bpb {last['val_bpb']:.4f} after {last['step']} steps; "
-        f"gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte."
-    )
+    gzip = f"gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte"
+    return f"val_bpb {last['val_bpb']:.4f} after {last['step']} steps; {gzip}."
 
 
-def settings_table(settings: dict[str, Any]) -> str:
-    """An HTML table with a row per setting."""
-    return table(["setting", "value"], [[name, shown(value)] for name, value in settings.items()])
+def settings_list(values: dict[str, Any]) -> str:
+    """HTML: a line per setting."""
+    return preformatted("\n".join(f"{name}: {shown(value)}" for name, value in values.items()))
 
 
 def shown(value: Any) -> str:

@@ -93,7 +93,7 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     flags = train.parse(["--eval-only", "--out", str(run)])
     run_settings = resolve_run(flags)
     model, _ = load_pretrained(find_checkpoint(str(run)), run_settings.device)
-    ids = torch.from_numpy(run_settings.data.val.tokens.astype("int64"))
+    ids = torch.from_numpy(run_settings.data.val.astype("int64"))
     nats = 0.0
     for start in range(0, len(ids) - 1, 32):
         window = ids[start : start + 33]
@@ -475,7 +475,7 @@ def test_dropout_differs_between_steps_and_seeds_and_repeats_with_them(text, tmp
     """Of the same weights, on a training text of a single window, so that every step has the same batch."""
     flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --dropout 0.5"
     run = resolve_run(train.parse(flags.split()))
-    one_window = dataclasses.replace(run.data.train, tokens=run.data.train.tokens[:33])
+    one_window = run.data.train[:33]
     run.data = dataclasses.replace(run.data, train=one_window)
     trainer, losses = train.Trainer(run), []
     for seed, step in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):

@@ -24,7 +24,7 @@ from files import write_atomically
 from model import Llama
 from runtime.checkpoint import load_pretrained
 from runtime.process import bad_input
-from runtime.report import figure, markdown, page, save_plot, settings_table
+from runtime.report import figure, markdown, page, save_plot, settings_list
 from runtime.run import prepare_text
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
 
@@ -137,7 +137,7 @@ def write_report(ablation: Ablation, sweep: list[Cell], best: dict[Arm, float], 
         markdown(text),
         *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()),
         "<h2>Settings of the first arm</h2>",
-        settings_table(asdict(model_config) | asdict(config)),
+        settings_list(asdict(model_config) | asdict(config)),
     ]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
 
@@ -156,7 +156,7 @@ def write_probes(ablation: Ablation, outcomes: Outcomes) -> None:
     rows: list[dict[str, Any]] = []
     for cell, outcome in outcomes.items():
         model_config, config = ablation.grid.settings[cell.arm]
-        windows = evaluation_batches(ablation.grid.data.val.tokens, model_config.context, config.micro_batch_size)
+        windows = evaluation_batches(ablation.grid.data.val, model_config.context, config.micro_batch_size)
         batch = next(windows)
         models = {"start": Llama(model_config, cell.seed)}
         if not outcome.diverged:

@@ -64,7 +64,7 @@ def train_grid(protocol: Protocol, lab: Lab) -> Measured:
     return {
         "runs": [row(outcome) for outcome in grid.run(wanted).values()],
         "selection": [row(outcome) for outcome in selection.values()],
-        "unigram": unigram_loss(grid.data.val.tokens),
+        "unigram": unigram_loss(grid.data.val),
     }
 
 

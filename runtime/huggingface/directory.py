@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig, check_fields, require
-from data.pretrained import PretrainedTokenizer, load_tokenizer
-from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, load_json
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
@@ -33,7 +32,8 @@ FORMAT = 1  # of our part of config.json and of the names of weights; increase i
 DTYPES = ("F32", "BF16", "F16")
 TENSORS_PER_LAYER = 7  # at least: its matrices
 MAX_ROPE_BYTES = 1 << 25  # of the table of rotary positions, unless the weights are larger
-TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PretrainedTokenizer.kind)
+PRETRAINED = "pretrained"  # a tokenizer of others, which only `load_tokenizer` imports
+TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PRETRAINED)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -170,9 +170,9 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a directory. Raises ValueError if it is missing, damaged or does not match the model."""
     config, kind = read_config(directory)
     if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
-        kind = PretrainedTokenizer.kind  # transformers saves a tokenizer.json in its place
+        kind = PRETRAINED  # transformers saves a tokenizer.json in its place
     tokenizer = load_tokenizer(kind, directory)
-    padding = config.vocab_size // 32 if kind == PretrainedTokenizer.kind else 0  # some round the vocabulary up
+    padding = config.vocab_size // 32 if kind == PRETRAINED else 0  # some round the vocabulary up
     require(
         config.vocab_size - padding <= tokenizer.vocab_size <= config.vocab_size,
         f"{directory}: the tokenizer has {tokenizer.vocab_size} ids and the model {config.vocab_size}",

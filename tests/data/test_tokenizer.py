@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import tokenizer as tokenizers
-from data.pretrained import load_tokenizer
-from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, train_tokenizer
+from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 RESERVED = ["<unk>", "<s>", "</s>", "<0x41>", "<0x0A>", "<pad>", "⁇", " ⁇ "]

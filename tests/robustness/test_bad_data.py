@@ -21,7 +21,7 @@ def test_odd_text_is_prepared_or_the_error_says_what_works(tmp_path, content):
     (tmp_path / "a.txt").write_bytes(content)
     names, cache = [str(tmp_path / "a.txt")], tmp_path / "cache"
     prepared = prepare(names, "bytes", 0, cache, 32)
-    ids = [token for file in (prepared.train, prepared.val) for token in file.tokens.tolist()]
+    ids = [token for file in (prepared.train, prepared.val) for token in file.tolist()]
     assert prepared.tokenizer.decode_bytes(ids) == content
     try:
         prepare(names, "sentencepiece", 300, cache, 2)

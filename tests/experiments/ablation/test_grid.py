@@ -223,7 +223,7 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
     assert [cell.seed for cell, _ in in_process] == [4]
     assert [row["seed"] for row in csv_rows(grid.folder / "runs.csv")] == ["3", "4"]
     expected = []
-    batch = next(evaluation_batches(grid.data.val.tokens, 16, 4))
+    batch = next(evaluation_batches(grid.data.val, 16, 4))
     for seed in (3, 4):
         trained = load_pretrained(grid.cell_folder(Cell(ARM, 0.01, seed)), "cpu")[0]
         for when, model in (("start", Llama(grid.settings[ARM][0], seed)), ("end", trained)):
