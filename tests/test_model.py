@@ -4,12 +4,10 @@ Tolerances: fp32 has a relative error of 6e-8 per operation. In sums of up to 10
 layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and little more.
 """
 
-import ast
 import dataclasses
 import hashlib
 import inspect
 import math
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,9 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig
-from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
+from model import ROLES, Attention, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms import KINDS
-from norms.placement import PLACEMENTS, supports
+from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
 from runtime.huggingface.names import hugging_face_name
 
@@ -220,7 +218,7 @@ class FixedOutput(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "norm, placement",
-    [(norm, name) for norm in KINDS for name in PLACEMENTS if supports(name, norm)],
+    [(norm, "pre") for norm in KINDS] + [("rmsnorm", name) for name in PLACEMENTS if name != "pre"],
 )
 def test_logits_are_causal(norm, placement):
     model = random_weights_model(dataclasses.replace(SMALL, norm=norm, placement=placement))
@@ -291,19 +289,6 @@ def test_rotate_is_complex_multiplication():
     got = rotate(x, precompute_freqs_cis(8, 9, 30.0))
     for b, t, h in np.ndindex(2, 9, 3):
         np.testing.assert_allclose(got[b, t, h], rotated(x[b, t, h].double().numpy(), t, 30.0), atol=1e-6)
-
-
-def test_rotate_keeps_norms_and_scores_depend_only_on_distance():
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 1, 1, 16, generator=generator).expand(1, 50, 1, 16) for _ in "qk")
-    table = precompute_freqs_cis(16, 50)
-    rotated_q, rotated_k = rotate(q, table), rotate(k, table)
-    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
-    scores = rotated_q[0, :, 0] @ rotated_k[0, :, 0].T
-    for distance in range(-20, 21, 5):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
-    assert scores[0].std() > 0.1  # but they do depend on the distance
 
 
 def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
@@ -454,16 +439,6 @@ def test_roles_match_the_data_flow():
         assert torch.equal(model(tokens), model.lm_head(model.final_norm(model.embed_tokens(tokens))))
 
 
-def test_meta_device_model_loads_weights():
-    with torch.device("meta"):
-        model = Llama(SMALL)
-    assert all(weight.is_meta for weight in model.parameters())
-    source = random_weights_model(SMALL)
-    model.load_state_dict(source.state_dict(), assign=True)
-    with torch.no_grad():
-        assert torch.equal(model.eval()(TOKENS), source(TOKENS))
-
-
 # --- state_dict keys, dropout, code structure ------------------------------------------------------------------------
 
 BLOCK_KEYS = [
@@ -493,11 +468,6 @@ def test_state_dict_keys(changes, in_block, outside):
     keys = Llama(dataclasses.replace(SMALL, layers=2, **changes)).state_dict().keys()
     blocks = {f"layers.{layer}.{key}" for layer in range(2) for key in [*BLOCK_KEYS, *in_block]}
     assert keys == blocks | {"embed_tokens.weight", "lm_head.weight", *outside}
-
-
-def test_embedding_scale_starts_at_the_square_root_of_the_width():
-    plain, scaled = (Llama(dataclasses.replace(SMALL, scaled_embedding=scaled)) for scaled in (False, True))
-    torch.testing.assert_close(scaled.embed_tokens(TOKENS), math.sqrt(SMALL.dim) * plain.embed_tokens(TOKENS))
 
 
 def test_the_learned_and_the_constant_scale_of_the_embedding_are_multiplied():
@@ -558,12 +528,6 @@ def test_dropout_applies_to_attention_and_mlp(dtype):
             assert torch.allclose(first[kept], second[kept]) != probabilities
 
 
-def test_block_forward_has_two_statements():
-    source = textwrap.dedent(inspect.getsource(Block.forward))
-    (function,) = ast.parse(source).body
-    assert isinstance(function, ast.FunctionDef) and len(function.body) == 2
-
-
 @pytest.mark.parametrize("norm, norm_args", [("rmsnorm", {}), ("batchnorm", {}), ("powernorm", {"warmup": 0})])
 def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
     """Loss, gradients and running statistics of two batches with dropout.
@@ -584,31 +548,3 @@ def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
         return [*losses, *grads, *model.buffers()]
 
     assert all(map(torch.equal, two_batches(True), two_batches(False)))
-
-
-def test_gradient_checkpointing_saves_fewer_activations():
-    tokens = torch.arange(8 * 65).view(8, 65) % 11
-
-    def saved_bytes(recompute: bool) -> int:
-        model = Llama(ModelConfig(dim=32, layers=6, heads=2, context=64, vocab_size=11))
-        model.recompute = recompute
-        sizes = []
-
-        def count(tensor: torch.Tensor) -> torch.Tensor:
-            sizes.append(tensor.nbytes)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            model.loss(tokens[:, :-1], tokens[:, 1:])
-        return sum(sizes)
-
-    assert saved_bytes(True) < saved_bytes(False) / 5
-
-
-def test_cache_refuses_another_batch_size():
-    model = Llama(ModelConfig(dim=16, layers=2, heads=2, context=8, vocab_size=11)).eval()
-    cache = model.new_cache()
-    with torch.inference_mode():
-        model(torch.zeros(1, 2, dtype=torch.long), cache)
-        with pytest.raises(RuntimeError, match="expand"):
-            model(torch.zeros(3, 1, dtype=torch.long), cache)

@@ -109,7 +109,7 @@ def blocking_copy(ids: Tensor, device: torch.device) -> Tensor:
     return ids.to(device)  # planted
 
 
-PLANTED = {
+PLANTED: dict[str, Any] = {
     "item": patch.object(train.Trainer, "accumulate_gradients", accumulate_and_read),
     "mix": patch.object(RMSNorm, "forward", norm_with_gain_on_cpu),
     "index": patch.object(RMSNorm, "forward", norm_with_index_on_cpu),

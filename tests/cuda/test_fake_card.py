@@ -48,7 +48,7 @@ def library(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="module")
 def results(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    processes, found = [], {}
+    processes, found = [], Results()
     for names in PARTS:
         folder = tmp_path_factory.mktemp("fake-card")
         (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400)))

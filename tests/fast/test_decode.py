@@ -21,9 +21,13 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """In inference mode; one entry for each call of a kernel."""
-    made: list[str] = []
-    real = decode.kernels
-    monkeypatch.setattr(decode, "kernels", lambda: made.append("called") or real())
+    made, real = list[str](), decode.kernels
+
+    def kernels() -> Any:
+        made.append("called")
+        return real()
+
+    monkeypatch.setattr(decode, "kernels", kernels)
     with torch.inference_mode():
         yield made
 
