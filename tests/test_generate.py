@@ -185,11 +185,6 @@ def test_sample_does_not_depend_on_the_number_of_samples(model):
     assert len(points.unique()) == 200 and torch.equal(random_points(3, samples=2, count=7), points[:7, :2])
 
 
-def test_empty_prompt_starts_with_end_of_document(model):
-    assert list(stream(model, [], GREEDY, END)) == list(stream(model, [END], GREEDY, END))
-    assert list(stream(model, [], GREEDY, END)) != list(stream(model, [0], GREEDY, END))
-
-
 def test_samples_stop_at_end_of_document():
     model = random_weights_model(dataclasses.replace(CONFIG, norm="layernorm"))
     with torch.no_grad():  # raise the probability of END to about 10% per token
@@ -236,8 +231,9 @@ def test_sample_text_during_training(model):
     assert training.training
     ids = [token for (token,) in stream(model, list(b"if "), Sampling(tokens=20, temperature=0), END)]
     assert tokenizer.decode([*b"if ", *ids]).startswith(text) and text.startswith("if ") and len(text) > 3
-    for length in (47, 48, 0):  # the context has 1, 0 and 48 free positions
+    for length in (48, 0):  # the context has 0 and 48 free positions
         assert isinstance(sample_text(training, tokenizer, [65] * length, Sampling(tokens=500)), str)
+    assert list(stream(model, [], GREEDY, END)) == list(stream(model, [END], GREEDY, END))
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------
@@ -314,24 +310,19 @@ def test_text_does_not_depend_on_how_bytes_are_split(text, cuts, stop):
     assert add_in_pieces(text.encode(), cuts, stop) == text_before_stop(text, stop)
 
 
-def test_incomplete_characters_are_held_back():
+def test_incomplete_characters_and_possible_stop_strings_are_held_back():
     text = TextStream()
     assert [text.add(bytes([byte])) for byte in "é😀x".encode()] == ["", "é", "", "", "", "😀", "x"]
     assert text.add(b"\xf0\x9f") == "" and text.end() == ""  # an incomplete character is dropped at the end
     assert TextStream().add(b"a\xffb\x80") == "a\ufffdb\ufffd"
-
-
-def test_possible_stop_strings_are_held_back():
     text = TextStream(["\n\n", "def"])
     assert [text.add(piece) for piece in (b"x\n", b"d", b"e", b"x\n", b"\n")] == ["x", "\n", "", "dex", ""]
     assert text.ended
-    text = TextStream(["END"])
-    assert text.add(b"the EN") == "the " and text.end() == "EN"
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0)], ids=["12 tokens", "a full context"])
-def test_text_that_was_held_back_is_shown_at_the_end(sampling, model):
+def test_text_that_was_held_back_is_shown_at_the_end(model):
     """The last character could begin the stop string."""
+    sampling = Sampling(temperature=0)  # a full context
     text = join_pieces(stream_text(model, ByteTokenizer(), [65], sampling))
     assert len(text) > 1
     assert join_pieces(stream_text(model, ByteTokenizer(), [65], sampling, stop=[text[-1] + "\N{SNOWMAN}"])) == text
@@ -357,8 +348,7 @@ def test_streamed_text_matches_decoded_text():
     prompt = tokenizer.encode("déf ")
     ids = [token for (token,) in stream(model, prompt, sampling, tokenizer.end_of_document)]
     streamed = join_pieces(stream_text(model, tokenizer, prompt, sampling))
-    assert len(streamed) > 5 and tokenizer.decode(ids).startswith(streamed)
-    assert tokenizer.decode(ids).removeprefix(streamed) in ("", "\ufffd")
+    assert len(streamed) > 5 and tokenizer.decode(ids).removeprefix(streamed) in ("", "\ufffd")
     stop = streamed[5:7]
     stopped = join_pieces(stream_text(model, tokenizer, prompt, sampling, stop=[stop]))
     assert stopped == streamed[: streamed.index(stop)]

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 
 from experiments.ablation.outcome import Arm, Outcome
-from experiments.ablation.plots import looks, plot_curves, plot_differences
+from experiments.ablation.plots import plot_curves, plot_differences
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 RMS, LAYER, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "layernorm", "dyt"))
@@ -91,11 +91,6 @@ def test_a_single_evaluation_is_seen():
     assert drawn(difference, "o") == [[(40, pytest.approx(0.55))]] and len(intervals(difference)) == 1
     low, high = difference.get_xlim()
     assert low < 10 and high > 40
-
-
-def test_twenty_arms_look_different():
-    arms = [Arm.of(norm=norm, placement=place) for norm in "abcdefghij" for place in ("pre", "post")]
-    assert len({(look["color"], look["linestyle"]) for look in looks(arms).values()}) == 20
 
 
 @pytest.mark.parametrize(
