@@ -273,10 +273,12 @@ def test_rope_scaling_divides_low_frequencies_and_keeps_high_ones():
     assert not torch.equal(model.rope.cos, Llama(SMALL).rope.cos)
 
 
-def test_embedding_scale_multiplies_the_embedding_and_head_dim_sets_the_width_of_heads():
-    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, head_dim=10))
+def test_scales_of_the_embedding_are_multiplied_and_head_dim_sets_the_width_of_heads():
+    """The learned one starts at the square root of the width."""
+    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, scaled_embedding=True, head_dim=10))
     tokens = torch.tensor([[1, 2]])
-    assert torch.equal(model.embed_tokens(tokens), 3 * model.embed_tokens.weight[tokens])
+    expected = 3 * math.sqrt(SMALL.dim) * model.embed_tokens.weight[tokens]
+    torch.testing.assert_close(model.embed_tokens(tokens), expected)
     shapes = {name: weight.shape for name, weight in model.layers[0].named_parameters()}
     assert shapes["self_attn.q_proj.weight"] == (10 * SMALL.heads, SMALL.dim)
     assert shapes["self_attn.k_proj.weight"] == (10 * SMALL.kv_heads, SMALL.dim)
@@ -313,12 +315,12 @@ def test_rope_table_survives_meta_device_and_casts_and_is_not_in_state_dict():
 # --- KV cache --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [[8], [1] * 8, [5, 1, 1, 1], [2, 3, 3], [1, 6, 1]], ids=str)
+@pytest.mark.parametrize("chunks", [[1] * 8, [2, 5, 1]], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"placement": "post", "kv_heads": 4, "qk_norm": "head"}, {"placement": "residual"},
-        {"placement": "siamese", "qk_norm": "full"}, {"placement": "hybrid"},
+        {}, {"placement": "post", "kv_heads": 4, "qk_norm": "head"}, {"placement": "siamese", "qk_norm": "full"},
+        {"placement": "hybrid"},
     ],
     ids=str,
 )  # fmt: skip
@@ -349,9 +351,8 @@ def test_cache_is_filled_with_gradient_checkpointing_too():
     torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "residual"])
-def test_next_logits_matches_the_last_logits_of_forward(placement):
-    model = random_weights_model(dataclasses.replace(SMALL, placement=placement))
+def test_next_logits_matches_the_last_logits_of_forward():
+    model = random_weights_model(dataclasses.replace(SMALL, placement="residual"))
     cache = model.new_cache()
     with torch.no_grad():
         logits = model(TOKENS)
@@ -424,56 +425,31 @@ def test_init_std_by_role(init, depth_scaled):
     assert seen == {"embedding", "head", *ROLES}
 
 
-def test_roles_match_the_data_flow():
-    """Check the shape of each role, and that only "attention_out" and "down" write to the residual stream."""
-    model = Llama(WIDE)
-    shapes = {role: tuple(weight.shape) for role, _, weight in weights_by_role(model)}
-    assert shapes["key"] == shapes["value"] == (128, 256) and shapes["query"] == shapes["attention_out"] == (256, 256)
-    assert shapes["gate"] == shapes["up"] == (WIDE.hidden_dim, 256) and shapes["down"] == (256, WIDE.hidden_dim)
-    weights = {name: weight for _, name, weight in weights_by_role(model)}
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    with torch.no_grad():
-        for layer in range(WIDE.layers):
-            weights[f"model.layers.{layer}.self_attn.o_proj.weight"].zero_()
-            weights[f"model.layers.{layer}.mlp.down_proj.weight"].zero_()
-        assert torch.equal(model(tokens), model.lm_head(model.final_norm(model.embed_tokens(tokens))))
-
-
 # --- state_dict keys, dropout, code structure ------------------------------------------------------------------------
 
 BLOCK_KEYS = [
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
     "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+    "attention_residual.norm.weight", "mlp_residual.norm.weight",
 ]  # fmt: skip
-NORM_KEYS = ["attention_residual.norm.weight", "mlp_residual.norm.weight"]
 
 
 @pytest.mark.parametrize(
-    "changes, in_block, outside",
+    "changes, more",
     [
-        ({}, NORM_KEYS, ["final_norm.weight"]),
-        ({"placement": "post"}, NORM_KEYS, []),
-        ({"norm": "none"}, [], []),
-        ({"norm": "layernorm"}, [*NORM_KEYS, *(key.replace("weight", "bias") for key in NORM_KEYS)],
-         ["final_norm.weight", "final_norm.bias"]),
-        ({"qk_norm": "head"}, [*NORM_KEYS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"],
-         ["final_norm.weight"]),
-        ({"qk_norm": "full"}, [*NORM_KEYS, "self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"],
-         ["final_norm.weight"]),
-        ({"scaled_embedding": True}, NORM_KEYS, ["final_norm.weight", "embed_tokens.scale"]),
+        ({}, []),
+        ({"norm": "layernorm"}, ["attention_residual.norm.bias", "mlp_residual.norm.bias", "final_norm.bias"]),
+        ({"qk_norm": "head"}, ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+        ({"qk_norm": "full"}, ["self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"]),
+        ({"scaled_embedding": True}, ["embed_tokens.scale"]),
     ],
     ids=str,
-)  # fmt: skip
-def test_state_dict_keys(changes, in_block, outside):
-    keys = Llama(dataclasses.replace(SMALL, layers=2, **changes)).state_dict().keys()
-    blocks = {f"layers.{layer}.{key}" for layer in range(2) for key in [*BLOCK_KEYS, *in_block]}
-    assert keys == blocks | {"embed_tokens.weight", "lm_head.weight", *outside}
-
-
-def test_the_learned_and_the_constant_scale_of_the_embedding_are_multiplied():
-    model = Llama(dataclasses.replace(SMALL, scaled_embedding=True, embedding_scale=3.0))
-    expected = 3 * math.sqrt(SMALL.dim) * model.embed_tokens.weight[TOKENS]
-    torch.testing.assert_close(model.embed_tokens(TOKENS), expected)
+)
+def test_state_dict_keys(changes, more):
+    keys = ["embed_tokens.weight", "lm_head.weight", "final_norm.weight", *BLOCK_KEYS, *more]
+    in_blocks = [key for key in keys if key.startswith(("self_attn", "mlp", "attention"))]
+    expected = {f"layers.{layer}.{key}" for layer in range(2) for key in in_blocks}
+    assert Llama(dataclasses.replace(SMALL, **changes)).state_dict().keys() == expected | (set(keys) - set(in_blocks))
 
 
 def test_tied_lm_head_shares_the_embedding_weight():

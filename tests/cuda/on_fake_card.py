@@ -101,19 +101,10 @@ def norm_with_gain_on_cpu(norm: nn.Module, x: Tensor) -> Tensor:
     return x * torch.ones(x.shape[-1])
 
 
-def norm_with_index_on_cpu(norm: nn.Module, x: Tensor) -> Tensor:
-    return x[torch.arange(len(x))]  # planted
-
-
-def blocking_copy(ids: Tensor, device: torch.device) -> Tensor:
-    return ids.to(device)  # planted
-
-
 PLANTED: dict[str, Any] = {
     "item": patch.object(train.Trainer, "accumulate_gradients", accumulate_and_read),
     "mix": patch.object(RMSNorm, "forward", norm_with_gain_on_cpu),
-    "index": patch.object(RMSNorm, "forward", norm_with_index_on_cpu),
-    "copy": patch.object(train, "to_device", blocking_copy),
+    "copy": patch.object(train, "to_device", lambda ids, device: ids.to(device)),  # planted
 }
 
 

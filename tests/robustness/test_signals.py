@@ -26,15 +26,12 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-def default_signals() -> None:
-    for number in process.STOP_SIGNALS:  # a shell's background jobs ignore SIGINT
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
 def test_a_signal_while_torch_is_imported():
     """From the first line of a command. What is before it takes Python a few milliseconds."""
     command, pipe = [sys.executable, str(ROOT / "train.py")], subprocess.PIPE
-    started = subprocess.Popen(command, preexec_fn=default_signals, stdout=pipe, stderr=pipe, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    started = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    signal.signal(signal.SIGINT, before)
     while not caught(started.pid, signal.SIGINT):
         assert started.poll() is None
     time.sleep(0.1)

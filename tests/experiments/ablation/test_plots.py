@@ -96,13 +96,12 @@ def test_a_single_evaluation_is_seen():
 @pytest.mark.parametrize(
     "outcomes",
     [
-        pytest.param(runs(RMS, None, losses=()), id="one run that diverged at once"),
         pytest.param([*runs(RMS, None, None), *runs(LAYER, None, None)], id="all diverged"),
         pytest.param([run for i in range(18) for run in runs(Arm.of(norm=f"norm{i}"), 2.0, 2.1)], id="many arms"),
     ],
 )
 def test_any_outcomes_can_be_drawn_within_the_figure(outcomes):
-    for plot in (plot_curves, plot_differences) if len(outcomes) > 1 else (plot_curves,):
+    for plot in (plot_curves, plot_differences):
         figure = plot(outcomes, "200 steps, seeds 0 to 4")
         FigureCanvasAgg(figure).draw()
         box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
