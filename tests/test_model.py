@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig
-from model import ROLES, Attention, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
+from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
@@ -157,63 +157,6 @@ def test_weights_by_role_uses_hugging_face_names():
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
-def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads, new, size = q.shape[1:]
-    seen = k.shape[2]
-    rows = []
-    for head in range(heads):
-        kv_head = head * k.shape[1] // heads
-        for t in range(new):
-            until = seen - new + t + 1
-            probabilities = torch.softmax(k[:, kv_head, :until] @ q[:, head, t, :, None] / size**0.5, dim=1)
-            rows.append((probabilities * v[:, kv_head, :until]).sum(1))
-    return torch.stack(rows, 1).view(q.shape)
-
-
-@pytest.mark.parametrize("heads, kv_heads, new, seen", [(4, 4, 5, 5), (6, 2, 5, 5), (4, 1, 1, 7), (6, 3, 3, 8)])
-def test_attention_values_and_gradients(heads, kv_heads, new, seen):
-    """The attention layer without projections and rotation, compared with the formula in float64."""
-    generator = torch.Generator().manual_seed(heads * seen)
-    shapes = [(2, heads, new, 8), (2, kv_heads, seen, 8), (2, kv_heads, seen, 8)]
-    fp64_inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    fp32_inputs = [tensor.detach().float().requires_grad_() for tensor in fp64_inputs]
-    expected, got = reference_attention(*fp64_inputs), attention_layer(*fp32_inputs)
-    grad_y = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
-    expected_gradients = torch.autograd.grad((expected * grad_y).sum(), fp64_inputs)
-    gradients = torch.autograd.grad((got * grad_y.float()).sum(), fp32_inputs)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=5e-6)
-
-
-def attention_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The layer's output for q (B H T D), k and v (B K S D). All keys and values but the last T are in its cache."""
-    batch, heads, new, size = q.shape
-    kv_heads, seen = k.shape[1:3]
-    layer = Attention(ModelConfig(dim=heads * size, heads=heads, kv_heads=kv_heads, vocab_size=5, context=seen))
-    for name, output in (("q_proj", q), ("k_proj", k[:, :, seen - new :]), ("v_proj", v[:, :, seen - new :])):
-        setattr(layer, name, FixedOutput(output.transpose(1, 2).flatten(2)))
-    layer.o_proj = torch.nn.Identity()  # type: ignore[assignment]
-    cache = None
-    if new < seen:
-        cache = LayerCache(seen)
-        cache.extend(k[:, :, : seen - new], v[:, :, : seen - new])
-    unrotated = torch.ones(new, size // 2), torch.zeros(new, size // 2)
-    y = layer(torch.zeros(batch, new, heads * size), unrotated, cache)  # B T H·D
-    return y.unflatten(-1, (heads, size)).transpose(1, 2)
-
-
-class FixedOutput(torch.nn.Module):
-    """A projection that returns a given output."""
-
-    def __init__(self, output: Tensor):
-        super().__init__()
-        self.output = output
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output
 
 
 @pytest.mark.parametrize(

@@ -262,19 +262,18 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize("flags, on", [("--tf32 --deterministic", True), ("", False)])
 def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, monkeypatch):
     """They are recorded and said. Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
-    seen, sampled = set(), set()
-    accumulate, sample_text = train.Trainer.accumulate_gradients, train.sample_text
+    seen = []
 
-    def record_modes(trainer):
-        seen.add((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
-        return accumulate(trainer)
+    def record(owner, name):
+        call = getattr(owner, name)
 
-    def record_sampling(*args):
-        sampled.add(torch.are_deterministic_algorithms_enabled())
-        return sample_text(*args)
+        def recorded(*args):
+            seen.append((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
+            return call(*args)
 
-    monkeypatch.setattr(train.Trainer, "accumulate_gradients", record_modes)
-    monkeypatch.setattr(train, "sample_text", record_sampling)
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(train.Trainer, "accumulate_gradients"), record(train, "sample_text")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.get_float32_matmul_precision()
     try:
@@ -283,7 +282,7 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, mon
     finally:
         torch.set_float32_matmul_precision(before)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    assert seen == {("high" if on else "highest", on)} and sampled == {False}
+    assert seen == [("high" if on else "highest", each) for each in (on, False)]
     assert not torch.are_deterministic_algorithms_enabled()
     settings = json.loads((run / "run.json").read_text())["training"]
     assert settings["tf32"] is settings["deterministic"] is on

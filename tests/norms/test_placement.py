@@ -183,19 +183,6 @@ def test_values_and_gradients(placement, kind, qk_norm):
         assert (gradient - expected_gradient).abs().max() <= 1e-9 * expected_gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_sublayer_affects_the_logits(placement):
-    model = randomized(model_of(placement))
-    with torch.no_grad():
-        logits = model(TOKENS)
-        for layer, path in itertools.product(range(CONFIG.layers), ("self_attn.o_proj", "mlp.down_proj")):
-            weight = model.get_parameter(f"layers.{layer}.{path}.weight")
-            original = weight.clone()
-            weight.mul_(-1)
-            assert (model(TOKENS) - logits).abs().max() > 1e-3, (layer, path)
-            weight.copy_(original)
-
-
 # --- parameters, sites and checks ------------------------------------------------------------------------------------
 
 ONE = ["norm.weight"]

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,15 @@ def until() -> Callable[..., None]:
 @pytest.fixture
 def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     """`fork(train.main, flags)` starts a child. Those that are left at the end are killed."""
+    if sys.platform != "linux":
+        pytest.skip("forks, and finds processes in /proc")
     children: list[Child] = []
 
     def run(function: Callable, *arguments: Any) -> Child:
         children.append(Child(tmp_path / f"output-{len(children)}.txt", function, arguments))
-        children[-1].start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads, of which none is needed
+            children[-1].start()
         return children[-1]
 
     yield run

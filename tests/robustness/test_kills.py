@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,11 +11,7 @@ import pytest
 
 import train
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and finds processes in /proc"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it has threads, of which none is needed
-    pytest.mark.usefixtures("undrawn"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def again(command: list[str], run: Path) -> list[str]:

@@ -18,14 +18,11 @@ import train
 from runtime import process
 from runtime.checkpoint import find_checkpoint
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and finds processes in /proc"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it has threads, of which none is needed
-    pytest.mark.usefixtures("undrawn"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_signal_while_torch_is_imported():
     """From the first line of a command. What is before it takes Python a few milliseconds."""
     command, pipe = [sys.executable, str(ROOT / "train.py")], subprocess.PIPE

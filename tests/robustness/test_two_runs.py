@@ -3,18 +3,13 @@
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 import train
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and finds processes in /proc"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it has threads, of which none is needed
-    pytest.mark.usefixtures("undrawn"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture
