@@ -96,11 +96,7 @@ def reference_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarra
 
 
 FILTERS = [
-    Sampling(temperature=1.0),
     Sampling(temperature=0.5),
-    Sampling(temperature=2.0, top_k=3),
-    Sampling(temperature=1.0, top_p=0.6),
-    Sampling(temperature=1.0, min_p=0.2),
     Sampling(temperature=1.5, top_k=6, top_p=0.8, min_p=0.1),
     Sampling(temperature=1.0, top_k=4, top_p=0.7),  # top-p before top-k would keep three tokens, not two
     Sampling(temperature=1.0, top_p=0.7, min_p=0.2),  # min-p before top-p would keep two tokens, not three
@@ -140,17 +136,6 @@ def test_tokens_kept_by_each_filter():
     for filtered in (keep_top_k(logits, 2), keep_top_p(logits, 0.6), keep_min_p(logits, 0.5)):
         finite = filtered.isfinite()
         assert torch.equal(filtered[finite], logits[finite])  # kept logits are unchanged
-
-
-@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
-@pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.999])
-def test_top_p_on_a_large_vocabulary(spread, p):
-    """With a large spread a few hundred tokens reach p. With a small spread it takes up to thousands."""
-    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * spread
-    for row, indices in zip(logits.numpy(), kept_tokens(keep_top_p(logits, p)), strict=True):
-        order = np.argsort(-row)
-        count = 1 + int((np.cumsum(softmax(row)[order]) < p).sum())
-        assert sorted(order[:count]) == indices
 
 
 def test_a_token_of_probability_0_is_never_drawn():
@@ -196,24 +181,8 @@ def test_sample_does_not_depend_on_the_number_of_samples(model):
     assert len({tuple(row) for row in batch}) == 4
     alone = [token for (token,) in stream(model, [7], sampling, END)]
     assert batch[0][: len(alone)] == alone
-    pair = [list(row) for row in zip(*stream(model, [7], sampling, END, samples=2), strict=True)]
-    assert batch[1][: len(pair[1])] == pair[1]
-
-
-def test_random_numbers_are_those_of_one_draw_per_token():
-    """A sample has one number per token, whatever the number of tokens and of samples."""
     points = random_points(3, samples=4, count=50)
-    assert points.dtype == torch.float64 and points.shape == (50, 4) and len(points.unique()) == 200
-    for sample in range(4):
-        generator = make_generator(3, sample)
-        one_by_one = [torch.rand(1, dtype=torch.float64, generator=generator) for _ in range(50)]
-        assert torch.equal(points[:, sample], torch.cat(one_by_one))
-    assert torch.equal(random_points(3, samples=2, count=7), points[:7, :2])
-
-
-def test_empty_prompt_starts_with_end_of_document(model):
-    assert list(stream(model, [], GREEDY, END)) == list(stream(model, [END], GREEDY, END))
-    assert list(stream(model, [], GREEDY, END)) != list(stream(model, [0], GREEDY, END))
+    assert len(points.unique()) == 200 and torch.equal(random_points(3, samples=2, count=7), points[:7, :2])
 
 
 def test_samples_stop_at_end_of_document():
@@ -239,13 +208,10 @@ def test_samples_stop_at_end_of_document():
     "prompt, tokens, result",
     [
         (0, None, 47),
-        (1, None, 47),
         (40, None, 8),
-        (40, 8, 8),
         (47, 1, 1),
         (40, 9, None),
         (48, None, None),
-        (60, 1, None),
     ],
 )
 def test_number_of_tokens_is_limited_by_the_context(model, prompt, tokens, result):
@@ -265,8 +231,9 @@ def test_sample_text_during_training(model):
     assert training.training
     ids = [token for (token,) in stream(model, list(b"if "), Sampling(tokens=20, temperature=0), END)]
     assert tokenizer.decode([*b"if ", *ids]).startswith(text) and text.startswith("if ") and len(text) > 3
-    for length in (47, 48, 0):  # the context has 1, 0 and 48 free positions
+    for length in (48, 0):  # the context has 0 and 48 free positions
         assert isinstance(sample_text(training, tokenizer, [65] * length, Sampling(tokens=500)), str)
+    assert list(stream(model, [], GREEDY, END)) == list(stream(model, [END], GREEDY, END))
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------
@@ -281,42 +248,35 @@ def test_generate_appends_the_sampled_ids(model):
     expected = torch.cat((torch.tensor(rows), torch.tensor(sampled)), 1)
     assert len({tuple(row) for row in sampled}) == 3
     assert torch.equal(generate(model, rows, **options), expected)
-    prompts: list[Any] = [rows[0], torch.tensor(rows[0]), torch.tensor(rows[0], dtype=torch.int32)]
-    for ids in (*prompts, np.array(rows[0], np.uint16)):
+    prompts: list[Any] = [rows[0], np.array(rows[0], np.uint16)]
+    for ids in prompts:
         new = generate(model, ids, **options)
         assert new.dtype == torch.int64 and torch.equal(new, expected[0])
-    assert ByteTokenizer().decode(generate(model, rows[0], **options)) == ByteTokenizer().decode(expected[0].tolist())
     assert len(generate(model, [7])) == CONFIG.context  # as many as fit
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_generation_restores_the_mode_and_records_no_gradients(training):
+def test_generation_restores_the_mode_and_records_no_gradients():
     """Also when it fails."""
-    model, recorded = random_weights_model().train(training), set()
+    model, recorded = random_weights_model().train(), set()
     model.final_norm.register_forward_hook(lambda module, inputs, output: recorded.add(output.requires_grad))
     generate(model, [7], tokens=3)
-    assert model.training is training and recorded == {False}
+    assert model.training and recorded == {False}
     with pytest.raises(ValueError, match="--tokens 99"):
         generate(model, [7], tokens=99)
-    assert model.training is training
+    assert model.training
 
 
 @pytest.mark.parametrize(
-    "ids, options, message",
+    "ids, message",
     [
-        ([], {}, "ids must be token ids, integers of shape (T) or (B, T), not float32 of shape (0,)"),
-        ([[[5]]], {}, "not int64 of shape (1, 1, 1)"),
-        ([0.5], {}, "not float32 of shape (1,)"),
-        ([5, 257], {}, "ids must be from 0 to 256, not 257"),
-        ([[5, -1]], {}, "ids must be from 0 to 256, not -1"),
-        ([5] * 40, {"tokens": 9}, "--tokens 9 after a prompt of 40 tokens exceeds the model's context of 48"),
-        ([5], {"temperature": -1}, "--temperature must be 0 or more"),
+        ([], "ids must be token ids, integers of shape (T) or (B, T), not float32 of shape (0,)"),
+        ([5, 257], "ids must be from 0 to 256, not 257"),
+        ([[5, -1]], "ids must be from 0 to 256, not -1"),
     ],
 )
-def test_generate_says_what_is_wrong(model, ids, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as excinfo:
-        generate(model, ids, **options)
-    assert "\n" not in str(excinfo.value)
+def test_generate_says_what_is_wrong(model, ids, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(model, ids)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -340,7 +300,7 @@ def text_before_stop(text: str, stop: list[str]) -> str:
     return text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text(alphabet="abé€😀\n", max_size=12),
     st.lists(st.integers(0, 40), max_size=12),
@@ -350,34 +310,27 @@ def test_text_does_not_depend_on_how_bytes_are_split(text, cuts, stop):
     assert add_in_pieces(text.encode(), cuts, stop) == text_before_stop(text, stop)
 
 
-def test_incomplete_characters_are_held_back():
+def test_incomplete_characters_and_possible_stop_strings_are_held_back():
     text = TextStream()
     assert [text.add(bytes([byte])) for byte in "é😀x".encode()] == ["", "é", "", "", "", "😀", "x"]
     assert text.add(b"\xf0\x9f") == "" and text.end() == ""  # an incomplete character is dropped at the end
     assert TextStream().add(b"a\xffb\x80") == "a\ufffdb\ufffd"
-
-
-def test_possible_stop_strings_are_held_back():
     text = TextStream(["\n\n", "def"])
     assert [text.add(piece) for piece in (b"x\n", b"d", b"e", b"x\n", b"\n")] == ["x", "\n", "", "dex", ""]
     assert text.ended
-    text = TextStream(["END"])
-    assert text.add(b"the EN") == "the " and text.end() == "EN"
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0)], ids=["12 tokens", "a full context"])
-def test_text_that_was_held_back_is_shown_at_the_end(sampling, model):
+def test_text_that_was_held_back_is_shown_at_the_end(model):
     """The last character could begin the stop string."""
+    sampling = Sampling(temperature=0)  # a full context
     text = join_pieces(stream_text(model, ByteTokenizer(), [65], sampling))
     assert len(text) > 1
     assert join_pieces(stream_text(model, ByteTokenizer(), [65], sampling, stop=[text[-1] + "\N{SNOWMAN}"])) == text
 
 
-@pytest.mark.parametrize("placement", ["pre", "ngpt"])
-def test_only_matrices_are_cast(placement):
-    """The scales of nGPT, the norms and the embedding stay in fp32."""
-    changes: dict[str, Any] = {"placement": "ngpt", "norm": "rmsnorm"} if placement == "ngpt" else {}
-    model = Llama(dataclasses.replace(CONFIG, **changes))
+def test_only_matrices_are_cast():
+    """The scales of nGPT and the embedding stay in fp32."""
+    model = Llama(dataclasses.replace(CONFIG, placement="ngpt"))
     cast_matrices(model, torch.bfloat16)
     kinds = {(weight.ndim, weight.dtype) for name, weight in model.named_parameters() if name != "embed_tokens.weight"}
     assert kinds == {(1, torch.float32), (2, torch.bfloat16)}
@@ -395,25 +348,10 @@ def test_streamed_text_matches_decoded_text():
     prompt = tokenizer.encode("déf ")
     ids = [token for (token,) in stream(model, prompt, sampling, tokenizer.end_of_document)]
     streamed = join_pieces(stream_text(model, tokenizer, prompt, sampling))
-    assert len(streamed) > 5 and tokenizer.decode(ids).startswith(streamed)
-    assert tokenizer.decode(ids).removeprefix(streamed) in ("", "\ufffd")
+    assert len(streamed) > 5 and tokenizer.decode(ids).removeprefix(streamed) in ("", "\ufffd")
     stop = streamed[5:7]
     stopped = join_pieces(stream_text(model, tokenizer, prompt, sampling, stop=[stop]))
     assert stopped == streamed[: streamed.index(stop)]
-
-
-def test_characters_of_several_tokens_are_streamed_whole():
-    """From a model that knows one thing: which byte of a text follows each."""
-    text, model = "é€😀", Llama(layers=1, dim=512, context=64, vocab_size=257, norm="none", tie_embeddings=False)
-    for weight in model.parameters():
-        weight.data.zero_()
-    followers = list(text.encode())
-    for byte, follower in zip(followers, followers[1:] + followers[:1], strict=True):
-        model.embed_tokens.weight.data[byte, byte] = model.lm_head.weight.data[follower, byte] = 1
-    prompt, sampling = list(text.encode()), Sampling(tokens=22, temperature=0)
-    pieces = [piece for (piece,) in stream_text(model, ByteTokenizer(), prompt, sampling)]
-    assert pieces == ["", "é", "", "", "€", "", "", "", "😀"] * 2 + ["", "é", "", ""]
-    assert sample_text(model, ByteTokenizer(), prompt, sampling) == text * 3 + "é"
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
@@ -427,8 +365,7 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, capsys):
     assert "12 tokens in" in output.err and "tokens/s" in output.err and "step-000001 on cpu in float32" in output.err
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("fast", ["--no-fast", ""])
+@pytest.mark.parametrize("dtype, fast", [("bfloat16", ""), ("float16", "--no-fast")])
 def test_text_in_half_precision(run, dtype, fast, capsys):
     """The likeliest tokens of this model are those of float32: its logits differ by several nats."""
     texts = []
@@ -468,29 +405,16 @@ def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsy
     assert capsys.readouterr().out == "".join(blocks)
 
 
-def test_every_sampling_option_has_a_flag_with_default(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for flag in ("checkpoint", "prompt", "tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "samples"):
-        assert f"--{flag} " in text
-    assert "at most 256" in text and "(default: 0.8)" in text
-
-
 INVALID_FLAGS = {
     "--temperature -1": "--temperature must be 0 or more and finite, not -1.0",
-    "--temperature nan": "--temperature must be 0 or more and finite, not nan",
     "--top-p 0": "--top-p must be above 0 and at most 1, not 0.0",
     "--top-k -1": "--top-k must be at least 1, or 0 for all, not -1",
     "--min-p 1": "--min-p must be at least 0 and below 1, not 1.0",
     "--tokens 0": "--tokens must be at least 1, not 0",
-    "--samples 0": "--samples must be at least 1, not 0",
     "--seed -1": "--seed must be 0 or more, not -1",
     "--tokens 48": "--tokens 48 after a prompt of 1 tokens exceeds the model's context of 48; use at most 47",
-    "--checkpoint nowhere": "nowhere is not a directory; name a run of train.py",
     "--device abacus": "--device 'abacus': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
     "--fast --compile": "the kernels of --fast cannot be used: they need --no-compile; use --no-fast",
-    "--tempo 3": "unrecognized arguments: --tempo 3",
 }
 
 
@@ -520,29 +444,13 @@ def test_invalid_prompts_are_refused(run, capsys, monkeypatch):
     assert "--prompt - reads standard input, which is closed" in error_output([*common, "--prompt", "-"], capsys)
 
 
-def start_process(run: Path, *flags: str, **options) -> subprocess.Popen:
-    arguments = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(run), "--device", "cpu", *flags]
-    return subprocess.Popen(arguments, cwd=ROOT, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options)
-
-
-def test_closed_stdout_pipe_is_not_an_error(run):
-    process = start_process(run, "--prompt", "x" * 5)
-    assert process.stdout and process.stderr
-    assert process.stdout.read(1) == b"x"
-    process.stdout.close()
-    assert b"Error" not in process.stderr.read()
-    assert process.wait() == 0
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of Linux that is always full")
-@pytest.mark.parametrize("samples", ["1", "2"])
-def test_a_full_disk_under_standard_output_is_an_error_and_under_standard_error_is_not(run, samples):
+def test_a_full_disk_under_standard_output_is_an_error_and_under_standard_error_is_not(run):
     """The text is the result. What is on standard error is only about it."""
-    streams = "stdout", "stderr"
+    arguments = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(run), "--device", "cpu", "--prompt=xyz"]
     with open("/dev/full", "wb") as full:
-        started = [start_process(run, "--samples", samples, "--prompt=xyz", **{name: full}) for name in streams]
-        (_, errors), (text, _) = (process.communicate() for process in started)
-    assert [process.returncode for process in started] == [1, 0]
-    last = errors.splitlines()[-1]
-    assert last == b"error: standard output cannot be written: No space left on device"
-    assert b"xyz" in text and text.endswith(b"\n")
+        out = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE)
+        err = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=full)
+    assert (out.returncode, err.returncode) == (1, 0)
+    assert out.stderr.splitlines()[-1] == b"error: standard output cannot be written: No space left on device"
+    assert b"xyz" in err.stdout and err.stdout.endswith(b"\n")

@@ -4,12 +4,10 @@ Tolerances: fp32 has a relative error of 6e-8 per operation. In sums of up to 10
 layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and little more.
 """
 
-import ast
 import dataclasses
 import hashlib
 import inspect
 import math
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,9 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig
-from model import ROLES, Attention, Block, LayerCache, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
+from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms import KINDS
-from norms.placement import PLACEMENTS, supports
+from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
 from runtime.huggingface.weights import hugging_face_name
 
@@ -161,66 +159,9 @@ def test_weights_by_role_uses_hugging_face_names():
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads, new, size = q.shape[1:]
-    seen = k.shape[2]
-    rows = []
-    for head in range(heads):
-        kv_head = head * k.shape[1] // heads
-        for t in range(new):
-            until = seen - new + t + 1
-            probabilities = torch.softmax(k[:, kv_head, :until] @ q[:, head, t, :, None] / size**0.5, dim=1)
-            rows.append((probabilities * v[:, kv_head, :until]).sum(1))
-    return torch.stack(rows, 1).view(q.shape)
-
-
-@pytest.mark.parametrize("heads, kv_heads, new, seen", [(4, 4, 5, 5), (6, 2, 5, 5), (4, 1, 1, 7), (6, 3, 3, 8)])
-def test_attention_values_and_gradients(heads, kv_heads, new, seen):
-    """The attention layer without projections and rotation, compared with the formula in float64."""
-    generator = torch.Generator().manual_seed(heads * seen)
-    shapes = [(2, heads, new, 8), (2, kv_heads, seen, 8), (2, kv_heads, seen, 8)]
-    fp64_inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    fp32_inputs = [tensor.detach().float().requires_grad_() for tensor in fp64_inputs]
-    expected, got = reference_attention(*fp64_inputs), attention_layer(*fp32_inputs)
-    grad_y = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
-    expected_gradients = torch.autograd.grad((expected * grad_y).sum(), fp64_inputs)
-    gradients = torch.autograd.grad((got * grad_y.float()).sum(), fp32_inputs)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=5e-6)
-
-
-def attention_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The layer's output for q (B H T D), k and v (B K S D). All keys and values but the last T are in its cache."""
-    batch, heads, new, size = q.shape
-    kv_heads, seen = k.shape[1:3]
-    layer = Attention(ModelConfig(dim=heads * size, heads=heads, kv_heads=kv_heads, vocab_size=5, context=seen))
-    for name, output in (("q_proj", q), ("k_proj", k[:, :, seen - new :]), ("v_proj", v[:, :, seen - new :])):
-        setattr(layer, name, FixedOutput(output.transpose(1, 2).flatten(2)))
-    layer.o_proj = torch.nn.Identity()  # type: ignore[assignment]
-    cache = None
-    if new < seen:
-        cache = LayerCache(seen)
-        cache.extend(k[:, :, : seen - new], v[:, :, : seen - new])
-    unrotated = torch.ones(new, size // 2), torch.zeros(new, size // 2)
-    y = layer(torch.zeros(batch, new, heads * size), unrotated, cache)  # B T H·D
-    return y.unflatten(-1, (heads, size)).transpose(1, 2)
-
-
-class FixedOutput(torch.nn.Module):
-    """A projection that returns a given output."""
-
-    def __init__(self, output: Tensor):
-        super().__init__()
-        self.output = output
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output
-
-
 @pytest.mark.parametrize(
     "norm, placement",
-    [(norm, name) for norm in KINDS for name in PLACEMENTS if supports(name, norm)],
+    [(norm, "pre") for norm in KINDS] + [("rmsnorm", name) for name in PLACEMENTS if name != "pre"],
 )
 def test_logits_are_causal(norm, placement):
     model = random_weights_model(dataclasses.replace(SMALL, norm=norm, placement=placement))
@@ -275,10 +216,12 @@ def test_rope_scaling_divides_low_frequencies_and_keeps_high_ones():
     assert not torch.equal(model.rope.cos, Llama(SMALL).rope.cos)
 
 
-def test_embedding_scale_multiplies_the_embedding_and_head_dim_sets_the_width_of_heads():
-    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, head_dim=10))
+def test_scales_of_the_embedding_are_multiplied_and_head_dim_sets_the_width_of_heads():
+    """The learned one starts at the square root of the width."""
+    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, scaled_embedding=True, head_dim=10))
     tokens = torch.tensor([[1, 2]])
-    assert torch.equal(model.embed_tokens(tokens), 3 * model.embed_tokens.weight[tokens])
+    expected = 3 * math.sqrt(SMALL.dim) * model.embed_tokens.weight[tokens]
+    torch.testing.assert_close(model.embed_tokens(tokens), expected)
     shapes = {name: weight.shape for name, weight in model.layers[0].named_parameters()}
     assert shapes["self_attn.q_proj.weight"] == (10 * SMALL.heads, SMALL.dim)
     assert shapes["self_attn.k_proj.weight"] == (10 * SMALL.kv_heads, SMALL.dim)
@@ -291,19 +234,6 @@ def test_rotate_is_complex_multiplication():
     got = rotate(x, precompute_freqs_cis(8, 9, 30.0))
     for b, t, h in np.ndindex(2, 9, 3):
         np.testing.assert_allclose(got[b, t, h], rotated(x[b, t, h].double().numpy(), t, 30.0), atol=1e-6)
-
-
-def test_rotate_keeps_norms_and_scores_depend_only_on_distance():
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 1, 1, 16, generator=generator).expand(1, 50, 1, 16) for _ in "qk")
-    table = precompute_freqs_cis(16, 50)
-    rotated_q, rotated_k = rotate(q, table), rotate(k, table)
-    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
-    scores = rotated_q[0, :, 0] @ rotated_k[0, :, 0].T
-    for distance in range(-20, 21, 5):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
-    assert scores[0].std() > 0.1  # but they do depend on the distance
 
 
 def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
@@ -328,12 +258,12 @@ def test_rope_table_survives_meta_device_and_casts_and_is_not_in_state_dict():
 # --- KV cache --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [[8], [1] * 8, [5, 1, 1, 1], [2, 3, 3], [1, 6, 1]], ids=str)
+@pytest.mark.parametrize("chunks", [[1] * 8, [2, 5, 1]], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"placement": "post", "kv_heads": 4, "qk_norm": "head"}, {"placement": "residual"},
-        {"placement": "siamese", "qk_norm": "full"}, {"placement": "hybrid"},
+        {}, {"placement": "post", "kv_heads": 4, "qk_norm": "head"}, {"placement": "siamese", "qk_norm": "full"},
+        {"placement": "hybrid"},
     ],
     ids=str,
 )  # fmt: skip
@@ -364,9 +294,8 @@ def test_cache_is_filled_with_gradient_checkpointing_too():
     torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "residual"])
-def test_next_logits_matches_the_last_logits_of_forward(placement):
-    model = random_weights_model(dataclasses.replace(SMALL, placement=placement))
+def test_next_logits_matches_the_last_logits_of_forward():
+    model = random_weights_model(dataclasses.replace(SMALL, placement="residual"))
     cache = model.new_cache()
     with torch.no_grad():
         logits = model(TOKENS)
@@ -439,71 +368,31 @@ def test_init_std_by_role(init, depth_scaled):
     assert seen == {"embedding", "head", *ROLES}
 
 
-def test_roles_match_the_data_flow():
-    """Check the shape of each role, and that only "attention_out" and "down" write to the residual stream."""
-    model = Llama(WIDE)
-    shapes = {role: tuple(weight.shape) for role, _, weight in weights_by_role(model)}
-    assert shapes["key"] == shapes["value"] == (128, 256) and shapes["query"] == shapes["attention_out"] == (256, 256)
-    assert shapes["gate"] == shapes["up"] == (WIDE.hidden_dim, 256) and shapes["down"] == (256, WIDE.hidden_dim)
-    weights = {name: weight for _, name, weight in weights_by_role(model)}
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    with torch.no_grad():
-        for layer in range(WIDE.layers):
-            weights[f"model.layers.{layer}.self_attn.o_proj.weight"].zero_()
-            weights[f"model.layers.{layer}.mlp.down_proj.weight"].zero_()
-        assert torch.equal(model(tokens), model.lm_head(model.final_norm(model.embed_tokens(tokens))))
-
-
-def test_meta_device_model_loads_weights():
-    with torch.device("meta"):
-        model = Llama(SMALL)
-    assert all(weight.is_meta for weight in model.parameters())
-    source = random_weights_model(SMALL)
-    model.load_state_dict(source.state_dict(), assign=True)
-    with torch.no_grad():
-        assert torch.equal(model.eval()(TOKENS), source(TOKENS))
-
-
 # --- state_dict keys, dropout, code structure ------------------------------------------------------------------------
 
 BLOCK_KEYS = [
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
     "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+    "attention_residual.norm.weight", "mlp_residual.norm.weight",
 ]  # fmt: skip
-NORM_KEYS = ["attention_residual.norm.weight", "mlp_residual.norm.weight"]
 
 
 @pytest.mark.parametrize(
-    "changes, in_block, outside",
+    "changes, more",
     [
-        ({}, NORM_KEYS, ["final_norm.weight"]),
-        ({"placement": "post"}, NORM_KEYS, []),
-        ({"norm": "none"}, [], []),
-        ({"norm": "layernorm"}, [*NORM_KEYS, *(key.replace("weight", "bias") for key in NORM_KEYS)],
-         ["final_norm.weight", "final_norm.bias"]),
-        ({"qk_norm": "head"}, [*NORM_KEYS, "self_attn.q_norm.weight", "self_attn.k_norm.weight"],
-         ["final_norm.weight"]),
-        ({"qk_norm": "full"}, [*NORM_KEYS, "self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"],
-         ["final_norm.weight"]),
-        ({"scaled_embedding": True}, NORM_KEYS, ["final_norm.weight", "embed_tokens.scale"]),
+        ({}, []),
+        ({"norm": "layernorm"}, ["attention_residual.norm.bias", "mlp_residual.norm.bias", "final_norm.bias"]),
+        ({"qk_norm": "head"}, ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+        ({"qk_norm": "full"}, ["self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"]),
+        ({"scaled_embedding": True}, ["embed_tokens.scale"]),
     ],
     ids=str,
-)  # fmt: skip
-def test_state_dict_keys(changes, in_block, outside):
-    keys = Llama(dataclasses.replace(SMALL, layers=2, **changes)).state_dict().keys()
-    blocks = {f"layers.{layer}.{key}" for layer in range(2) for key in [*BLOCK_KEYS, *in_block]}
-    assert keys == blocks | {"embed_tokens.weight", "lm_head.weight", *outside}
-
-
-def test_embedding_scale_starts_at_the_square_root_of_the_width():
-    plain, scaled = (Llama(dataclasses.replace(SMALL, scaled_embedding=scaled)) for scaled in (False, True))
-    torch.testing.assert_close(scaled.embed_tokens(TOKENS), math.sqrt(SMALL.dim) * plain.embed_tokens(TOKENS))
-
-
-def test_the_learned_and_the_constant_scale_of_the_embedding_are_multiplied():
-    model = Llama(dataclasses.replace(SMALL, scaled_embedding=True, embedding_scale=3.0))
-    expected = 3 * math.sqrt(SMALL.dim) * model.embed_tokens.weight[TOKENS]
-    torch.testing.assert_close(model.embed_tokens(TOKENS), expected)
+)
+def test_state_dict_keys(changes, more):
+    keys = ["embed_tokens.weight", "lm_head.weight", "final_norm.weight", *BLOCK_KEYS, *more]
+    in_blocks = [key for key in keys if key.startswith(("self_attn", "mlp", "attention"))]
+    expected = {f"layers.{layer}.{key}" for layer in range(2) for key in in_blocks}
+    assert Llama(dataclasses.replace(SMALL, **changes)).state_dict().keys() == expected | (set(keys) - set(in_blocks))
 
 
 def test_tied_lm_head_shares_the_embedding_weight():
@@ -558,12 +447,6 @@ def test_dropout_applies_to_attention_and_mlp(dtype):
             assert torch.allclose(first[kept], second[kept]) != probabilities
 
 
-def test_block_forward_has_two_statements():
-    source = textwrap.dedent(inspect.getsource(Block.forward))
-    (function,) = ast.parse(source).body
-    assert isinstance(function, ast.FunctionDef) and len(function.body) == 2
-
-
 @pytest.mark.parametrize("norm, norm_args", [("rmsnorm", {}), ("batchnorm", {}), ("powernorm", {"warmup": 0})])
 def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
     """Loss, gradients and running statistics of two batches with dropout.
@@ -584,31 +467,3 @@ def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
         return [*losses, *grads, *model.buffers()]
 
     assert all(map(torch.equal, two_batches(True), two_batches(False)))
-
-
-def test_gradient_checkpointing_saves_fewer_activations():
-    tokens = torch.arange(8 * 65).view(8, 65) % 11
-
-    def saved_bytes(recompute: bool) -> int:
-        model = Llama(ModelConfig(dim=32, layers=6, heads=2, context=64, vocab_size=11))
-        model.recompute = recompute
-        sizes = []
-
-        def count(tensor: torch.Tensor) -> torch.Tensor:
-            sizes.append(tensor.nbytes)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            model.loss(tokens[:, :-1], tokens[:, 1:])
-        return sum(sizes)
-
-    assert saved_bytes(True) < saved_bytes(False) / 5
-
-
-def test_cache_refuses_another_batch_size():
-    model = Llama(ModelConfig(dim=16, layers=2, heads=2, context=8, vocab_size=11)).eval()
-    cache = model.new_cache()
-    with torch.inference_mode():
-        model(torch.zeros(1, 2, dtype=torch.long), cache)
-        with pytest.raises(RuntimeError, match="expand"):
-            model(torch.zeros(3, 1, dtype=torch.long), cache)

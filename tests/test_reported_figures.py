@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import train
-from config import ModelConfig
 from model import Llama
 from runtime.device import peak_flops
 
@@ -20,27 +19,17 @@ TOKENS = 8 * 32  # per step
 FLOPS = 6 * (257 * 32 + 2 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 40)) + 3 * 2 * (2 * 2 * 64 * 32 / 2)
 
 
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """Seconds, which only what takes time advances."""
-    now = [1000.0]
-
-    def taking(seconds: float, function):
-        def slow(*args, **options):
-            now[0] += seconds
-            return function(*args, **options)
-
-        return slow
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(train.Trainer, "update", taking(2.0, train.Trainer.update))
-    monkeypatch.setattr(train, "evaluate", taking(50.0, train.evaluate))
-    monkeypatch.setattr(train, "save_checkpoint", taking(7.0, train.save_checkpoint))
-    return now
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, clock, monkeypatch, capsys):
+def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, monkeypatch, capsys):
+    clock = [1000.0]  # seconds, which only what takes time advances
+
+    def taking(seconds: float, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        advance = lambda *args: clock.__setitem__(0, clock[0] + seconds) or function(*args)  # noqa: E731
+        monkeypatch.setattr(owner, name, advance)
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    taking(2.0, train.Trainer, "update"), taking(50.0, train, "evaluate"), taking(7.0, train, "save_checkpoint")
     shown = []
     monkeypatch.setattr(train.tqdm, "set_postfix", lambda bar, values, **options: shown.append(values))
     monkeypatch.setattr(train, "peak_flops", lambda device, dtype: 1e9)
@@ -67,12 +56,10 @@ def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, clock
 
 
 def test_flops_per_token_by_hand():
-    shape: dict[str, Any] = dict(
-        dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=40, context=32, vocab_size=257
-    )
+    shape: dict[str, Any] = dict(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=40, context=32)
     for tied in (True, False):
         with torch.device("meta"):
-            assert train.flops_per_token(Llama(ModelConfig(**shape, tie_embeddings=tied))) == FLOPS
+            assert train.flops_per_token(Llama(**shape, vocab_size=257, tie_embeddings=tied)) == FLOPS
 
 
 def test_peak_flops_of_a_card_by_its_name(monkeypatch):

@@ -2,16 +2,13 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import os
 import random
-import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from config import ModelConfig, TrainConfig
 from model import Llama, weights_by_role
 from norms import KINDS
 from norms.placement import PLACEMENTS, supports
-from optim import learning_rate, make_optimizers
+from optim import learning_rate
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.run import resolve_run
 from runtime.run_dir import last_sample
@@ -72,7 +69,7 @@ def fingerprint(run: Path) -> list[str]:
 
 @pytest.mark.pictures
 def test_run_learns_and_writes_all_files(command, capsys):
-    run = command("--steps 60 --lr 0.01 --eval-every 30 --save-every 30")
+    run = command("--steps 60 --lr 0.01 --eval-every 30 --save-every 15 --dtype bfloat16")
     evaluations = [row for row in read_metrics(run) if "val_bpb" in row]
     assert [row["step"] for row in evaluations] == [30, 60]
     # Ten equally likely words: log2(10) = 3.3 bits per word of about 4.9 bytes. The minimum is about 0.7 bits per byte.
@@ -81,7 +78,7 @@ def test_run_learns_and_writes_all_files(command, capsys):
     training = [row for row in read_metrics(run) if "train_loss" in row]
     assert training[0].keys() == {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
     assert training[-1]["tokens"] == 60 * 8 * 32
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000030", "step-000060"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000045", "step-000060"]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "step 60" in (run / "samples.txt").read_text()
     assert "gzip -9 on the whole validation text:" in capsys.readouterr().out
@@ -105,7 +102,7 @@ def test_val_bpb_matches_float64_log_probabilities(command):
 
 
 def test_gradient_accumulation_matches_the_whole_batch(command):
-    flags = "--steps 5 --clip 0 --optimizer adamw"  # Muon would round to bfloat16
+    flags = "--steps 3 --clip 0 --optimizer adamw"  # Muon would round to bfloat16
     whole, parts = command(flags, "whole"), command(f"{flags} --micro-batch-size 2", "parts")
     for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
         for name in expected.keys() & {"train_loss", "grad_norm", "val_loss", "tokens"}:
@@ -160,28 +157,12 @@ def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
         assert row["grad_norm"] == part[-1][1]
 
 
-def test_val_loss_does_not_depend_on_the_eval_batch_size(command, monkeypatch):
-    run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 3"))]))
-    model, losses = load_pretrained(find_checkpoint(str(run.folder)), run.device)[0], []
-    for batch_tokens in (1, 96, 1 << 12):
-        monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
-        losses.append(train.evaluate(model, run))
-    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
-
-
 VALID_CELLS = [(kind, name) for kind in sorted(KINDS) for name in PLACEMENTS if supports(name, kind)]
 ARMS = [(kind, name) for kind, name in VALID_CELLS if kind == "rmsnorm" or name == "pre"]
 
 
-@pytest.mark.parametrize("kind, placement", ARMS)
-def test_every_norm_and_every_placement_trains(kind, placement, command):
-    run = command(f"--norm {kind} --placement {placement} --steps 20 --lr 0.003")
-    losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
-    assert losses[-1] < losses[0] < 1.2 * math.log(257)
-
-
-def test_arms_have_the_same_initial_weights_and_batches(text, tmp_path, monkeypatch):
-    """All norms and placements get the same tokens, and the same matrices up to the init gain of the placement."""
+def test_every_norm_and_placement_trains_from_the_same_weights_on_the_same_batches(text, tmp_path, monkeypatch):
+    """The matrices are the same up to the init gain of the placement."""
     initial_weights, batches = list[dict[str, torch.Tensor]](), set()
     loss = Llama.loss
     seen: list[str] = []
@@ -191,7 +172,7 @@ def test_arms_have_the_same_initial_weights_and_batches(text, tmp_path, monkeypa
         return loss(model, tokens, targets)
 
     monkeypatch.setattr(Llama, "loss", record_batch)
-    common = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --steps 4 --seed 5"
+    common = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --steps 12 --seed 5 --lr 0.005"
     for kind, placement in ARMS:
         seen = []
         flags = f"--norm {kind} --placement {placement} --init normal --no-depth-scaled-init"
@@ -201,11 +182,13 @@ def test_arms_have_the_same_initial_weights_and_batches(text, tmp_path, monkeypa
         initial_weights.append(
             {name: weight.detach() / gain(role, 2) for role, name, weight in weights_by_role(trainer.model)}
         )
-        for trainer.step in range(4):
-            trainer.update(0.01)
+        for trainer.step in range(12):
+            trainer.update(0.005)
+        trainer.read_losses()
+        assert trainer.losses[-1] < trainer.losses[0] < 1.2 * math.log(257), (kind, placement)
         batches.add(tuple(seen))
     assert len(batches) == 1
-    assert len(set(batches.pop())) == 4  # each step has a different batch
+    assert len(set(batches.pop())) == 12  # each step has a different batch
     for (_, placement), weights in zip(ARMS[1:], initial_weights[1:], strict=True):
         expected = initial_weights[0]
         if placement == "ngpt":
@@ -219,9 +202,8 @@ def on_sphere(name: str, weight: Tensor) -> Tensor:
     return weight / weight.norm(dim=0 if "o_proj" in name or "down_proj" in name else 1, keepdim=True)
 
 
-@pytest.mark.parametrize("flags", ["", "--optimizer adamw --no-tie-embeddings"])
-def test_ngpt_stays_on_the_sphere(flags, command):
-    run = command(f"--placement ngpt --steps 4 --lr 0.1 {flags}")
+def test_ngpt_stays_on_the_sphere(command):
+    run = command("--placement ngpt --steps 2 --lr 0.1 --no-tie-embeddings")
     start = Llama(ModelConfig(**json.loads((run / "run.json").read_text())["model"])).state_dict()
     state = load_pretrained(find_checkpoint(run), "cpu")[0].state_dict()
     for name, weight in state.items():
@@ -230,31 +212,7 @@ def test_ngpt_stays_on_the_sphere(flags, command):
             torch.testing.assert_close(weight, on_sphere(name, weight), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "flags", ["--optimizer muon", "--dtype float16", "--dtype bfloat16", "--no-tie-embeddings --dropout 0.1"]
-)
-def test_training_options_learn(flags, command):
-    run = command(f"--steps 40 --lr 0.005 {flags}")
-    losses = [row["train_loss"] for row in read_metrics(run) if "train_loss" in row]
-    assert losses[-1] < losses[0] - 1
-
-
 # --- optimizer and schedule ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_only_block_matrices_have_weight_decay(optimizer):
-    model = Llama(ModelConfig(dim=32, heads=2, norm="layernorm", tie_embeddings=False))
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    decays = {
-        names[id(weight)]: group["weight_decay"]
-        for each in make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.3))
-        for group in each.param_groups
-        for weight in group["params"]
-    }
-    assert decays.keys() == dict(model.named_parameters()).keys()
-    for name, decay in decays.items():
-        assert decay == (0.3 if "_proj" in name else 0.0), name
 
 
 def test_each_step_uses_the_learning_rate_of_the_schedule(command, monkeypatch):
@@ -270,26 +228,6 @@ def test_each_step_uses_the_learning_rate_of_the_schedule(command, monkeypatch):
     config = TrainConfig(steps=20, warmup=5, lr=0.01)
     assert rates == [[learning_rate(config, step), 2 * learning_rate(config, step)] for step in range(20)]
     assert [row["lr"] for row in read_metrics(run) if "lr" in row] == [learning_rate(config, step) for step in (9, 19)]
-
-
-def test_first_adamw_update_is_the_learning_rate(command):
-    """The first AdamW step changes every gain from 1 to 1 ± lr, up to eps."""
-    run = command("--steps 1 --warmup 0 --lr 0.005 --optimizer adamw")
-    model, _ = load_pretrained(find_checkpoint(str(run)), "cpu")
-    gains = torch.cat([weight.detach() for weight in model.parameters() if weight.ndim == 1])
-    change = (gains - 1).abs()
-    assert change.max() < 0.00501 and change.median() > 0.0049
-
-
-def test_muon_update_has_the_rms_of_adamw(command):
-    """As with match_rms_adamw, the RMS is 0.2 · lr for every shape, up to the error of Newton-Schulz."""
-    run = command("--steps 1 --warmup 0 --lr 0.005 --weight-decay 0 --optimizer muon")
-    after, _ = load_pretrained(find_checkpoint(str(run)), "cpu")
-    before = Llama(after.config, seed=0)
-    for (role, _, new), (_, _, old) in zip(weights_by_role(after), weights_by_role(before), strict=True):
-        if role not in ("embedding", "head"):
-            size = (new - old).square().mean().sqrt().item()
-            assert 0.6 * 0.2 * 0.005 < size < 1.3 * 0.2 * 0.005, role
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -324,28 +262,27 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize("flags, on", [("--tf32 --deterministic", True), ("", False)])
 def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, monkeypatch):
     """They are recorded and said. Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
-    seen, sampled = set(), set()
-    accumulate, sample_text = train.Trainer.accumulate_gradients, train.sample_text
+    seen = []
 
-    def record_modes(trainer):
-        seen.add((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
-        return accumulate(trainer)
+    def record(owner, name):
+        call = getattr(owner, name)
 
-    def record_sampling(*args):
-        sampled.add(torch.are_deterministic_algorithms_enabled())
-        return sample_text(*args)
+        def recorded(*args):
+            seen.append((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
+            return call(*args)
 
-    monkeypatch.setattr(train.Trainer, "accumulate_gradients", record_modes)
-    monkeypatch.setattr(train, "sample_text", record_sampling)
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(train.Trainer, "accumulate_gradients"), record(train, "sample_text")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.get_float32_matmul_precision()
     try:
-        run = command(f"--steps 3 --eval-every 1 {flags}")
+        run = command(f"--steps 1 {flags}")
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if on else None)
     finally:
         torch.set_float32_matmul_precision(before)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    assert seen == {("high" if on else "highest", on)} and sampled == {False}
+    assert seen == [("high" if on else "highest", each) for each in (on, False)]
     assert not torch.are_deterministic_algorithms_enabled()
     settings = json.loads((run / "run.json").read_text())["training"]
     assert settings["tf32"] is settings["deterministic"] is on
@@ -355,53 +292,45 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, mon
 # --- stopping and resuming -------------------------------------------------------------------------------------------
 
 
-def test_resumed_run_is_bit_identical(command, monkeypatch):
-    """The run is stopped by SIGTERM at three random steps, with dropout and optimizer momentum."""
-    flags = "--steps 60 --dropout 0.1 --micro-batch-size 4 --eval-every 25 --save-every 60"
-    uninterrupted = command(flags, "uninterrupted")
-    update, stops = train.Trainer.update, sorted(random.Random(1).sample(range(1, 60), 3))
+@pytest.mark.parametrize(
+    "flags", ["--dropout 0.1 --micro-batch-size 4", "--norm batchnorm --placement post --dtype float16"]
+)
+def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch):
+    """With the momentum of Muon and AdamW, and running statistics."""
+    flags = f"--steps 9 --eval-every 3 --save-every 9 --eval-tokens 640 {flags}"
+    uninterrupted, update = command(flags, "uninterrupted"), train.Trainer.update
 
     def update_and_stop(trainer, rate):
         update(trainer, rate)
-        if trainer.step + 1 in stops:
-            stops.remove(trainer.step + 1)
+        if trainer.step + 1 in (2, 6):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(train.Trainer, "update", update_and_stop)
-    with pytest.raises(SystemExit) as excinfo:
-        command(flags, "stopped")
-    while stops:
+    for again in (flags, f"--resume {flags}"):
         with pytest.raises(SystemExit) as excinfo:
-            command("--resume", "stopped")
+            command(again, "stopped")
         assert excinfo.value.code == 128 + signal.SIGTERM
-    resumed = command("--resume", "stopped")
+    resumed = command(f"--resume {flags}", "stopped")
     assert fingerprint(resumed) == fingerprint(uninterrupted)
-    evaluations = [[row for row in read_metrics(run) if "val_bpb" in row] for run in (uninterrupted, resumed)]
-    assert evaluations[0] == evaluations[1]
-    steps = [row["step"] for row in read_metrics(resumed) if "train_loss" in row]
-    assert steps == sorted(set(steps))
-
-
-@pytest.mark.parametrize("flags", ["--optimizer muon", "--norm batchnorm --placement post --dtype float16"])
-def test_resuming_restores_all_state(flags, command):
-    uninterrupted = command(f"--steps 12 --schedule constant {flags}", "uninterrupted")
-    command(f"--steps 5 --schedule constant {flags}", "stopped")
-    assert fingerprint(command(f"--resume --steps 12 {flags}", "stopped")) == fingerprint(uninterrupted)
+    for key in ("val_bpb", "train_loss"):
+        whole, parts = ([row for row in read_metrics(run) if key in row] for run in (uninterrupted, resumed))
+        assert [(row["step"], row[key]) for row in whole] == [(row["step"], row[key]) for row in parts]
 
 
 def test_resuming_restores_the_float16_loss_scale(command, monkeypatch):
-    """The initial scale overflows, so the scaler's state matters. Skipped steps skip both optimizers."""
+    """The initial scale overflows, so the scaler's state matters."""
     init = train.GradScaler.__init__
     monkeypatch.setattr(
-        train.GradScaler, "__init__", lambda scaler, device, enabled: init(scaler, device, 2.0**40, enabled=enabled)
+        train.GradScaler, "__init__", lambda scaler, device, enabled: init(scaler, device, 2.0**26, enabled=enabled)
     )
-    flags = "--steps 40 --dtype float16 --optimizer muon --clip 0 --schedule constant"
+    monkeypatch.setattr(train, "LOG_EVERY", 1)
+    flags = "--steps 16 --lr 0.01 --dtype float16 --optimizer muon --clip 0 --schedule constant"
     uninterrupted = command(flags, "uninterrupted")
-    command(flags.replace("40", "12"), "stopped")
+    command(flags.replace("steps 16", "steps 3"), "stopped")
     resumed = command(f"--resume {flags}", "stopped")
     assert fingerprint(resumed) == fingerprint(uninterrupted)
     training = [row for row in read_metrics(uninterrupted) if "train_loss" in row]
-    assert training[0]["grad_norm"] is None and training[-1]["grad_norm"] is not None
+    assert training[3]["grad_norm"] is None and training[-1]["grad_norm"] is not None
     assert training[-1]["train_loss"] < training[0]["train_loss"]
 
 
@@ -419,40 +348,7 @@ def test_an_overflow_in_one_weight_skips_every_optimizer(name, text, tmp_path):
     assert not any(map(torch.equal, trainer.weights, before))
 
 
-def test_resuming_rewrites_the_log_after_the_checkpoint(command):
-    """As after a power failure between two checkpoints."""
-    uninterrupted = command("--steps 30 --save-every 10 --eval-every 10 --keep 3", "uninterrupted")
-    samples = (uninterrupted / "samples.txt").read_text()
-    shutil.rmtree(uninterrupted / "checkpoints/step-000030")
-    shutil.rmtree(uninterrupted / "checkpoints/step-000020")
-    losses = [row for row in read_metrics(uninterrupted) if "val_loss" in row]
-    with open(uninterrupted / "metrics.jsonl", "a") as file:
-        file.write('{"step": 30, "train_l')
-    resumed = command("--resume", "uninterrupted")
-    assert [row for row in read_metrics(resumed) if "val_loss" in row] == losses
-    assert [row["step"] for row in read_metrics(resumed) if "train_loss" in row] == [10, 20, 30]
-    assert (resumed / "samples.txt").read_text() == samples
-
-
-def test_a_run_counts_its_seconds_over_all_its_parts(command, monkeypatch):
-    """Three parts, on a clock that every reading moves on by a second. The later parts take fewer of them."""
-    readings = itertools.count(0.0)
-    monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: next(readings)))
-    command("--steps 8 --save-every 2")
-    command("--resume --steps 9")
-    run = command("--resume --steps 10")
-    seconds = {row["step"]: row["seconds"] for row in read_metrics(run) if "seconds" in row}
-    saved = json.loads((find_checkpoint(run) / "trainer.json").read_text())["seconds"]
-    assert seconds[8] < seconds[9] < seconds[10] < saved
-
-
-def test_keep_limits_the_number_of_checkpoints(command):
-    run = command("--steps 8 --save-every 2 --keep 3")
-    assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["4", "6", "8"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("clip", [0.01, 0])
+@pytest.mark.parametrize("clip, dtype", [(0.01, "float32"), (0.01, "float16"), (0, "float32")])
 def test_gradients_are_clipped(clip, dtype, text, tmp_path, monkeypatch):
     """Their norm over the weights of both optimizers, when these take their steps."""
     flags = f"{SIZES} --dtype {dtype} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'}"
@@ -484,8 +380,9 @@ def test_dropout_differs_between_steps_and_seeds_and_repeats_with_them(text, tmp
     assert losses[0] == losses[4] and len(set(losses)) == 4
 
 
-def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command):
-    run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 5 --dropout 0.5"))]))
+def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command, monkeypatch):
+    """Its batch size does not matter."""
+    run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 1 --dropout 0.5"))]))
     model, _ = load_pretrained(find_checkpoint(str(run.folder)), run.device)
     state = torch.get_rng_state()
     gradients = set()
@@ -498,100 +395,18 @@ def test_evaluation_is_deterministic_without_dropout_and_without_gradients(comma
     assert gradients == {False}
     assert len(losses) == 1
     assert torch.equal(torch.get_rng_state(), state)
+    for batch_tokens in (1, 96):
+        monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
+        assert train.evaluate(model, run) == pytest.approx(losses.copy().pop(), rel=1e-6)
 
 
-def test_resuming_a_finished_run_changes_nothing(command, capsys):
-    run = command("--steps 5")
+def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_its_text(command, capsys, text):
+    run = command("--steps 1")
     before = fingerprint(run)
     command("--resume")
-    assert "has already finished" in capsys.readouterr().out
-    assert fingerprint(run) == before
-
-
-def test_eval_only_reproduces_val_bpb(command, capsys):
-    run = command("--steps 5")
+    assert "has already finished" in capsys.readouterr().out and fingerprint(run) == before
     command("--eval-only")
     assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_non_finite_loss_stops_the_run_and_is_not_saved(command, capsys, tmp_path):
-    with pytest.raises(SystemExit) as excinfo:
-        command("--norm none --lr 1e9 --clip 0 --warmup 0 --steps 200 --save-every 1 --keep 300")
-    assert excinfo.value.code == 5
-    (bad,) = [row["step"] for row in read_metrics(tmp_path / "run") if row.get("not_finite")]
-    assert f"at step {bad}" in capsys.readouterr().err
-    assert f"not finite at step {bad}." in (tmp_path / "run/report.html").read_text("utf-8")
-    kept = [load_pretrained(path, "cpu")[0] for path in (tmp_path / "run/checkpoints").iterdir()]
-    assert len(kept) == bad - 1  # a checkpoint of every step before it and none after
-    assert all(weight.isfinite().all() for model in kept for weight in model.parameters())
-
-
-def test_a_resumed_run_keeps_its_first_command(command, monkeypatch):
-    for flags in ("--steps 4", "--steps 6 --resume", "--steps 8 --resume"):
-        monkeypatch.setattr("sys.argv", ["/somewhere/train.py", *flags.split()])
-        run = command(flags)
-    last = json.loads((run / "run.json").read_text())
-    assert last["command"] == ["train.py", "--steps", "4"]
-    assert last["resumed"] == [
-        {"step": 4, "command": ["train.py", "--steps", "6", "--resume"]},
-        {"step": 6, "command": ["train.py", "--steps", "8", "--resume"]},
-    ]
-
-
-INVALID_FLAGS = {
-    "--norm nope": "--norm: invalid choice",
-    "--placement nope": "--placement: invalid choice",
-    "--dim 30 --heads 4": "--dim 30 is not divisible by --heads 4",
-    "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
-    "--batch-size 8 --micro-batch-size 3": "--batch-size 8 is not divisible by --micro-batch-size 3",
-    "--layers 0": "--layers must be at least 1",
-    "--dim ten": "--dim: invalid int value",
-    "--lr nan": "--lr must be a positive number",
-    "--dropout 1.5": "--dropout must be",
-    "--norm-arg epsilon=1": "has no argument 'epsilon'",
-    "--norm-arg eps=small": "takes a number",
-    "--data missing.txt": "missing.txt",
-    "--tokenizer sentencepiece --vocab-size 30000": "--vocab-size",
-    "--resume": "there is no run in",
-    "--config missing.json": "missing.json",
-    "--device cuda": "--device cuda",
-    "--nonsense": "--nonsense",
-    "--tokenizer sentencepiece --vocab-size 1": "--vocab-size 1 cannot hold every byte",
-    "--norm batchnorm --recompute --compile": "--recompute and --compile",
-    "--vocab-size 1000": "--vocab-size 1000: --tokenizer bytes has 257 ids",
-}
-
-
-@pytest.mark.parametrize("flags, message", INVALID_FLAGS.items())
-def test_invalid_input_is_one_line_with_exit_code_2(flags, message, command, capsys, tmp_path):
-    if "cuda" in flags and torch.cuda.is_available():
-        pytest.skip("needs a machine without CUDA")
-    with pytest.raises(SystemExit) as excinfo:
-        command(f"--steps 5 {flags}")
-    assert excinfo.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert message in lines[-1]
-    assert [line for line in lines if "error" in line] == lines[-1:]
-    assert not (tmp_path / "run").exists()
-
-
-def test_resuming_refuses_what_cannot_change(command, capsys, text):
-    """Model, data, tokenizer, seed, batch size and optimizer, and text that is not what it was."""
-    run = command("--steps 2")
-    for flags, message in {
-        "--norm layernorm --layers 3": "--norm rmsnorm, not layernorm; --layers 2, not 3",
-        "--data nothing.txt": "nothing.txt",
-        "--tokenizer sentencepiece": "--tokenizer bytes, not sentencepiece",
-        "--seed 3": "--seed 0, not 3",
-        "--batch-size 4": "--batch-size 8, not 4",
-        "--optimizer adamw": "--optimizer muon, not adamw",
-    }.items():
-        with pytest.raises(SystemExit) as excinfo:
-            command(f"--resume {flags}")
-        assert excinfo.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
     text.write_text(text.read_text() + "one more line\n")
     for flag in ("--resume", "--eval-only"):
         with pytest.raises(SystemExit) as excinfo:
@@ -599,16 +414,29 @@ def test_resuming_refuses_what_cannot_change(command, capsys, text):
         assert excinfo.value.code == 2 and "has changed since the run started" in capsys.readouterr().err
 
 
+def test_a_resumed_run_keeps_its_first_command(command, monkeypatch):
+    for flags in ("--steps 1", "--steps 2 --resume", "--steps 3 --resume"):
+        monkeypatch.setattr("sys.argv", ["/somewhere/train.py", *flags.split()])
+        run = command(flags)
+    last = json.loads((run / "run.json").read_text())
+    assert last["command"] == ["train.py", "--steps", "1"]
+    assert last["resumed"] == [
+        {"step": 1, "command": ["train.py", "--steps", "2", "--resume"]},
+        {"step": 2, "command": ["train.py", "--steps", "3", "--resume"]},
+    ]
+
+
 def test_resuming_prints_the_options_that_change(command, capsys):
     """An option of each class: optimization, numerics, logging and saving. Those that follow from others, too."""
-    command("--steps 20 --lr 0.015")
+    run = command("--steps 1 --lr 0.015")
     capsys.readouterr()
     command("--resume")
     assert "changed" not in capsys.readouterr().err
-    command("--resume --steps 40 --lr 0.01 --weight-decay 0 --micro-batch-size 4 --recompute --eval-tokens 64 --keep 1")
+    flags = "--steps 40 --lr 0.01 --weight-decay 0 --micro-batch-size 4 --recompute --eval-tokens 64 --keep 1"
+    resolve_run(train.parse(["--resume", "--out", str(run), *flags.split()]))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("changed")]
     assert lines == [
-        "changed: --steps 20 -> 40, --micro-batch-size 8 -> 4, --lr 0.015 -> 0.01, --warmup 1 -> 2, "
+        "changed: --steps 1 -> 40, --micro-batch-size 8 -> 4, --lr 0.015 -> 0.01, --warmup 0 -> 2, "
         "--weight-decay 0.1 -> 0.0, --recompute false -> true, --eval-tokens 131072 -> 64, --keep 2 -> 1"
     ]
 
@@ -623,12 +451,12 @@ def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
         return loss(model, inputs, labels)
 
     monkeypatch.setattr(Llama, "loss", count)
-    run = command("--steps 2 --eval-tokens 640")
+    run = command("--steps 1 --eval-tokens 640")
     assert sum(targets) == 640
     for flags, expected in (
         ("--eval-only", 640),
         ("--eval-only --eval-tokens 64", 64),
-        ("--resume --steps 3 --eval-tokens 96", 96),
+        ("--resume --steps 2 --eval-tokens 96", 96),
     ):
         targets.clear()
         train.main([*flags.split(), "--out", str(run)])
@@ -636,7 +464,7 @@ def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
 
 
 def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path):
-    first = command("--steps 5 --norm layernorm --norm-arg bias=false")
+    first = command("--steps 2 --norm layernorm --norm-arg bias=false")
     train.main(["--config", str(first / "run.json"), "--out", str(tmp_path / "again")])
     assert fingerprint(first) == fingerprint(tmp_path / "again")
     capsys.readouterr()
@@ -647,18 +475,6 @@ def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path):
 def test_default_run_folders_are_numbered(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        train.main(f"{SIZES} --data {text} --steps 2".split())
+        train.main(f"{SIZES} --data {text} --steps 1".split())
     assert sorted(path.name for path in Path("runs").iterdir()) == ["text-rmsnorm-pre", "text-rmsnorm-pre-2"]
     train.main(["--eval-only"])
-
-
-def test_out_folder_that_is_not_empty_is_refused(command, capsys, tmp_path):
-    command("--steps 5")
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 5")
-    assert excinfo.value.code == 2 and "already holds a run" in capsys.readouterr().err
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/notes.txt").write_text("notes")
-    with pytest.raises(SystemExit) as excinfo:
-        command("--steps 5", "other")
-    assert excinfo.value.code == 2 and "is not empty" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Runs train.py and generate.py on a fake card. For each case it reports what was raised and where Python waited.
 
-python tests/cuda/on_fake_card.py LIBRARY FOLDER PART ...
+python tests/cuda/on_fake_card.py LIBRARY FOLDER
 
 FOLDER holds text.txt. Prints {part: {case: {"error": text or null, "waits": [[what, line], ...]}}} as JSON.
 """
@@ -27,7 +27,7 @@ import generate
 import train
 from model import Llama
 from norms import KINDS
-from norms.placement import PLACEMENTS, supports
+from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
 from runtime.device import autocast
 from runtime.run import Run, resolve_run
@@ -37,7 +37,9 @@ SIZES = (
     "--dim 16 --layers 2 --heads 2 --kv-heads 1 --hidden-dim 24 --context 8 --tokenizer bytes --steps 4 --batch-size 4"
 )
 CARD, DTYPES = torch.device("cuda"), ("bfloat16", "float32")
-SAMPLINGS = [{"temperature": 0}, {"temperature": 0.7}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}]
+SAMPLINGS = [{"temperature": 0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}]
+OPTIONS = ["--optimizer muon --dropout 0.1", "--optimizer adamw --recompute --qk-norm head"]
+OPTIONS += ["--micro-batch-size 2 --qk-norm full"]
 run_numbers = count()
 train.training_batch = on_real_data(train.training_batch)
 train.evaluation_batches = on_real_data(lambda *args, batches=train.evaluation_batches: list(batches(*args)))
@@ -101,19 +103,10 @@ def norm_with_gain_on_cpu(norm: nn.Module, x: Tensor) -> Tensor:
     return x * torch.ones(x.shape[-1])
 
 
-def norm_with_index_on_cpu(norm: Any, x: Tensor) -> Tensor:
-    return norm.weight * x + x.detach()[torch.arange(len(x))]  # planted
-
-
-def blocking_copy(ids: Tensor, device: torch.device) -> Tensor:
-    return ids.to(device)  # planted
-
-
 PLANTED: dict[str, Any] = {
     "item": patch.object(train.Trainer, "accumulate_gradients", accumulate_and_read),
     "mix": patch.object(RMSNorm, "forward", norm_with_gain_on_cpu),
-    "index": patch.object(RMSNorm, "forward", norm_with_index_on_cpu),
-    "copy": patch.object(train, "to_device", blocking_copy),
+    "copy": patch.object(train, "to_device", lambda ids, device: ids.to(device)),  # planted
 }
 
 
@@ -133,19 +126,13 @@ def planted() -> dict[str, Any]:
     return results
 
 
-def train_cells(dtype: str, quarter: int) -> dict[str, Any]:
-    """A quarter of all norms in all placements, with each norm and each placement that has a choice. QK-norm, dropout,
-    recompute, accumulation and the optimizer are taken in turn.
-    """
-    results, in_turn = {}, {"--dropout 0.1": 2, "--recompute": 4, "--micro-batch-size 2": 5, "--optimizer muon": 3}
-    kinds, placements = list(KINDS), list(PLACEMENTS)
-    cells = [(kind, name) for kind in kinds for name in placements if supports(name, kind)]
+def train_cells(dtype: str) -> dict[str, Any]:
+    """Each norm in bfloat16, each placement in float32, with the options in turn."""
+    cells = [(kind, "pre") for kind in KINDS] if dtype == "bfloat16" else [("rmsnorm", name) for name in PLACEMENTS]
+    results = {}
     for number, (kind, placement) in enumerate(cells):
-        if (kinds.index(kind) + placements.index(placement)) % 4 == quarter:
-            options = [option for option, turns in in_turn.items() if number // 3 % turns == 0]
-            flags = f"--optimizer adamw --norm {kind} --placement {placement} --dtype {dtype} "
-            flags += " ".join([f"--qk-norm {('none', 'head', 'full')[number % 3]}", *options])  # the last flag counts
-            results[flags] = outcome(training_step, flags)
+        flags = f"--norm {kind} --placement {placement} --dtype {dtype} {OPTIONS[number % len(OPTIONS)]}"
+        results[flags] = outcome(training_step, flags)
     return results
 
 
@@ -156,12 +143,12 @@ def generate_cells() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "planted": planted,
-    "train bfloat16": lambda: train_cells("bfloat16", 0),
-    "train float32": lambda: train_cells("float32", 1),
+    "train bfloat16": lambda: train_cells("bfloat16"),
+    "train float32": lambda: train_cells("float32"),
     "evaluate": lambda: {dtype: outcome(evaluation, f"--dtype {dtype}") for dtype in DTYPES},
     "generate": generate_cells,
 }
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # there is nothing to compute
-    print(json.dumps({part: PARTS[part]() for part in sys.argv[3:]}))
+    print(json.dumps({part: cases() for part, cases in PARTS.items()}))

@@ -1,6 +1,6 @@
 """train.py and generate.py on CUDA tensors without a card: no operation mixes devices, and Python does not wait for it.
 
-`on_fake_card.py` runs the cases in two processes, since they need a library that is loaded before torch.
+`on_fake_card.py` runs the cases in a process of its own, which loads a library before torch.
 """
 
 import hashlib
@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from norms import KINDS, TRAITS
+from norms import KINDS
 from norms.placement import PLACEMENTS
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 SOURCE = HERE / "card.cpp"
-PARTS = [["planted", "evaluate", "train bfloat16"], ["generate", "train float32"]]
 Results = dict[str, dict[str, dict[str, Any]]]  # part -> case -> its error and waits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the library is built for Linux")
@@ -48,17 +47,10 @@ def library(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="module")
 def results(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    processes, found = [], Results()
-    for names in PARTS:
-        folder = tmp_path_factory.mktemp("fake-card")
-        (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400)))
-        command = [sys.executable, str(HERE / "on_fake_card.py"), str(library), str(folder), *names]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    for process in processes:
-        out, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err
-        found |= json.loads(out)
-    return found
+    folder = tmp_path_factory.mktemp("fake-card")
+    (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400)))
+    command = [sys.executable, str(HERE / "on_fake_card.py"), str(library), str(folder)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout)
 
 
 def failures(cases: dict[str, dict[str, Any]], allowed: int = 0) -> dict[str, Any]:
@@ -70,9 +62,9 @@ COPY_TO, COPY_FROM = "copy from cpu to cuda", "copy from cuda to cpu"
 
 
 def test_what_is_planted_in_a_training_step_is_found(results):
-    """An `item`, an index and a blocking copy of the batch, each with its line, and an operation that mixes devices."""
+    """An `item` and a blocking copy of the batch, each with its line, and an operation that mixes devices."""
     found, lines = results["planted"], (HERE / "on_fake_card.py").read_text().splitlines()
-    for name, what in (("item", "item"), ("copy", COPY_TO), ("index", "index from the CPU")):
+    for name, what in (("item", "item"), ("copy", COPY_TO)):
         assert {wait for wait, _ in found[name]["waits"]} == {what}
         for _, where in found[name]["waits"]:
             path, _, line = where.partition(":")
@@ -80,17 +72,10 @@ def test_what_is_planted_in_a_training_step_is_found(results):
     assert "at least two devices, cuda:0 and cpu" in found["mix"]["error"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_training_steps_neither_mix_devices_nor_wait(results, dtype):
-    """Every norm and every placement that has a choice, in both dtypes."""
-    cases = results[f"train {dtype}"]
-    assert not failures(cases)
-    kinds = {kind for kind in KINDS if not TRAITS[kind].identity}
-    placements = {name for name in PLACEMENTS if not PLACEMENTS[name].own_norm}
-    for flag, names in (("--norm", kinds), ("--placement", placements)):
-        assert names <= {case.split(f"{flag} ")[1].split()[0] for case in cases}
-    for option in ("--dropout", "--recompute", "--micro-batch-size", "muon", "--qk-norm full", "--qk-norm head"):
-        assert any(option in case for case in cases)
+def test_training_steps_neither_mix_devices_nor_wait(results):
+    """Each norm, and each placement."""
+    assert len(results["train bfloat16"]) == len(KINDS) and len(results["train float32"]) == len(PLACEMENTS)
+    assert not failures(results["train bfloat16"]) and not failures(results["train float32"])
 
 
 def test_an_evaluation_waits_once(results):
@@ -100,6 +85,6 @@ def test_an_evaluation_waits_once(results):
 
 
 def test_generation_waits_once_for_each_token(results):
-    assert len(results["generate"]) == 12
+    assert len(results["generate"]) == 8
     assert not failures(results["generate"], allowed=1)
     assert all(wait == COPY_FROM for case in results["generate"].values() for wait, _ in case["waits"])

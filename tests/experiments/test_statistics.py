@@ -1,4 +1,4 @@
-"""Every function against scipy or by hand, and simulations of the error rates that are promised."""
+"""Every function against scipy or by hand."""
 
 import math
 
@@ -8,14 +8,12 @@ from scipy import stats
 
 from experiments.statistics import Estimate, equivalence_p, estimate, fisher_p, holm, t_quantile, t_tails
 
-SIZES = [2, 3, 5, 30, 1000]
-
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 5, 29, 100, 999])
+@pytest.mark.parametrize("degrees", [1, 2, 5, 999])
 def test_tails_and_quantiles_match_scipy(degrees):
     """From p = 1 down to 1e-14, by relative error."""
     ts = stats.t.isf(np.geomspace(1e-14, 0.999, 50) / 2, degrees)
@@ -33,7 +31,7 @@ def test_an_interval_by_hand():
     assert (found.half_width, found.low, found.high) == pytest.approx((half, 3 - half, 3 + half), rel=1e-5)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3, 30])
 @pytest.mark.parametrize("center", [0.0, 0.5, -0.9, 20.0])
 def test_estimates_and_equivalence_match_scipy(size, center):
     values, margin = center + normal(size), 1.0
@@ -61,12 +59,6 @@ def test_values_that_are_not_finite_have_no_estimate(values):
             function(values)
 
 
-def test_formats():
-    found = Estimate(0.01234, 0.00452, 5, 0.01)
-    assert (f"{found}", f"{found:.3f}") == ("+0.0123 ± 0.0045", "0.012 ± 0.005")
-    assert f"{Estimate(-0.01234, None, 1, None)}" == "-0.0123"
-
-
 def test_holm_by_hand():
     """Sorted, 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1 are 0.02, 0.03, 0.06, 0.04; the last is raised to 0.06."""
     assert holm([0.01, None, 0.04, 0.03, None, 0.005]) == pytest.approx([0.03, None, 0.06, 0.06, None, 0.02])
@@ -81,27 +73,3 @@ def test_fisher_matches_scipy(n1, n2):
         for k2 in range(n2 + 1):
             expected = stats.fisher_exact([[k1, n1 - k1], [k2, n2 - k2]]).pvalue
             assert fisher_p(k1, n1, k2, n2) == pytest.approx(expected, rel=1e-9)
-
-
-# --- error rates, simulated ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [2, 3, 10])
-def test_intervals_miss_one_time_in_twenty(size):
-    """Of 100,000 samples. The standard error of the rate is 0.07%."""
-    samples = 0.3 + normal(100_000, size, seed=size)
-    half_widths = t_quantile(size - 1) * samples.std(-1, ddof=1) / math.sqrt(size)
-    assert np.mean(np.abs(samples.mean(-1) - 0.3) > half_widths) == pytest.approx(0.05, abs=0.003)
-
-
-@pytest.mark.parametrize("arms, uncorrected", [(3, 0.14), (21, 0.56)])
-def test_family_wise_error_after_holm(arms, uncorrected):
-    """At most 5% of 10,000 tables of arms that do not differ show a difference, plus three standard errors, 0.65%.
-
-    A seed shifts all arms of a table alike; the rest of the noise is an arm's own, the baseline's included.
-    """
-    losses = 3 * normal(10_000, 1, 3, seed=arms) + normal(10_000, arms + 1, 3, seed=arms + 100)
-    p_values = stats.ttest_1samp(losses[:, 1:] - losses[:, :1], 0, axis=-1).pvalue
-    corrected = [min(p for p in holm(row) if p is not None) for row in p_values.tolist()]
-    assert np.mean(p_values.min(-1) <= 0.05) == pytest.approx(uncorrected, abs=0.02)
-    assert 0.02 < np.mean(np.array(corrected) <= 0.05) <= 0.0565

@@ -50,12 +50,6 @@ def test_000_layernorm_for_images_is_instance_norm():
     theirs = standardized(x, 2, 3)
     torch.testing.assert_close(theirs, InstanceNorm(3)(x))
     assert (theirs - ChannelsFirstLayerNorm(3)(x)).abs().max() > 0.1
-    # A LayerNorm over channels treats each pixel independently of the others; theirs does not.
-    changed = x.clone()
-    changed[:, :, 0, 0] += 1
-    ours = ChannelsFirstLayerNorm(3)
-    assert torch.equal(ours(x)[:, :, 1:], ours(changed)[:, :, 1:])
-    assert not torch.equal(standardized(x, 2, 3)[:, :, 1:], standardized(changed, 2, 3)[:, :, 1:])
 
 
 def test_000_layernorm_for_rnns_has_no_recurrence():
@@ -142,24 +136,6 @@ def test_002_batchnorm_over_the_first_axis_has_statistics_per_step():
     torch.testing.assert_close(ours, standardized(x, 0, 1))
 
 
-def test_002_biased_running_variance_is_too_small():
-    """For batches of two tokens it is half the true variance: 0.5 on average, where the variance is 1."""
-    norm, theirs = BatchNorm(256, momentum=0.01), torch.ones(256)
-    for step in range(1000):
-        x = random(2, 256, seed=step)
-        norm(x)
-        theirs = 0.99 * theirs + 0.01 * x.var(0, correction=0)
-    assert theirs.mean().item() == pytest.approx(0.5, abs=0.05)
-    assert norm.running_var.mean().item() == pytest.approx(1.0, abs=0.05)
-
-
-def test_002_batch_of_one_gives_zeros():
-    x = random(1, 8)
-    assert torch.equal(standardized(x, 0), torch.zeros(1, 8))
-    with pytest.raises(ValueError, match="batch of one token"):
-        BatchNorm(8)(x)
-
-
 # --- 003 -------------------------------------------------------------------------------------------------------------
 
 
@@ -169,17 +145,6 @@ def test_003_bias_initialized_to_one_shifts_the_output(ours):
     theirs = standardized(x, -1) + torch.ones(8)
     assert theirs.mean().item() == pytest.approx(1, abs=1e-6)
     assert ours(x).mean().item() == pytest.approx(0, abs=1e-6)
-
-
-def test_003_wrong_class_in_super():
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super(norm, self).__init__()  # type: ignore[name-defined] # noqa: F821 - the mistake
-
-    with pytest.raises(NameError):
-        Norm()
-    for ours in (LayerNorm, RMSNorm, BatchNorm):
-        assert isinstance(ours(8), nn.Module)
 
 
 def test_003_without_running_statistics_evaluation_depends_on_the_batch():
@@ -240,12 +205,3 @@ def test_004_int_or_list_shape_fails(shape, error):
     with pytest.raises(error):
         assert shape == x.shape[-len(shape) :]  # their check of the input
     torch.testing.assert_close(LayerNorm(shape)(x), LayerNorm(torch.Size([8]))(x), rtol=0, atol=0)
-
-
-def test_004_shape_test_passes_the_identity():
-    x, wrong = random(2, 3, 2, 4), nn.Identity()
-    norm = LayerNorm(x.shape[2:])
-    assert wrong(x).shape == norm(x).shape == x.shape  # their test
-    expected = standardized(x, 2, 3)  # ours
-    torch.testing.assert_close(norm(x), expected)
-    assert not torch.allclose(wrong(x), expected, atol=0.1)

@@ -570,7 +570,7 @@ def test_meta_device(kind):
     norm.to_empty(device="cpu")
     for tensor in norm.state_dict().values():
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
-    norm.reset_parameters()
+    norm.reset_parameters()  # type: ignore[operator]
     fresh = build_norm(kind, dim)
     assert norm.state_dict().keys() == fresh.state_dict().keys()
     for name, tensor in fresh.state_dict().items():
@@ -580,7 +580,8 @@ def test_meta_device(kind):
 @each_kind
 def test_print_shows_size_and_eps(kind):
     dim = width(kind, 24)
-    norm = build_norm(kind, dim, **({"eps": 0.25} if kind in WITH_EPS else {}))
+    norm_args: dict[str, Any] = {"eps": 0.25} if kind in WITH_EPS else {}
+    norm = build_norm(kind, dim, **norm_args)
     shown = {str(dim)} if list(norm.parameters()) else set()
     assert all(part in repr(norm) for part in shown | ({"eps=0.25"} if kind in WITH_EPS else set()))
 

@@ -183,56 +183,6 @@ def test_values_and_gradients(placement, kind, qk_norm):
         assert (gradient - expected_gradient).abs().max() <= 1e-9 * expected_gradient.abs().max(), name
 
 
-def test_hybrid_with_qk_norm_head_equals_hybrid():
-    default, explicit = (randomized(model_of("hybrid", qk_norm=qk_norm)) for qk_norm in ("none", "head"))
-    assert default.state_dict().keys() == explicit.state_dict().keys()
-    assert torch.equal(default(TOKENS), explicit(TOKENS))
-
-
-def xavier_logits(placement: str, **changes) -> Tensor:
-    model = model_of(placement, init="xavier", **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("_residual.a"):
-                parameter.fill_(0.5)
-        return model(TOKENS)
-
-
-def test_placements_differ_pairwise_and_from_no_norm():
-    logits = {name: xavier_logits(name) for name in PLACEMENTS}
-    logits["pre without norm"] = xavier_logits("pre", norm="none")
-    logits["rezero without norm"] = xavier_logits("rezero", norm="none")
-    for first, second in itertools.combinations(logits, 2):
-        assert (logits[first] - logits[second]).abs().max() > 1e-3, (first, second)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_sublayer_affects_the_logits(placement):
-    model = randomized(model_of(placement))
-    with torch.no_grad():
-        logits = model(TOKENS)
-        for layer, path in itertools.product(range(CONFIG.layers), ("self_attn.o_proj", "mlp.down_proj")):
-            weight = model.get_parameter(f"layers.{layer}.{path}.weight")
-            original = weight.clone()
-            weight.mul_(-1)
-            assert (model(TOKENS) - logits).abs().max() > 1e-3, (layer, path)
-            weight.copy_(original)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_reduces_the_loss(placement):
-    model = model_of(placement).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.95 * losses[0]
-
-
 # --- parameters, sites and checks ------------------------------------------------------------------------------------
 
 ONE = ["norm.weight"]
@@ -333,22 +283,15 @@ def test_norms_are_built_with_their_site():
     "changes, message",
     [
         ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
-        *(
-            ({"placement": name, "norm": "none"}, f"--norm none is not supported with --placement {name}; choose ")
-            for name in PLACEMENTS
-            if name not in ("pre", "rezero", "ngpt")
-        ),
-        *(
-            ({"placement": "ngpt"} | changes, "--placement ngpt has a norm of its own; leave out --norm and --norm-arg")
-            for changes in ({"norm": "none"}, {"norm": "layernorm"}, {"norm_args": {"eps": 1e-5}})
-        ),
+        ({"placement": "post", "norm": "none"}, "--norm none is not supported with --placement post; choose "),
+        ({"placement": "ngpt", "norm": "layernorm"}, "ngpt has a norm of its own; leave out --norm and --norm-arg"),
+        ({"placement": "ngpt", "norm_args": {"eps": 1e-5}}, "ngpt has a norm of its own; leave out --norm"),
     ],
     ids=str,
 )
 def test_invalid_combinations_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message) as excinfo:
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
-    assert "\n" not in str(excinfo.value)
 
 
 # --- initialization --------------------------------------------------------------------------------------------------
@@ -389,55 +332,3 @@ def test_deepnorm_uses_xavier_init_by_default():
     assert {name for name in PLACEMENTS if ModelConfig(placement=name).init == "xavier"} == {"deepnorm"}
     assert ModelConfig(placement="deepnorm", init="normal").init == "normal"
     assert ModelConfig(placement="pre", init="xavier").init == "xavier"
-
-
-def gradient_ratio(model: Llama) -> float:
-    """Gradient norm of the first block over that of the last."""
-    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(0))
-    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    first, last = (
-        math.hypot(*(float(weight.grad.norm()) for weight in block.parameters() if weight.grad is not None))
-        for block in (model.layers[0], model.layers[-1])
-    )
-    return first / last
-
-
-def deep_model(placement: str) -> Llama:
-    return Llama(ModelConfig(placement=placement, init="xavier", dim=64, layers=24, heads=4, context=16, vocab_size=64))
-
-
-def test_deepnorm_gain_balances_gradients_over_depth():
-    assert 0.1 < gradient_ratio(deep_model("deepnorm")) < 10
-    inverted = deep_model("deepnorm")
-    with torch.no_grad():
-        for role, _, weight in weights_by_role(inverted):
-            if role in GAINS:
-                weight.mul_(math.sqrt(8 * 24))  # (8L)^-¼ to (8L)^¼
-    assert gradient_ratio(inverted) > 100  # measured: 2e3, and 2e7 at twice the depth
-
-
-def residual_variances(placement: str, scale: float = 1.0) -> list[float]:
-    """Mean square of the stream after each block at initialization, with output projections scaled by `scale`."""
-    model = deep_model(placement)
-    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
-    seen = []
-    with torch.no_grad():
-        for block in model.layers:
-            block.get_parameter("self_attn.o_proj.weight").mul_(scale)
-            block.get_parameter("mlp.down_proj.weight").mul_(scale)
-            block.register_forward_hook(lambda _, __, x: seen.append(float(x.square().mean())))
-        model(tokens)
-    return seen
-
-
-def test_sandwich_and_lns_limit_the_residual_variance():
-    """With pre it grows with the weights; with sandwich each sublayer adds a vector of RMS 1, whatever they are."""
-    pre, pre_scaled = residual_variances("pre"), residual_variances("pre", scale=4)
-    sandwich, sandwich_scaled = residual_variances("sandwich"), residual_variances("sandwich", scale=4)
-    lns = residual_variances("lns")
-    assert pre_scaled[-1] > 8 * pre[-1]
-    assert sandwich_scaled[-1] == pytest.approx(sandwich[-1], rel=0.05)
-    assert 24 < sandwich[-1] < 96  # 48 if the sublayers' outputs were orthogonal
-    assert lns[-1] < pre[-1] / 3
-    # in the second half of the depth pre keeps growing at the same rate and LNS slows down
-    assert lns[-1] / lns[11] < 1.6 < pre[-1] / pre[11]

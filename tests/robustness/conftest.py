@@ -2,15 +2,14 @@
 
 import hashlib
 import itertools
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
-import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,31 +102,37 @@ def ends(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str]]:
 # --- commands in forks of this process, which has imported everything ------------------------------------------------
 
 
-@dataclass
-class Child:
-    """A forked process. Its output goes to a file."""
+class Child(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined,misc]
+    """Calls a function as a command does: in a process of its own, which ends at signals. Its output goes to a file."""
 
-    pid: int
-    log: Path
-    code: int | None = None  # -9 after SIGKILL
+    def __init__(self, log: Path, function: Callable, arguments: tuple):
+        super().__init__(target=function, args=arguments)
+        self.log = log
+        log.touch()
+
+    def run(self) -> None:
+        sys.stdout = sys.stderr = self.log.open("w", buffering=1)
+        for descriptor in (1, 2):
+            os.dup2(sys.stderr.fileno(), descriptor)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        stop_at_signals()
+        super().run()
 
     @property
     def text(self) -> str:
         return self.log.read_text("utf-8")
 
     def ended(self) -> bool:
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.code is not None
+        return self.exitcode is not None
 
     def wait(self) -> int | None:
-        """Its exit code."""
-        wait_until(self.ended, 120)
-        return self.code
+        """Its exit code: -9 after SIGKILL."""
+        self.join(120)
+        return self.exitcode
 
     def send(self, number: int) -> None:
-        with suppress(ProcessLookupError):
+        if not self.ended():
             os.kill(self.pid, number)
 
 
@@ -146,41 +151,22 @@ def until() -> Callable[..., None]:
 
 @pytest.fixture
 def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """`fork(train.main, flags)` calls a function as a command does: in a process of its own, which ends at signals.
-
-    What is left of them at the end is killed.
-    """
+    """`fork(train.main, flags)` starts a child. Those that are left at the end are killed."""
+    if sys.platform != "linux":
+        pytest.skip("forks, and finds processes in /proc")
     children: list[Child] = []
 
     def run(function: Callable, *arguments: Any) -> Child:
-        log = tmp_path / f"output-{len(children)}.txt"
-        log.touch()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                sys.stdout = sys.stderr = log.open("w", buffering=1)
-                os.dup2(sys.stderr.fileno(), 1)
-                os.dup2(sys.stderr.fileno(), 2)
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
-                signal.signal(signal.SIGHUP, signal.SIG_DFL)
-                stop_at_signals()
-                function(*arguments)
-                code = 0
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(Child(pid, log))
+        children.append(Child(tmp_path / f"output-{len(children)}.txt", function, arguments))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads, of which none is needed
+            children[-1].start()
         return children[-1]
 
     yield run
     for child in children:
-        if not child.ended():
-            child.send(signal.SIGKILL)
-            child.wait()
+        child.send(signal.SIGKILL)
+        child.wait()
 
 
 @pytest.fixture(scope="session")

@@ -1,26 +1,17 @@
 """Killed at any moment: after SIGKILL the same command, or --resume, ends with the same bits."""
 
 import os
-import random
 import re
 import shutil
 import signal
-import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import train
-from runtime.checkpoint import list_checkpoints
-from runtime.run_dir import read_rows
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and finds processes in /proc"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it has threads, of which none is needed
-    pytest.mark.usefixtures("undrawn"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def again(command: list[str], run: Path) -> list[str]:
@@ -28,47 +19,18 @@ def again(command: list[str], run: Path) -> list[str]:
     return ["--resume", "--out", str(run)] if (run / "run.json").exists() else command
 
 
-def steps_lost(run: Path) -> int:
-    """Steps that were logged and will run again."""
-    rows, checkpoints = read_rows(run / "metrics.jsonl"), list_checkpoints(run)
-    saved = int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
-    return (rows[-1]["step"] if rows else 0) - saved
-
-
 def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.suffix == ".part" or path.name.startswith(".step-")]
 
 
-def test_kills_at_random_moments(command, undisturbed, fork, same, tmp_path, monkeypatch):
-    """Of preparation, training, saving and the end. Imports write nothing, so they are left out."""
-    draw, run = random.Random(0), tmp_path / "run"
-    monkeypatch.setattr(train, "LOG_EVERY", 1)
-    began = time.monotonic()
-    assert fork(train.main, [*command, "--out", str(tmp_path / "timed")]).wait() == 0
-    seconds, kills = time.monotonic() - began, 0
-    while kills < 4:
-        child = fork(train.main, again(command, run))
-        time.sleep(draw.uniform(0, 0.7 * seconds))
-        child.send(signal.SIGKILL)
-        kills += child.wait() == -signal.SIGKILL
-        assert steps_lost(run) <= 3
-    child = fork(train.main, again(command, run))
-    assert child.wait() == 0, child.text
-    assert same(run, tmp_path / "timed") and not leftovers(run)
-
-
 # What happens to which file; the k-th time, from 0.
 MOMENTS = {
-    "the lock": ("open", ".lock", 0),
     "before there is a run": ("os.rename", "run.json", 0),
     "the log": ("os.rename", "metrics.jsonl", 0),
-    "a first row": ("open", "metrics.jsonl", 0),
-    "the first save": ("open", "trainer.json", 0),
     "a save that is not flushed": ("fsync", ".step-000006-unfinished", 0),
     "a save that is not renamed": ("os.rename", "step-000006", 0),
     "an old checkpoint that is half deleted": ("os.rmdir", ".step-000003-retired", 0),
     "a sample without a row": ("open", "metrics.jsonl", 2),
-    "the report": ("os.rename", "report.html", 0),
 }
 
 

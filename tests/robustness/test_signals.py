@@ -18,23 +18,17 @@ import train
 from runtime import process
 from runtime.checkpoint import find_checkpoint
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and finds processes in /proc"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it has threads, of which none is needed
-    pytest.mark.usefixtures("undrawn"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).parents[2]
 
 
-def default_signals() -> None:
-    for number in process.STOP_SIGNALS:  # a shell's background jobs ignore SIGINT
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_signal_while_torch_is_imported():
     """From the first line of a command. What is before it takes Python a few milliseconds."""
     command, pipe = [sys.executable, str(ROOT / "train.py")], subprocess.PIPE
-    started = subprocess.Popen(command, preexec_fn=default_signals, stdout=pipe, stderr=pipe, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    started = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    signal.signal(signal.SIGINT, before)
     while not caught(started.pid, signal.SIGINT):
         assert started.poll() is None
     time.sleep(0.1)

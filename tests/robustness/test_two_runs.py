@@ -3,18 +3,13 @@
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 import train
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and finds processes in /proc"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it has threads, of which none is needed
-    pytest.mark.usefixtures("undrawn"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture
@@ -42,7 +37,7 @@ def test_two_runs_in_one_folder(command, train_suspended_at, undisturbed, fork, 
     pair = [fork(train_suspended_at, "trainer.json", command) for _ in range(2)]
     until(lambda: any(child.ended() for child in pair) and any(not c.ended() and suspended(c.pid) for c in pair))
     loser, winner = sorted(pair, key=lambda child: not child.ended())
-    assert loser.code == 4 and loser.text.endswith(f"error: {run} is in use by another process\n"), loser.text
+    assert loser.exitcode == 4 and loser.text.endswith(f"error: {run} is in use by another process\n"), loser.text
     resumed = fork(train.main, ["--resume", "--out", str(run)])
     assert resumed.wait() == 4 and resumed.text == f"error: {run} is in use by another process\n", resumed.text
     winner.send(signal.SIGKILL)

@@ -5,8 +5,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ import train
 from data.batches import evaluation_batches
 from experiments.ablation.grid import Cell, Grid, next_lr, resolve_arms
 from experiments.ablation.outcome import Arm
-from experiments.ablation.processes import END_WITH_PARENT, last_line, resolve_devices, start_process
+from experiments.ablation.processes import last_line, resolve_devices, start_process
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
 from experiments.probe import probe
 from model import Llama
@@ -96,24 +94,15 @@ def test_arms_are_the_product_of_all_factors(resolve):
     [
         ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
         ("--norms rmsnorm rmsnorm", "--norms takes values that differ"),
-        ("--placements pre post pre", "--placements takes values that differ"),
-        ("--norms rmsnorm:epsilon=1", "no argument 'epsilon'; it takes eps"),
         ("--norm rmsnorm", "--norm is for a single run; list all values with --norms"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
         ("--factor optimiser=muon,adamw", "'optimiser' is no option of train.py"),
         ("--factor lr=0.1,0.2", "use --lrs"),
-        ("--factor data=a,b", "all runs of an ablation share --data"),
         ("--factor clip=1,1", "--factor clip takes values that differ"),
-        ("--factor clip=1,", "--factor clip takes values that differ"),
-        ("--factor clip=0,1 --factor clip=2", "clip is given twice"),
         ("--factor clip=0,1 --clip 1", "--clip is for a single run"),
-        ("--factor tie-embeddings=yes,no", "takes true or false, not 'yes'"),
-        ("--factor dropout=0,2", "--dropout must be at least 0 and below 1, not 2"),
         ("--seeds 0", "--seeds must be at least 1, not 0"),
-        ("--jobs 0", "--jobs must be at least 1"),
         ("--lrs 0.1 nan", "--lrs must be positive numbers"),
         ("--widen 2", "--widen needs --lrs"),
-        ("--equivalence nan", "--equivalence must be a positive number"),
         ("--device cpu:0,1", "--device 'cpu:0'"),
     ],
 )
@@ -121,11 +110,6 @@ def test_bad_input_names_the_flag(flags, named, resolve, tmp_path):
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         resolve(flags)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
-
-
-def test_the_text_must_be_long_enough_for_every_arm(resolve):
-    with pytest.raises(ValueError, match="--context 512 needs 513"):
-        resolve("--factor context=16,512", rest="--dtype float32")
 
 
 def test_unsupported_arms_are_skipped_with_the_reason(capsys):
@@ -164,10 +148,10 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
         return resolve(f"{flags} --out=").grid.folder
 
     first = folder("--norms rmsnorm layernorm")
-    same = ["--seeds 4", "--lrs 0.1 0.2", "--save-every 7 --keep 1", "--jobs 2 --probe", "--lrs 0.1 --widen 2"]
+    same = ["--seeds 4", "--lrs 0.1 0.2", "--save-every 7 --keep 1 --jobs 2 --probe"]
     assert {folder(f"--norms rmsnorm layernorm {flags}") for flags in same} == {first}
-    others = ["--norms rmsnorm", "--norms rmsnorm layernorm --steps 5", "--norms rmsnorm layernorm --dim 32"]
-    assert len({folder(flags) for flags in others} | {first}) == 4
+    others = ["--norms rmsnorm", "--norms rmsnorm layernorm --steps 5"]
+    assert len({folder(flags) for flags in others} | {first}) == 3
 
 
 # --- learning rates --------------------------------------------------------------------------------------------------
@@ -242,20 +226,12 @@ def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, u
     assert "| rmsnorm | pre | 10000 | – | – | – | 1 of 1 | – |" in (ablation.grid.folder / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        ("--steps 5", "--steps 4, not 5"),
-        ("--no-depth-scaled-init --clip 0", "--depth-scaled-init True, not False; --clip 1.0, not 0.0"),
-        ("--dtype bfloat16", "--dtype float32, not bfloat16"),
-    ],
-)
-def test_other_settings_and_another_text_are_refused(flags, named, resolve, in_process, undrawn, tmp_path):
+def test_other_settings_and_another_text_are_refused(resolve, in_process, undrawn, tmp_path):
     run_ablation(resolve("--seeds 1"), "command")
     assert len(list((tmp_path / "out/cells").glob("*/run.json"))) == 1
-    resolve("--seeds 1 --keep 1 --save-every 2 --norms rmsnorm dyt")
-    with pytest.raises(ValueError, match=f"cells/rmsnorm-pre-lr0.01-seed0 has {named}; choose another --out"):
-        resolve(f"--seeds 1 {flags}")
+    resolve("--seeds 1 --keep 1 --save-every 2 --norms rmsnorm dyt")  # these may change
+    with pytest.raises(ValueError, match=r"cells/rmsnorm-pre-lr0.01-seed0 has --steps 4, not 5; choose another --out"):
+        resolve("--seeds 1 --steps 5")
     (tmp_path / "text.txt").write_text("another text " * 200)
     with pytest.raises(ValueError, match=r"the text of the run in .* has changed"):
         resolve("--seeds 1")
@@ -272,12 +248,12 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
         code = IN_USE if len(started) == 1 else 0
         if code == 0:
             finish(ablation, cell, 2.0)
-        processes.append(subprocess.Popen(["sh", "-c", f"sleep 0.3; exit {code}"]))
+        processes.append(subprocess.Popen(["sh", "-c", f"sleep 0.2; exit {code}"]))
         at_once.append(sum(process.poll() is None for process in processes))
         return processes[-1]
 
     monkeypatch.setattr(Grid, "start", start)
-    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.05)
     ablation = resolve("--seeds 5 --jobs 2")
     wanted = ablation.reported({ARM: 0.01})
     outcomes = replace(ablation.grid, devices=("one", "other")).run(wanted)
@@ -289,10 +265,8 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
     ("script", "code", "expected"),
     [
         ("echo 'error: a.bin needs 5 bytes' >&2; echo warning; exit 1", 1, "a.bin needs 5 bytes"),
-        ("echo 'step 3: val_loss 5.4'; exit 3", 3, "exit code 3; its last line is step 3: val_loss 5.4"),
         (r"printf 'error: \351t\351' >&2; exit 2", 2, "\ufffdt\ufffd"),  # not UTF-8
         ("kill -9 $$", 1, "killed by SIGKILL"),
-        ("exit 0", 1, "exit code 0"),  # without the end of the log
     ],
 )
 def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code_and_reason(
@@ -337,20 +311,3 @@ def test_a_process_gets_its_threads_and_appends_to_its_log(tmp_path):
     log.write_text("before\n")
     process = start_process(["sh", "-c", 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo oh >&2'], log, threads=3)
     assert process.wait() == 0 and last_line(log) == "oh" and log.read_text() == "before\n3 3\noh\n"
-
-
-@pytest.mark.skipif(not END_WITH_PARENT, reason="needs setpriv, as on Linux")
-def test_a_process_is_told_when_its_parent_was_killed(tmp_path):
-    log = tmp_path / "log"
-    child = [*END_WITH_PARENT, "sh", "-c", "trap 'echo stopped; exit' TERM; echo ready; while :; do sleep 0.05; done"]
-    parent = (
-        "import os, pathlib, signal, subprocess, time\n"
-        f"log = pathlib.Path({str(log)!r}); subprocess.Popen({child!r}, stdout=log.open('w'))\n"
-        "while 'ready' not in log.read_text(): time.sleep(0.02)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", parent], timeout=120).returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20
-    while "stopped" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert "stopped" in log.read_text()
