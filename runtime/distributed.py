@@ -118,9 +118,10 @@ def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
     Nothing inside may wait for other ranks.
     """
     error: Exception | None = None
+    shared_kinds: tuple[type[Exception], ...] = (ValueError, OSError, *kinds)
     try:
         yield
-    except (ValueError, OSError, *kinds) as caught:
+    except shared_kinds as caught:
         if world_size() == 1:
             raise
         error = caught

@@ -62,6 +62,11 @@ def shard(directory: Path, **moved: str) -> None:
     (directory / "model.safetensors").unlink()
 
 
+def without_shard(directory: Path) -> None:
+    shard(directory)
+    (directory / SHARDS[1]).unlink()
+
+
 def pickled(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
@@ -99,16 +104,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change_own(d, model={"dim": "16"}),
         "normal_llama: dim must be of type int, not '16'",
     ),
-    "a missing shard": (
-        lambda d: (shard(d), (d / SHARDS[1]).unlink()),
-        r"model-00002-of-00002\.safetensors is missing",
-    ),
+    "a missing shard": (without_shard, r"model-00002-of-00002\.safetensors is missing"),
     "a shard elsewhere": (
         lambda d: shard(d, **{"lm_head.weight": "../model.safetensors"}),
         r"weight_map names '\.\./model\.safetensors', which is not",
     ),
     "a damaged index": (
-        lambda d: (shard(d), (d / "model.safetensors.index.json").write_text("[]")),
+        lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json"),
         "not a readable index with a weight_map",
     ),
     "pickled weights": (pickled, r"pytorch_model\.bin is a pickle, which can run code"),
