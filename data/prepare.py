@@ -71,8 +71,9 @@ def prepare(
 
 
 def _check_lengths(names: list[str], tokens: dict[Split, int], context: int) -> None:
-    for split, text in (("train", "training"), ("val", "validation")):
+    for split in SPLITS:
         if tokens[split] <= context:
+            text = "training" if split == "train" else "validation"
             part = f"--data {' '.join(names)}: the {text} text has at most {tokens[split]} tokens"
             advice = f"--context {context} needs {context + 1}; add text or lower --context"
             raise ValueError(f"{part}, but {advice}")
@@ -118,7 +119,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
 
 def _hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of the token files."""
-    hashes = {}
+    hashes: dict[str, str] = {}
     for split in SPLITS:
         with open(folder / f"{split}.bin", "rb") as file:
             hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()

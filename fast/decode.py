@@ -47,10 +47,10 @@ def weights_of(x: Tensor, module: nn.Module, names: tuple[str, ...], *others: Te
     """The weights, of one dtype, of the named linear modules inside `module`; None if the kernels do not support
     them, `others`, or the product with the rows of x, or if there is a bias or dropout.
     """
-    children: Any = module._modules
+    children: dict[str, Any] = module._modules
     if "dropout" in children and (not unchanged(children["dropout"], nn.Dropout) or children["dropout"].training):
         return None
-    linears: list[Any] = [children[name] for name in names]
+    linears = [children[name] for name in names]
     if not all(unchanged(linear, Linear) and linear.bias is None for linear in linears):
         return None
     weights = [linear.weight for linear in linears]

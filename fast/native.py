@@ -6,8 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ INSTRUCTIONS = {  # by the capability that torch reports, which ATEN_CPU_CAPABIL
     "AVX512": ["-march=skylake-avx512", "-mprefer-vector-width=512"],
 }
 # Without an OpenMP library of its own, the kernels run on the threads of the one that torch has loaded.
-THREADS = {"on torch's threads": ["-fopenmp", "-nostdlib"], "on one thread": ["-Wno-unknown-pragmas", "-lm"]}
+# A compiler without OpenMP gives kernels that run on one thread.
+THREADS = ["-fopenmp", "-nostdlib"], ["-Wno-unknown-pragmas", "-lm"]
 PADDING = 16  # floats of the widest vector: scratch memory is padded for kernels that work in whole vectors
 FUNCTIONS = {  # arguments: i is int64_t, f is float, p is a pointer
     "linear": "iiiippp",
@@ -60,51 +59,38 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64") or capability not in INSTRUCTIONS or os.name == "nt":
         return None, f"kernels need Linux or macOS and AVX2 or AVX-512; torch uses {capability}"
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None, "no C compiler (cc, gcc or clang) was found"
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "normal-llama"
-    reason = ""
-    for place in (partial(nullcontext, cached), tempfile.TemporaryDirectory):  # the cache may not be writable
-        for threads in THREADS.values():
-            try:
-                with place() as directory:
-                    flags = FLAGS + INSTRUCTIONS[capability] + threads
-                    library = ctypes.CDLL(str(build(compiler, flags, Path(str(directory)))))
-            except subprocess.CalledProcessError as error:
-                reason = error.stderr.strip().partition("\n")[0]
-            except OSError as error:
-                reason = str(error)
-            else:
-                for name, letters in FUNCTIONS.items():
-                    getattr(library, name).argtypes = [ARGUMENTS[letter] for letter in letters]
-                    getattr(library, name).restype = None
-                return library, None
+    for threads in THREADS:
+        try:
+            library = ctypes.CDLL(str(build(compiler, FLAGS + INSTRUCTIONS[capability] + threads)))
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
+            continue
+        for name, letters in FUNCTIONS.items():
+            getattr(library, name).argtypes = [ARGUMENTS[letter] for letter in letters]
+            getattr(library, name).restype = None
+        return library, None
     return None, f"{compiler} could not build the kernels: {reason}"
 
 
-def build(compiler: str, flags: list[str], directory: Path) -> Path:
-    """The shared library in `directory`, from an earlier build if nothing has changed since.
+def build(compiler: str, flags: list[str]) -> Path:
+    """The shared library in the user's cache, from an earlier build if nothing has changed since.
 
     Processes may build at the same time: each writes its own file, then renames it.
-    Raises CalledProcessError if the compiler fails, OSError if `directory` cannot be written to.
+    Raises CalledProcessError if the compiler fails, OSError if the cache cannot be written to.
     """
-    recipe = [run(compiler, "--version"), *flags, SOURCE.read_text("utf-8")]
+    run = partial(subprocess.run, capture_output=True, check=True, text=True, errors="replace")
+    recipe = [run([compiler, "--version"]).stdout, *flags, SOURCE.read_text("utf-8")]
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "normal-llama")
     library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)
         part = library.with_suffix(f".{os.getpid()}.part")
-        try:
-            run(compiler, str(SOURCE), *flags, "-o", str(part))
-            part.replace(library)
-        finally:
-            part.unlink(missing_ok=True)
+        run([compiler, str(SOURCE), *flags, "-o", str(part)])
+        part.replace(library)
     return library
-
-
-def run(*command: str) -> str:
-    """The output of a command, whatever its encoding. Raises CalledProcessError if it fails."""
-    return subprocess.run(command, capture_output=True, check=True, text=True, errors="replace").stdout
 
 
 def supported(*tensors: Tensor) -> bool:

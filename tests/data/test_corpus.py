@@ -34,14 +34,6 @@ def test_documents_in_the_lowest_tenth_of_hashes_are_held_out_with_their_copies(
         assert corpus.sizes[split] == sum(len(text.encode()) + 1 for text in texts_of(corpus, split))
 
 
-def test_an_empty_document_is_not_the_validation_text(tmp_path):
-    """Of a few documents none may be in the lowest tenth. Then the lowest is held out that has text."""
-    empty = hashlib.sha256(b"").digest()
-    higher = [text for text in TEXTS if hashlib.sha256(text.encode()).digest() > empty][:2]
-    corpus = Corpus([jsonl(tmp_path / "a.jsonl", ["", *higher])], tmp_path)
-    assert len("".join(texts_of(corpus, "val"))) == len(higher[0])
-
-
 def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
