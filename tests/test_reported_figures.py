@@ -25,11 +25,16 @@ def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, monke
 
     def taking(seconds: float, owner: Any, name: str) -> None:
         function = getattr(owner, name)
-        advance = lambda *args: clock.__setitem__(0, clock[0] + seconds) or function(*args)  # noqa: E731
-        monkeypatch.setattr(owner, name, advance)
+
+        def slow(*args: Any) -> Any:
+            clock[0] += seconds
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, slow)
 
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    taking(2.0, train.Trainer, "update"), taking(50.0, train, "evaluate"), taking(7.0, train, "save_checkpoint")
+    for seconds, owner, name in ((2, train.Trainer, "update"), (50, train, "evaluate"), (7, train, "save_checkpoint")):
+        taking(seconds, owner, name)
     shown = []
     monkeypatch.setattr(train.tqdm, "set_postfix", lambda bar, values, **options: shown.append(values))
     monkeypatch.setattr(train, "peak_flops", lambda device, dtype: 1e9)

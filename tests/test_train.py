@@ -273,7 +273,8 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, mon
 
         monkeypatch.setattr(owner, name, recorded)
 
-    record(train.Trainer, "accumulate_gradients"), record(train, "sample_text")
+    record(train.Trainer, "accumulate_gradients")
+    record(train, "sample_text")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.get_float32_matmul_precision()
     try:

@@ -46,7 +46,7 @@ def to_torch(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-@pytest.mark.parametrize("norm_args", [{}, {"momentum": 0.3, "eps": 1e-2}, {"momentum": 1.0}], ids=str)
+@pytest.mark.parametrize("norm_args", [{}, {"momentum": 0.3, "eps": 1e-2}], ids=str)
 def test_training_steps_and_evaluation_match_torch(norm_args):
     ours, theirs = our_and_torch_norm(**norm_args)
     for step in range(6):
@@ -65,15 +65,6 @@ def test_training_steps_and_evaluation_match_torch(norm_args):
     torch.testing.assert_close(ours.eval()(x), to_torch(theirs.eval()(to_torch(x))), rtol=0, atol=1e-13)
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, before[name]), f"{name} moved in evaluation"
-
-
-def test_running_statistics_update_with_mean_and_unbiased_variance():
-    norm, x = BatchNorm(8).double(), random(4, 5, 8)
-    norm(x)
-    tokens = x.view(20, 8)
-    mean = tokens.mean(0)
-    torch.testing.assert_close(norm.running_mean, 0.9 * 0 + 0.1 * mean)
-    torch.testing.assert_close(norm.running_var, 0.9 * 1 + 0.1 * (tokens - mean).pow(2).sum(0) / 19)
 
 
 def test_running_statistics_of_bf16_input_are_fp32():

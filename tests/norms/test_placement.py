@@ -326,9 +326,3 @@ def test_placements_that_ignore_depth_scaled_init(placement):
     for (role, name), weight in initial_weights(placement, init="normal").items():
         factor = 1 / math.sqrt(8) if is_scaled and role in ("attention_out", "down") else 1.0
         torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
-
-
-def test_deepnorm_uses_xavier_init_by_default():
-    assert {name for name in PLACEMENTS if ModelConfig(placement=name).init == "xavier"} == {"deepnorm"}
-    assert ModelConfig(placement="deepnorm", init="normal").init == "normal"
-    assert ModelConfig(placement="pre", init="xavier").init == "xavier"

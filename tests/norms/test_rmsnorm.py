@@ -40,12 +40,6 @@ def test_cast_orders_agree_for_gains_of_one():
     assert torch.equal(RMSNorm(512)(x), RMSNorm(512, cast_order="llama")(x))
 
 
-def test_cast_orders_are_bit_identical_in_fp32():
-    norm, x = norm_and_input(torch.float32)
-    llama, _ = norm_and_input(torch.float32, cast_order="llama")
-    assert torch.equal(norm(x), llama(x))
-
-
 @pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_llama_cast_order_is_bit_identical_to_transformers(dtype, gain_dtype):
@@ -95,15 +89,6 @@ def test_zero_centered_gradient():
 def test_eps_is_inside_the_sqrt():
     """For x² equal to eps, eps inside the root gives 1/√2; outside it would give about 1."""
     assert RMSNorm(4, eps=1e-6)(torch.full((4,), 1e-3)).tolist() == pytest.approx([0.5**0.5] * 4, rel=1e-6)
-
-
-def test_bf16_gains_lose_small_updates():
-    """A hundred updates of 1e-3 move an fp32 gain from 1 to 1.1, but a bf16 gain stays at 1."""
-    for dtype, end in [(torch.float32, 1.1), (torch.bfloat16, 1.0)]:
-        (gain,) = RMSNorm(1).to(dtype).parameters()
-        for _ in range(100):
-            gain.data += 1e-3
-        assert gain.item() == pytest.approx(end, rel=1e-5)
 
 
 def test_unknown_cast_order_is_refused():
