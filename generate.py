@@ -30,7 +30,7 @@ from config import DEVICES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.checkpoint import open_checkpoint
-from runtime.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
+from runtime.device import autocast, measured_products, pick_device, pick_dtype, set_up_cpu, to_device
 from runtime.plugins import import_first
 from runtime.process import NotFinite, bad_input, exit_codes, write
 
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
             checkpoint, model, tokenizer = open_checkpoint(flags.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, sampling, model.config.context)
-        format = str(dtype).removeprefix("torch.") + (" with fast kernels" if fast else "")
+        format = str(dtype).removeprefix("torch.") + measured_products() + (" with fast kernels" if fast else "")
         print(f"{checkpoint} on {device} in {format}", file=sys.stderr)
         cast_matrices(model, dtype)
         if fast:

@@ -35,7 +35,16 @@ from runtime.checkpoint import (
     save_checkpoint,
     weight_hashes,
 )
-from runtime.device import allow_tf32, autocast, deterministic, peak_flops, peak_memory, set_up_cpu, to_device
+from runtime.device import (
+    allow_tf32,
+    autocast,
+    deterministic,
+    measured_products,
+    peak_flops,
+    peak_memory,
+    set_up_cpu,
+    to_device,
+)
 from runtime.huggingface.directory import open_model
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
@@ -230,7 +239,8 @@ class Trainer:
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
                 f"{description['parameters']:,} parameters, {run.model_config.norm} {run.model_config.placement}-norm, "
-                f"on {description['device']} in {run.config.dtype}{''.join(modes)}; the run is {run.folder}"
+                f"on {description['device']} in {run.config.dtype}{measured_products()}{''.join(modes)}; "
+                f"the run is {run.folder}"
             )
             try:
                 yield

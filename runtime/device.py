@@ -95,10 +95,15 @@ def product_times() -> list[float]:
     torch.set_num_threads(1)
     rounds = [[timeit(partial(torch.mm, x, x), number=1) for x in operands] for _ in range(5)]
     torch.set_num_threads(threads)
-    best = [min(seconds) for seconds in zip(*rounds, strict=True)]
-    times = f"{best[0] * 1e3:.2f} ms in float32 and {best[1] * 1e3:.2f} ms in bfloat16"
-    print(f"--dtype auto: a matrix product takes {times}", file=sys.stderr)
-    return best
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+def measured_products() -> str:
+    """What "auto" has measured on this CPU, to be printed after the dtype; nothing if the dtype was given."""
+    if not product_times.cache_info().currsize:
+        return ""
+    float32, bfloat16 = (f"{1e3 * seconds:.2f} ms" for seconds in product_times())
+    return f" (a matrix product takes {float32} in float32, {bfloat16} in bfloat16)"
 
 
 def compile_by_default(device: torch.device, steps: int, step_flops: float) -> bool:

@@ -29,7 +29,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--device cuda:99": (train.main, "--device cuda:99"),
     "--stepz 3": (train.main, "did you mean --steps?"),
     "--samples 0 --checkpoint taken": (generate.main, "--samples must be at least 1"),
-    "--checkpoint missing": (generate.main, "missing is not a directory; name a run of train.py"),
+    "--checkpoint missing": (generate.main, "missing is not a directory; name a run"),
     "--norms nothing": (ablate.main, "nothing"),
     "norms --rows 0": (bench.main, "--rows must be at least 1"),
 }
