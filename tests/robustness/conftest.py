@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-import multiprocessing
+import multiprocessing.context
 import os
 import random
 import signal
@@ -102,7 +102,10 @@ def ends(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str]]:
 # --- commands in forks of this process, which has imported everything ------------------------------------------------
 
 
-class Child(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined,misc]
+ForkProcess = getattr(multiprocessing.context, "ForkProcess", multiprocessing.Process)  # missing on Windows
+
+
+class Child(ForkProcess):  # type: ignore[misc,valid-type]
     """Calls a function as a command does: in a process of its own, which ends at signals. Its output goes to a file."""
 
     def __init__(self, log: Path, function: Callable, arguments: tuple):
