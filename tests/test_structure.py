@@ -1,6 +1,7 @@
 """The rule of the layout: the reference imports nothing but torch, and only the seam knows fast/."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,3 +110,11 @@ def test_no_source_runs_code_from_data():
     for source in SOURCES:
         if not source.startswith("tests/"):
             assert not list(runs_code((ROOT / source).read_text("utf-8"))), source
+
+
+def test_the_tests_that_show_a_promise_exist():
+    """CONTRIBUTING's table names them."""
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert len(named) > 20
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / path).read_text("utf-8"), f"{path}::{test}"
