@@ -76,7 +76,6 @@ def train_and_record(command: str) -> dict[str, Any]:
         patch.setattr(train, "training_batch", record_rows)
         patch.setattr(train, "SAMPLE", Sampling(tokens=8, temperature=0.8))
         patch.setattr(train, "EVAL_BATCH_TOKENS", 800)  # so that the last batch has no partner on the other rank
-        patch.setattr("optim.prefers_bfloat16", lambda device: False)  # in which Muon makes more of a rounding
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # takes longer than training
         try:
             train.main(command.split())
