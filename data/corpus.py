@@ -1,7 +1,7 @@
 """A corpus: documents from one or several sources, each split into training and validation text.
 
 Documents are streamed in chunks of about 1 MiB, cut at line ends where possible, so the text need not fit in memory.
-What does grow are the paths of the files, and 24 bytes per document.
+Memory grows only with file paths and by 24 bytes per document.
 """
 
 import hashlib

@@ -8,4 +8,4 @@ from norms.registry import KINDS, TRAITS, Traits, build_norm, check_norm, parse_
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["KINDS", "TRAITS", "Traits", "build_norm", "check_norm", "is_a", "parse_norm_args", "register"]
+__all__ = ["KINDS", "TRAITS", "Traits", "build_norm", "check_norm", "parse_norm_args", "register"]
