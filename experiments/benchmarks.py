@@ -70,7 +70,7 @@ def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Na
 
 def time_alternately(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
     """Median seconds of each call, over rounds that make each call once."""
-    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARMUP_ROUNDS + rounds):
         for name, call in calls.items():
@@ -197,7 +197,9 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
-    for name in ["plain", "fast"] if resolve_fast(None, device) else ["plain"]:
+    for name in (
+        ["plain", "fast"] if resolve_fast(None, device, str(config.dtype).removeprefix("torch.")) else ["plain"]
+    ):
         model = Llama(config.model).to(device).eval()
         cast_matrices(model, config.dtype)
         if name == "fast":
