@@ -308,28 +308,27 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
 
 
 def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
-    """Add a flag for every field of the dataclass `config` to a parser or an argument group."""
+    """Add a flag for every field of the dataclass `config`. One that is not given sets nothing, so presets apply."""
     hints = get_type_hints(config)
     for option in dataclasses.fields(config):
-        argument = _argument(option, hints[option.name])
+        kind, default = hints[option.name], option.default
+        if option.default_factory is not dataclasses.MISSING:
+            default = " ".join(option.default_factory())
+        argument: dict[str, Any] = {"type": kind}
+        if kind is bool:
+            argument = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(kind) is dict:
+            argument = {"action": "append", "metavar": "KEY=VALUE"}
+        elif get_origin(kind) is list:
+            argument = {"nargs": "+", "metavar": "NAME|PATH"}
+        elif "choices" not in option.metadata:
+            argument["metavar"] = kind.__name__.upper()
+        argument |= {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
+        if default not in (None, ""):
+            argument["help"] += f" (default: {default})"
         if option.name in hidden:
             argument["help"] = argparse.SUPPRESS
         parser.add_argument(f"--{_dashed(option.name)}", **argument)
-
-
-def _argument(option: dataclasses.Field, kind: Any) -> dict[str, Any]:
-    """The arguments of `add_argument` for a field. A flag that is not given sets nothing, so presets apply."""
-    argument = {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
-    default = option.default if option.default_factory is dataclasses.MISSING else " ".join(option.default_factory())
-    if default not in (None, ""):
-        argument["help"] += f" (default: {default})"
-    if kind is bool:
-        return argument | {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is dict:
-        return argument | {"action": "append", "metavar": "KEY=VALUE"}
-    if get_origin(kind) is list:
-        return argument | {"nargs": "+", "metavar": "NAME|PATH"}
-    return {"type": kind, "metavar": None if "choices" in option.metadata else kind.__name__.upper()} | argument
 
 
 def check_fields(given: dict[str, Any], source: str) -> None:

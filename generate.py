@@ -10,15 +10,13 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
     start(may_close=["stderr"])  # a closed standard output ends the command
 
-import argparse
 import codecs
-import dataclasses
 import hashlib
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -65,78 +63,72 @@ class Sampling:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Options(Sampling):
+    """All flags of the command."""
+
+    checkpoint: str = option(
+        None,
+        "run directory, one of its checkpoints, or a Hugging Face directory (default: the newest run)",
+        metavar="DIR",
+    )
+    prompt: str = option("", "text to continue; - reads standard input (default: a new document)", metavar="TEXT|-")
+    stop: list[str] = option(
+        [],
+        "stop when this text appears (not printed); may be repeated",
+        action="append",
+        nargs=None,
+        metavar="TEXT",
+    )
+    samples: int = option(1, "number of samples")
+    device: str = option("auto", DEVICES, metavar="DEVICE")
+    dtype: str = option(
+        "auto",
+        "dtype of matrix products; auto is the faster of bfloat16 and float32",
+        choices=["auto", "float32", "bfloat16", "float16"],
+    )
+    fast: bool = option(
+        None, "use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)"
+    )
+    compile: bool = option(
+        False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for the compiler"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "samples", most=MAX_SAMPLES)
+        require(all(self.stop), "--stop must not be empty")
+
+
 def main(arguments: list[str] | None = None) -> None:
     from runtime.acceleration import accelerate, resolve_fast  # training, which samples too, needs neither
     from runtime.decoding import compile_decoding
 
-    flags = parse(arguments)
+    parser = Parser(prog="generate.py", description="Generate text with a trained model.")
+    add_options(parser, Options)
+    import_first(parser, arguments)
+    flags = vars(parser.parse_args(arguments))
+    del flags["imports"]
     with exit_codes("--samples or --tokens"):
         with bad_input():
-            check_sizes(flags, "samples", most=MAX_SAMPLES)
-            require(all(flags.stop), "--stop must not be empty")
-            names = [field.name for field in dataclasses.fields(Sampling)]
-            sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
-            device = pick_device(flags.device)
-            dtype = pick_dtype(flags.dtype, device)
-            fast = resolve_fast(flags.fast, device, flags.dtype, flags.compile)
-            prompt = read_prompt(flags.prompt)
-            checkpoint, model, tokenizer = open_checkpoint(flags.checkpoint, device)
+            options = Options(**flags)
+            device = pick_device(options.device)
+            dtype = pick_dtype(options.dtype, device)
+            fast = resolve_fast(options.fast, device, options.dtype, options.compile)
+            prompt = read_prompt(options.prompt)
+            checkpoint, model, tokenizer = open_checkpoint(options.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
-            max_new_tokens(ids, sampling, model.config.context)
+            max_new_tokens(ids, options, model.config.context)
         format = str(dtype).removeprefix("torch.") + measured_products() + (" with fast kernels" if fast else "")
         print(f"{checkpoint} on {device} in {format}", file=sys.stderr)
         cast_matrices(model, dtype)
         if fast:
             accelerate(model)
-        if flags.compile:
+        if options.compile:
             compile_decoding(model)
         with autocast(device, dtype):
-            stream = stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop)
-            print_samples(prompt, stream, flags.samples)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="generate.py", description="Generate text with a trained model.")
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="run directory, one of its checkpoints, or a Hugging Face directory (default: the newest run)",
-    )
-    parser.add_argument(
-        "--prompt",
-        default="",
-        metavar="TEXT|-",
-        help="text to continue; - reads standard input (default: a new document)",
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="stop when this text appears (not printed); may be repeated",
-    )
-    parser.add_argument("--samples", type=int, default=1, metavar="INT", help="number of samples (default: 1)")
-    add_options(parser, Sampling)
-    parser.add_argument("--device", default="auto", metavar="DEVICE", help=f"{DEVICES} (default: auto)")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype of matrix products (default: auto, which is the faster of bfloat16 and float32)",
-    )
-    parser.add_argument(
-        "--fast",
-        action=argparse.BooleanOptionalAction,
-        help="use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)",
-    )
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="use torch.compile, with a CUDA graph on CUDA; the first token waits for the compiler (default: off)",
-    )
-    import_first(parser, arguments)
-    return parser.parse_args(arguments)
+            stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop)
+            print_samples(prompt, stream, options.samples)
 
 
 def read_prompt(prompt: str) -> str:
@@ -149,7 +141,7 @@ def read_prompt(prompt: str) -> str:
         raise ValueError(f"--prompt is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
 
 
-def max_new_tokens(prompt: Sized, sampling: Sampling, context: int) -> int:
+def max_new_tokens(prompt: Sequence[int] | Tensor, sampling: Sampling, context: int) -> int:
     """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold the requested number."""
     used = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
     remaining = context - used
@@ -207,7 +199,12 @@ def generate(
     Raises ValueError for ids that are not of this vocabulary, for more tokens than the context holds, and if a logit is
     NaN or infinite.
     """
-    sampling, prompts = Sampling(**options), check_ids(ids, model.config.vocab_size)
+    sampling, prompts = Sampling(**options), torch.as_tensor(ids)
+    if prompts.ndim not in (1, 2) or not prompts.numel() or prompts.is_floating_point() or prompts.dtype == torch.bool:
+        raise ValueError(f"ids must be integers of shape (T) or (B, T), not {prompts.dtype} of {tuple(prompts.shape)}")
+    prompts, last = prompts.long(), model.config.vocab_size - 1
+    outside = prompts[(prompts < 0) | (prompts > last)].tolist()
+    require(not outside, f"ids must be from 0 to {last}, not {outside[:1]}")
     training = model.training
     model.eval()
     try:
@@ -215,18 +212,6 @@ def generate(
     finally:
         model.train(training)
     return torch.cat((prompts, prompts.new_tensor(new).T.reshape(*prompts.shape[:-1], -1)), -1)
-
-
-def check_ids(ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, vocab_size: int) -> Tensor:
-    """`ids` as int64 (T) or (B, T). Raises ValueError if they are something else, or not of this vocabulary."""
-    tensor = torch.as_tensor(ids)
-    if tensor.ndim not in (1, 2) or not tensor.numel() or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"ids must be token ids, integers of shape (T) or (B, T), not {dtype} of shape {shape}")
-    tensor = tensor.long()
-    low, high = int(tensor.min()), int(tensor.max())
-    require(low >= 0 and high < vocab_size, f"ids must be from 0 to {vocab_size - 1}, not {low if low < 0 else high}")
-    return tensor
 
 
 @torch.inference_mode()
@@ -257,21 +242,17 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
         tokens = drawn.to(device).unsqueeze(1)  # B 1
 
 
-def prompt_rows(prompt: list[int], end_of_document: int, samples: int = 1) -> Tensor:
-    """The prompt of each sample, (samples, T). `end_of_document` replaces an empty prompt."""
-    return torch.tensor([prompt or [end_of_document]]).expand(samples, -1)
-
-
-def make_generator(seed: int, sample: int) -> Generator:
-    """The random number generator of one sample. On the CPU, so that draws do not depend on the device."""
-    digest = hashlib.sha256(f"{seed} sample {sample}".encode()).digest()
-    return Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-
-
 def random_points(seed: int, samples: int, count: int) -> Tensor:
-    """A uniform number from [0, 1) for each token of each sample, float64 (count, samples)."""
-    generators = [make_generator(seed, sample) for sample in range(samples)]
-    return torch.stack([torch.rand(count, dtype=torch.float64, generator=each) for each in generators], 1)
+    """A uniform number from [0, 1) for each token of each sample, float64 (count, samples).
+
+    They are drawn on the CPU, so that they do not depend on the device.
+    """
+    columns = []
+    for sample in range(samples):
+        digest = hashlib.sha256(f"{seed} sample {sample}".encode()).digest()
+        generator = Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+        columns.append(torch.rand(count, dtype=torch.float64, generator=generator))
+    return torch.stack(columns, 1)
 
 
 def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
@@ -282,7 +263,8 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     invalid = ~logits.amax(-1).isfinite()
     if sampling.temperature == 0:
         return logits.argmax(-1).masked_fill(invalid, INVALID)
-    logits = apply_temperature(logits.to(points.device).double(), sampling.temperature)
+    logits = logits.to(points.device).double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # at most 0, so exp does not overflow
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
@@ -294,11 +276,6 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     # 1 - points is in (0, 1], so a token of probability 0 is never drawn.
     ids = torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
     return ids.masked_fill(invalid.to(ids.device), INVALID)
-
-
-def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits divided by the temperature. The largest is shifted to 0 first, to avoid overflow."""
-    return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -337,7 +314,7 @@ def stream_text(
     """
     texts = [TextStream(stop) for _ in range(samples)]
     length = max_new_tokens(prompt, sampling, model.config.context)
-    prompts = prompt_rows(prompt, tokenizer.end_of_document, samples)
+    prompts = torch.tensor([prompt or [tokenizer.end_of_document]] * samples)
     for count, ids in enumerate(stream_ids(model, prompts, sampling, tokenizer.end_of_document), 1):
         pieces: list[str | None] = []
         for text, token in zip(texts, ids, strict=True):
@@ -354,12 +331,12 @@ def stream_text(
 
 def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> str:
     """`prompt` and one sample that continues it, as long as the context allows. The model may be in training mode."""
-    room = model.config.context - max(1, len(prompt))
-    prompts = prompt_rows(prompt, tokenizer.end_of_document)
+    ids = torch.tensor(prompt or [tokenizer.end_of_document])
+    room = model.config.context - len(ids)
     if room > 0:
         options = vars(sampling) | {"tokens": min(sampling.tokens or DEFAULT_TOKENS, room)}
-        prompts = generate(model, prompts, tokenizer.end_of_document, **options)
-    return TextStream().add(tokenizer.decode_bytes(prompts[0].tolist()))
+        ids = generate(model, ids, tokenizer.end_of_document, **options)
+    return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
 
 
 class TextStream:
