@@ -68,17 +68,11 @@ class Options(Sampling):
     """All flags of the command."""
 
     checkpoint: str = option(
-        None,
-        "run directory, one of its checkpoints, or a Hugging Face directory (default: the newest run)",
-        metavar="DIR",
+        None, "run, one of its checkpoints, or a Hugging Face directory (default: the newest run)", metavar="DIR"
     )
     prompt: str = option("", "text to continue; - reads standard input (default: a new document)", metavar="TEXT|-")
     stop: list[str] = option(
-        [],
-        "stop when this text appears (not printed); may be repeated",
-        action="append",
-        nargs=None,
-        metavar="TEXT",
+        [], "stop when this text appears (not printed); may be repeated", action="append", nargs=None, metavar="TEXT"
     )
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
@@ -87,12 +81,8 @@ class Options(Sampling):
         "dtype of matrix products; auto is the faster of bfloat16 and float32",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
-    fast: bool = option(
-        None, "use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)"
-    )
-    compile: bool = option(
-        False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for the compiler"
-    )
+    fast: bool = option(None, "use the kernels in fast/ (default: on a CPU without --compile, if they can be built)")
+    compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for it")
 
     def __post_init__(self) -> None:
         super().__post_init__()
