@@ -49,14 +49,6 @@ def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
         require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
 
-def parse_rope_scaling(texts: list[str]) -> dict[str, float]:
-    """Turn `["factor=8", ...]` into `{"factor": 8.0, ...}`. Raises ValueError for anything but numbers."""
-    try:
-        return {name: float(value) for name, _, value in (text.partition("=") for text in texts)}
-    except ValueError:
-        raise ValueError(f"--rope-scaling takes key=number, not {' '.join(texts)!r}") from None
-
-
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
@@ -99,9 +91,7 @@ class ModelConfig:
         choices=["normal", "xavier"],
     )
     depth_scaled_init: bool = option(
-        True,
-        "divide the initial std of output projections by sqrt(2 layers); --init normal only, and not with every "
-        "placement",
+        True, "with --init normal and most placements, divide the initial std of output projections by sqrt(2 layers)"
     )
 
     def __post_init__(self) -> None:
@@ -120,17 +110,16 @@ class ModelConfig:
             name = f"--dim {self.dim} / --heads {self.heads}"
         require(self.head_dim % 2 == 0, f"{name} is odd: RoPE rotates pairs of features")
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
-        require(0 < self.rope_theta < math.inf, f"--rope-theta must be a positive number, not {self.rope_theta}")
-        if scaling := self.rope_scaling:
-            positive = all(0 < value < math.inf for value in scaling.values())
+        for name in ("rope_theta", "embedding_scale"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"--{_dashed(name)} must be a positive number, not {value}")
+        if self.rope_scaling:
+            factor, low, high, original = (self.rope_scaling.get(name, math.nan) for name in ROPE_SCALING)
+            valid = 0 < factor < math.inf and 0 < low < high < math.inf and 0 < original < math.inf
             require(
-                scaling.keys() == set(ROPE_SCALING)
-                and positive
-                and scaling[ROPE_SCALING[1]] < scaling[ROPE_SCALING[2]],
+                valid and len(self.rope_scaling) == len(ROPE_SCALING),
                 f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high",
             )
-        scale = self.embedding_scale
-        require(0 < scale < math.inf, f"--embedding-scale must be a positive number, not {scale}")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
         check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
@@ -235,26 +224,24 @@ FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field i
 
 # What differs from the defaults above, which are the preset `tiny`. By `bench.py plan`, `small` and `124m` fit on a
 # GPU of 24 GB, `1b` on one of 80 GB, and `7b`, LLaMA's shape with twice its context, on 8 of 80 GB.
+LARGE: dict[str, Any] = dict(vocab_size=32000, optimizer="adamw", eval_every=1000, save_every=1000, eval_tokens=1 << 20)
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
         dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, momentum=0.95,
         steps=3000, eval_every=500, save_every=500, eval_tokens=1 << 20,
     ),
-    "124m": dict(
-        dim=768, layers=12, heads=12, hidden_dim=2048, context=1024, vocab_size=32000,
-        batch_size=480, micro_batch_size=12, lr=6e-4, optimizer="adamw", steps=20000, eval_every=1000, save_every=1000,
-        eval_tokens=1 << 20,
+    "124m": LARGE | dict(
+        dim=768, layers=12, heads=12, hidden_dim=2048, context=1024,
+        batch_size=480, micro_batch_size=12, lr=6e-4, steps=20000,
     ),
-    "1b": dict(
-        dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, vocab_size=32000, rope_theta=5e5,
-        batch_size=512, micro_batch_size=8, lr=4e-4, optimizer="adamw", steps=50000, eval_every=1000, save_every=1000,
-        eval_tokens=1 << 20,
+    "1b": LARGE | dict(
+        dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, rope_theta=5e5,
+        batch_size=512, micro_batch_size=8, lr=4e-4, steps=50000,
     ),
-    "7b": dict(
-        dim=4096, layers=32, heads=32, hidden_dim=11008, context=4096, vocab_size=32000, tie_embeddings=False,
-        batch_size=512, micro_batch_size=2, lr=3e-4, optimizer="adamw", steps=100000, eval_every=1000, save_every=1000,
-        eval_tokens=1 << 20, shard=True, recompute=True,
+    "7b": LARGE | dict(
+        dim=4096, layers=32, heads=32, hidden_dim=11008, context=4096, tie_embeddings=False,
+        batch_size=512, micro_batch_size=2, lr=3e-4, steps=100000, shard=True, recompute=True,
     ),
 }  # fmt: skip
 
@@ -362,7 +349,11 @@ def configs_from(
         given = given | pretrained | chosen
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     if "rope_scaling" in by_flag:
-        by_flag["rope_scaling"] = parse_rope_scaling(by_flag["rope_scaling"])
+        texts = by_flag["rope_scaling"]
+        try:
+            by_flag["rope_scaling"] = {text.partition("=")[0]: float(text.partition("=")[2]) for text in texts}
+        except ValueError:
+            raise ValueError(f"--rope-scaling takes key=number, not {' '.join(texts)!r}") from None
     if "norm_args" in by_flag:
         norm = by_flag.get("norm", given.get("norm", ModelConfig.norm))
         by_flag["norm_args"] = parse_norm_args(norm, by_flag["norm_args"])
