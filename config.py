@@ -17,6 +17,7 @@ from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
+DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 
@@ -57,10 +58,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model. Its architecture and its initial weights follow from these fields and a seed.
-
-    Raises ValueError, in one line that names the flag, if a field is invalid or fields are incompatible.
-    """
+    """The architecture. Raises ValueError, naming the flag, if a field is invalid or fields are incompatible."""
 
     norm: str = option("rmsnorm", "kind of norm", choices=KINDS)
     placement: str = option("pre", "where the norm goes around a sublayer", choices=PLACEMENTS)
@@ -80,7 +78,7 @@ class ModelConfig:
     )
     tie_embeddings: bool = option(True, "use the embedding as the output head")
     scaled_embedding: bool = option(
-        False, "multiply the embedding by a learned scalar, sqrt(--dim) at the start, as DyT's authors do"
+        False, "multiply the embedding by a learned scalar, at first sqrt(--dim), as in DyT"
     )
     embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma's is sqrt(--dim)")
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
@@ -159,9 +157,7 @@ class TrainConfig:
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
-    weight_decay: float = option(
-        0.1, "weight decay of the matrices in the blocks; norms, embedding and head are not decayed"
-    )
+    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; nothing else is decayed")
     optimizer: str = option(
         "muon",
         "adamw, or muon for the matrices in the blocks and AdamW (at twice --lr) for the rest",
@@ -171,27 +167,14 @@ class TrainConfig:
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option(
-        "auto",
-        "dtype of matrix products; auto is the faster of bfloat16 and float32",
-        choices=["auto", "float32", "bfloat16", "float16"],
-    )
-    tf32: bool = option(
-        False, "allow TF32 in float32 matrix products on a GPU: faster, 10 bits of mantissa; no effect with bfloat16"
-    )
-    deterministic: bool = option(
-        False, "use deterministic kernels only: slower, and a resumed run on CUDA ends with the same bits"
-    )
+    dtype: str = option("auto", "dtype of matrix products; auto is the faster of bfloat16 and float32", choices=DTYPES)
+    tf32: bool = option(False, "allow TF32 in float32 products on a GPU: faster, with 10 bits of mantissa")
+    deterministic: bool = option(False, "deterministic kernels: slower; a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
     compile: bool = option(None, "use torch.compile (default: for runs long enough to pay for it)")
-    shard: bool = option(
-        False, "with several ranks of torchrun, each keeps a part of every weight (FSDP2) instead of all (DDP)"
-    )
+    shard: bool = option(False, "with torchrun, each rank keeps a part of every weight (FSDP2) instead of all (DDP)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
-    eval_tokens: int = option(
-        1 << 17,
-        "tokens of the validation text per evaluation, in evenly spaced windows; fewer tokens make evaluation faster",
-    )
+    eval_tokens: int = option(1 << 17, "validation tokens per evaluation, evenly spaced; fewer make evaluation faster")
     save_every: int = option(250, "steps between checkpoints; also after the last step")
     keep: int = option(2, "number of most recent checkpoints to keep")
     log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
@@ -259,9 +242,6 @@ FOLLOWS = {
 }
 
 
-SYNONYMS = {"--learning-rate": "--lr"}  # not spelled alike
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line and exits with 2."""
 
@@ -271,7 +251,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_usage())
             mistyped = [name.partition("=")[0].replace("_", "-") for name in unknown if name.startswith("--")]
-            names = [SYNONYMS.get(name, name) for name in mistyped]
+            names = ["--lr" if name == "--learning-rate" else name for name in mistyped]  # not spelled alike
             similar = [flag for name in names for flag in difflib.get_close_matches(name, known, n=1)]
             hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -298,9 +278,8 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
     """Add a flag for every field of the dataclass `config`. One that is not given sets nothing, so presets apply."""
     hints = get_type_hints(config)
     for option in dataclasses.fields(config):
-        kind, default = hints[option.name], option.default
-        if option.default_factory is not dataclasses.MISSING:
-            default = " ".join(option.default_factory())
+        kind, several = hints[option.name], option.default_factory
+        default = option.default if several is dataclasses.MISSING else " ".join(several())
         argument: dict[str, Any] = {"type": kind}
         if kind is bool:
             argument = {"action": argparse.BooleanOptionalAction}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from config import DEVICES, Parser, add_options, check_sizes, option, require
+from config import DEVICES, DTYPES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.checkpoint import open_checkpoint
@@ -76,11 +76,7 @@ class Options(Sampling):
     )
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option(
-        "auto",
-        "dtype of matrix products; auto is the faster of bfloat16 and float32",
-        choices=["auto", "float32", "bfloat16", "float16"],
-    )
+    dtype: str = option("auto", "dtype of matrix products; auto is the faster of bfloat16 and float32", choices=DTYPES)
     fast: bool = option(None, "use the kernels in fast/ (default: on a CPU without --compile, if they can be built)")
     compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for it")
 
@@ -122,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_prompt(prompt: str) -> str:
-    """The text of `--prompt`, from standard input for "-". Raises ValueError if that is closed, or not UTF-8."""
+    """The text of `--prompt`, from standard input for "-"."""
     require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
@@ -185,9 +181,8 @@ def generate(
     """`ids` and what the model continues them with: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
 
     `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row that ends, with
-    `end_of_document`, repeats it; by default no row ends. The model may be in training mode.
-    Raises ValueError for ids that are not of this vocabulary, for more tokens than the context holds, and if a logit is
-    NaN or infinite.
+    `end_of_document`, repeats it; by default no row ends. The model may be in training mode. Raises ValueError for bad
+    ids, for more tokens than the context holds, and if a logit is NaN or infinite.
     """
     sampling, prompts = Sampling(**options), torch.as_tensor(ids)
     if prompts.ndim not in (1, 2) or not prompts.numel() or prompts.is_floating_point() or prompts.dtype == torch.bool:
@@ -330,10 +325,9 @@ def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling:
 
 
 class TextStream:
-    """Decodes text from bytes that arrive in pieces, and returns it as early as possible.
+    """Decodes text from bytes that arrive in pieces, with the same result however they are split.
 
-    An unfinished character is held back, and so is a possible beginning of a stop string. Invalid UTF-8 becomes
-    U+FFFD; an unfinished character at the very end is dropped. The result does not depend on how the bytes were split.
+    An unfinished character is held back, and so is a possible beginning of a stop string. Invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, stop: Sequence[str] = ()):

@@ -70,7 +70,7 @@ def plot_curves(runs: list[Outcome], title: str) -> Figure:
             means = by_step(arms[arm], metric)
             every = max(1, math.ceil(len(means) / MARKED))
             marked = ((len(means) - 1) % every, every)  # with the last
-            axes.plot(list(means), list(means.values()), "o", label=arm.name, ms=4, markevery=marked, **look)
+            axes.plot(list(means), list(means.values()), marker="o", label=arm.name, ms=4, markevery=marked, **look)
             if means and any(run.diverged for run in arms[arm]):
                 axes.plot(*list(means.items())[-1], color=look["color"], **CROSS)
         axes.set_ylabel(label)

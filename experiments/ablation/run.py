@@ -131,14 +131,11 @@ def write_report(ablation: Ablation, sweep: list[Cell], best: dict[Arm, float], 
         figures = {"curves": plot_curves(runs, title)}
         if len(grid.settings) > 1:
             figures["differences"] = plot_differences(runs, title)
+    sections = [markdown(text)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
-    sections = [
-        markdown(text),
-        *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()),
-        "<h2>Settings of the first arm</h2>",
-        settings_list(asdict(model_config) | asdict(config)),
-    ]
+        sections.append(figure(plot, alt=f"{name} of the arms"))
+    sections += ["<h2>Settings of the first arm</h2>", settings_list(asdict(model_config) | asdict(config))]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
 
 
