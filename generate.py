@@ -173,10 +173,7 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
 
 
 def generate(
-    model: Llama,
-    ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
-    end_of_document: int = NEVER,
-    **options: Any,
+    model: Llama, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, end_of_document: int = NEVER, **options: Any
 ) -> Tensor:
     """`ids` and what the model continues them with: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
 
@@ -303,12 +300,10 @@ def stream_text(
     for count, ids in enumerate(stream_ids(model, prompts, sampling, tokenizer.end_of_document), 1):
         pieces: list[str | None] = []
         for text, token in zip(texts, ids, strict=True):
-            if text.ended:
-                pieces.append(None)
-                continue
-            piece = text.add(tokenizer.decode_bytes([token]))
-            last = token == tokenizer.end_of_document or count == length
-            pieces.append(piece + text.end() if last else piece)
+            piece = None if text.ended else text.add(tokenizer.decode_bytes([token]))
+            if piece is not None and (token == tokenizer.end_of_document or count == length):
+                piece += text.end()
+            pieces.append(piece)
         yield pieces
         if all(text.ended for text in texts):
             return

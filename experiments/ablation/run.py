@@ -44,10 +44,7 @@ class Ablation:
 
 
 def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
-    """Turn flags into an ablation, cheap checks first. Raises ValueError for invalid flags.
-
-    `train_flags` are those of train.py, which every cell gets.
-    """
+    """An ablation from its flags, and those of train.py, which every cell gets. Raises ValueError for invalid ones."""
     check_sizes(flags, "seeds", most=MAX_SEEDS)
     check_sizes(flags, "jobs", "threads", most=1024)
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
