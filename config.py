@@ -17,6 +17,7 @@ from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
+DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 
@@ -49,14 +50,6 @@ def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
         require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
 
-def parse_rope_scaling(texts: list[str]) -> dict[str, float]:
-    """Turn `["factor=8", ...]` into `{"factor": 8.0, ...}`. Raises ValueError for anything but numbers."""
-    try:
-        return {name: float(value) for name, _, value in (text.partition("=") for text in texts)}
-    except ValueError:
-        raise ValueError(f"--rope-scaling takes key=number, not {' '.join(texts)!r}") from None
-
-
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
@@ -65,10 +58,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model. Its architecture and its initial weights follow from these fields and a seed.
-
-    Raises ValueError, in one line that names the flag, if a field is invalid or fields are incompatible.
-    """
+    """The architecture. Raises ValueError, naming the flag, if a field is invalid or fields are incompatible."""
 
     norm: str = option("rmsnorm", "kind of norm", choices=KINDS)
     placement: str = option("pre", "where the norm goes around a sublayer", choices=PLACEMENTS)
@@ -88,7 +78,7 @@ class ModelConfig:
     )
     tie_embeddings: bool = option(True, "use the embedding as the output head")
     scaled_embedding: bool = option(
-        False, "multiply the embedding by a learned scalar, sqrt(--dim) at the start, as DyT's authors do"
+        False, "multiply the embedding by a learned scalar, at first sqrt(--dim), as in DyT"
     )
     embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma's is sqrt(--dim)")
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
@@ -99,9 +89,7 @@ class ModelConfig:
         choices=["normal", "xavier"],
     )
     depth_scaled_init: bool = option(
-        True,
-        "divide the initial std of output projections by sqrt(2 layers); --init normal only, and not with every "
-        "placement",
+        True, "with --init normal and most placements, divide the initial std of output projections by sqrt(2 layers)"
     )
 
     def __post_init__(self) -> None:
@@ -120,17 +108,16 @@ class ModelConfig:
             name = f"--dim {self.dim} / --heads {self.heads}"
         require(self.head_dim % 2 == 0, f"{name} is odd: RoPE rotates pairs of features")
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
-        require(0 < self.rope_theta < math.inf, f"--rope-theta must be a positive number, not {self.rope_theta}")
-        if scaling := self.rope_scaling:
-            positive = all(0 < value < math.inf for value in scaling.values())
+        for name in ("rope_theta", "embedding_scale"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"--{_dashed(name)} must be a positive number, not {value}")
+        if self.rope_scaling:
+            factor, low, high, original = (self.rope_scaling.get(name, math.nan) for name in ROPE_SCALING)
+            valid = 0 < factor < math.inf and 0 < low < high < math.inf and 0 < original < math.inf
             require(
-                scaling.keys() == set(ROPE_SCALING)
-                and positive
-                and scaling[ROPE_SCALING[1]] < scaling[ROPE_SCALING[2]],
+                valid and len(self.rope_scaling) == len(ROPE_SCALING),
                 f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high",
             )
-        scale = self.embedding_scale
-        require(0 < scale < math.inf, f"--embedding-scale must be a positive number, not {scale}")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
         check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
@@ -170,9 +157,7 @@ class TrainConfig:
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
-    weight_decay: float = option(
-        0.1, "weight decay of the matrices in the blocks; norms, embedding and head are not decayed"
-    )
+    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; nothing else is decayed")
     optimizer: str = option(
         "muon",
         "adamw, or muon for the matrices in the blocks and AdamW (at twice --lr) for the rest",
@@ -182,27 +167,14 @@ class TrainConfig:
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option(
-        "auto",
-        "dtype of matrix products; auto is the faster of bfloat16 and float32",
-        choices=["auto", "float32", "bfloat16", "float16"],
-    )
-    tf32: bool = option(
-        False, "allow TF32 in float32 matrix products on a GPU: faster, 10 bits of mantissa; no effect with bfloat16"
-    )
-    deterministic: bool = option(
-        False, "use deterministic kernels only: slower, and a resumed run on CUDA ends with the same bits"
-    )
+    dtype: str = option("auto", "dtype of matrix products; auto is the faster of bfloat16 and float32", choices=DTYPES)
+    tf32: bool = option(False, "allow TF32 in float32 products on a GPU: faster, with 10 bits of mantissa")
+    deterministic: bool = option(False, "deterministic kernels: slower; a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
     compile: bool = option(None, "use torch.compile (default: for runs long enough to pay for it)")
-    shard: bool = option(
-        False, "with several ranks of torchrun, each keeps a part of every weight (FSDP2) instead of all (DDP)"
-    )
+    shard: bool = option(False, "with torchrun, each rank keeps a part of every weight (FSDP2) instead of all (DDP)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
-    eval_tokens: int = option(
-        1 << 17,
-        "tokens of the validation text per evaluation, in evenly spaced windows; fewer tokens make evaluation faster",
-    )
+    eval_tokens: int = option(1 << 17, "validation tokens per evaluation, evenly spaced; fewer make evaluation faster")
     save_every: int = option(250, "steps between checkpoints; also after the last step")
     keep: int = option(2, "number of most recent checkpoints to keep")
     log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
@@ -235,26 +207,24 @@ FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field i
 
 # What differs from the defaults above, which are the preset `tiny`. By `bench.py plan`, `small` and `124m` fit on a
 # GPU of 24 GB, `1b` on one of 80 GB, and `7b`, LLaMA's shape with twice its context, on 8 of 80 GB.
+LARGE: dict[str, Any] = dict(vocab_size=32000, optimizer="adamw", eval_every=1000, save_every=1000, eval_tokens=1 << 20)
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
         dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, momentum=0.95,
         steps=3000, eval_every=500, save_every=500, eval_tokens=1 << 20,
     ),
-    "124m": dict(
-        dim=768, layers=12, heads=12, hidden_dim=2048, context=1024, vocab_size=32000,
-        batch_size=480, micro_batch_size=12, lr=6e-4, optimizer="adamw", steps=20000, eval_every=1000, save_every=1000,
-        eval_tokens=1 << 20,
+    "124m": LARGE | dict(
+        dim=768, layers=12, heads=12, hidden_dim=2048, context=1024,
+        batch_size=480, micro_batch_size=12, lr=6e-4, steps=20000,
     ),
-    "1b": dict(
-        dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, vocab_size=32000, rope_theta=5e5,
-        batch_size=512, micro_batch_size=8, lr=4e-4, optimizer="adamw", steps=50000, eval_every=1000, save_every=1000,
-        eval_tokens=1 << 20,
+    "1b": LARGE | dict(
+        dim=2048, layers=16, heads=32, kv_heads=8, hidden_dim=8192, context=2048, rope_theta=5e5,
+        batch_size=512, micro_batch_size=8, lr=4e-4, steps=50000,
     ),
-    "7b": dict(
-        dim=4096, layers=32, heads=32, hidden_dim=11008, context=4096, vocab_size=32000, tie_embeddings=False,
-        batch_size=512, micro_batch_size=2, lr=3e-4, optimizer="adamw", steps=100000, eval_every=1000, save_every=1000,
-        eval_tokens=1 << 20, shard=True, recompute=True,
+    "7b": LARGE | dict(
+        dim=4096, layers=32, heads=32, hidden_dim=11008, context=4096, tie_embeddings=False,
+        batch_size=512, micro_batch_size=2, lr=3e-4, steps=100000, shard=True, recompute=True,
     ),
 }  # fmt: skip
 
@@ -272,9 +242,6 @@ FOLLOWS = {
 }
 
 
-SYNONYMS = {"--learning-rate": "--lr"}  # not spelled alike
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line and exits with 2."""
 
@@ -284,7 +251,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_usage())
             mistyped = [name.partition("=")[0].replace("_", "-") for name in unknown if name.startswith("--")]
-            names = [SYNONYMS.get(name, name) for name in mistyped]
+            names = ["--lr" if name == "--learning-rate" else name for name in mistyped]  # not spelled alike
             similar = [flag for name in names for flag in difflib.get_close_matches(name, known, n=1)]
             hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -308,28 +275,26 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
 
 
 def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
-    """Add a flag for every field of the dataclass `config` to a parser or an argument group."""
+    """Add a flag for every field of the dataclass `config`. One that is not given sets nothing, so presets apply."""
     hints = get_type_hints(config)
     for option in dataclasses.fields(config):
-        argument = _argument(option, hints[option.name])
+        kind, several = hints[option.name], option.default_factory
+        default = option.default if several is dataclasses.MISSING else " ".join(several())
+        argument: dict[str, Any] = {"type": kind}
+        if kind is bool:
+            argument = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(kind) is dict:
+            argument = {"action": "append", "metavar": "KEY=VALUE"}
+        elif get_origin(kind) is list:
+            argument = {"nargs": "+", "metavar": "NAME|PATH"}
+        elif "choices" not in option.metadata:
+            argument["metavar"] = kind.__name__.upper()
+        argument |= {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
+        if default not in (None, ""):
+            argument["help"] += f" (default: {default})"
         if option.name in hidden:
             argument["help"] = argparse.SUPPRESS
         parser.add_argument(f"--{_dashed(option.name)}", **argument)
-
-
-def _argument(option: dataclasses.Field, kind: Any) -> dict[str, Any]:
-    """The arguments of `add_argument` for a field. A flag that is not given sets nothing, so presets apply."""
-    argument = {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
-    default = option.default if option.default_factory is dataclasses.MISSING else " ".join(option.default_factory())
-    if default not in (None, ""):
-        argument["help"] += f" (default: {default})"
-    if kind is bool:
-        return argument | {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is dict:
-        return argument | {"action": "append", "metavar": "KEY=VALUE"}
-    if get_origin(kind) is list:
-        return argument | {"nargs": "+", "metavar": "NAME|PATH"}
-    return {"type": kind, "metavar": None if "choices" in option.metadata else kind.__name__.upper()} | argument
 
 
 def check_fields(given: dict[str, Any], source: str) -> None:
@@ -363,7 +328,11 @@ def configs_from(
         given = given | pretrained | chosen
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     if "rope_scaling" in by_flag:
-        by_flag["rope_scaling"] = parse_rope_scaling(by_flag["rope_scaling"])
+        texts = by_flag["rope_scaling"]
+        try:
+            by_flag["rope_scaling"] = {text.partition("=")[0]: float(text.partition("=")[2]) for text in texts}
+        except ValueError:
+            raise ValueError(f"--rope-scaling takes key=number, not {' '.join(texts)!r}") from None
     if "norm_args" in by_flag:
         norm = by_flag.get("norm", given.get("norm", ModelConfig.norm))
         by_flag["norm_args"] = parse_norm_args(norm, by_flag["norm_args"])

@@ -71,14 +71,9 @@ def explained(path: Path, size: int) -> Iterator[None]:
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
         reason = f"{error.strerror or error}; it needs {size:,} bytes, and {free:,} are free"
-        raise disk_error(error.errno, f"{path} cannot be written: {reason}") from None
-
-
-def disk_error(number: int | None, message: str) -> OSError:
-    """An OSError with this `errno` whose text is only the message."""
-    error = OSError(message)
-    error.errno = number
-    return error
+        failed = OSError(f"{path} cannot be written: {reason}")  # OSError(errno, text) would print the number too
+        failed.errno = error.errno
+        raise failed from None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -10,15 +10,13 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
     start(may_close=["stderr"])  # a closed standard output ends the command
 
-import argparse
 import codecs
-import dataclasses
 import hashlib
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from config import DEVICES, Parser, add_options, check_sizes, option, require
+from config import DEVICES, DTYPES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
 from model import Llama
 from runtime.checkpoint import open_checkpoint
@@ -65,82 +63,62 @@ class Sampling:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Options(Sampling):
+    """All flags of the command."""
+
+    checkpoint: str = option(
+        None, "run, one of its checkpoints, or a Hugging Face directory (default: the newest run)", metavar="DIR"
+    )
+    prompt: str = option("", "text to continue; - reads standard input (default: a new document)", metavar="TEXT|-")
+    stop: list[str] = option(
+        [], "stop when this text appears (not printed); may be repeated", action="append", nargs=None, metavar="TEXT"
+    )
+    samples: int = option(1, "number of samples")
+    device: str = option("auto", DEVICES, metavar="DEVICE")
+    dtype: str = option("auto", "dtype of matrix products; auto is the faster of bfloat16 and float32", choices=DTYPES)
+    fast: bool = option(None, "use the kernels in fast/ (default: on a CPU without --compile, if they can be built)")
+    compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for it")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "samples", most=MAX_SAMPLES)
+        require(all(self.stop), "--stop must not be empty")
+
+
 def main(arguments: list[str] | None = None) -> None:
     from runtime.acceleration import accelerate, resolve_fast  # training, which samples too, needs neither
     from runtime.decoding import compile_decoding
 
-    flags = parse(arguments)
+    parser = Parser(prog="generate.py", description="Generate text with a trained model.")
+    add_options(parser, Options)
+    import_first(parser, arguments)
+    flags = vars(parser.parse_args(arguments))
+    del flags["imports"]
     with exit_codes("--samples or --tokens"):
         with bad_input():
-            check_sizes(flags, "samples", most=MAX_SAMPLES)
-            require(all(flags.stop), "--stop must not be empty")
-            names = [field.name for field in dataclasses.fields(Sampling)]
-            sampling = Sampling(**{name: value for name, value in vars(flags).items() if name in names})
-            device = pick_device(flags.device)
-            dtype = pick_dtype(flags.dtype, device)
-            fast = resolve_fast(flags.fast, device, flags.dtype, flags.compile)
-            prompt = read_prompt(flags.prompt)
-            checkpoint, model, tokenizer = open_checkpoint(flags.checkpoint, device)
+            options = Options(**flags)
+            device = pick_device(options.device)
+            dtype = pick_dtype(options.dtype, device)
+            fast = resolve_fast(options.fast, device, options.dtype, options.compile)
+            prompt = read_prompt(options.prompt)
+            checkpoint, model, tokenizer = open_checkpoint(options.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
-            max_new_tokens(ids, sampling, model.config.context)
+            max_new_tokens(ids, options, model.config.context)
         format = str(dtype).removeprefix("torch.") + measured_products() + (" with fast kernels" if fast else "")
         print(f"{checkpoint} on {device} in {format}", file=sys.stderr)
         cast_matrices(model, dtype)
         if fast:
             accelerate(model)
-        if flags.compile:
+        if options.compile:
             compile_decoding(model)
         with autocast(device, dtype):
-            stream = stream_text(model, tokenizer, ids, sampling, flags.samples, flags.stop)
-            print_samples(prompt, stream, flags.samples)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="generate.py", description="Generate text with a trained model.")
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="run directory, one of its checkpoints, or a Hugging Face directory (default: the newest run)",
-    )
-    parser.add_argument(
-        "--prompt",
-        default="",
-        metavar="TEXT|-",
-        help="text to continue; - reads standard input (default: a new document)",
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="stop when this text appears (not printed); may be repeated",
-    )
-    parser.add_argument("--samples", type=int, default=1, metavar="INT", help="number of samples (default: 1)")
-    add_options(parser, Sampling)
-    parser.add_argument("--device", default="auto", metavar="DEVICE", help=f"{DEVICES} (default: auto)")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype of matrix products (default: auto, which is the faster of bfloat16 and float32)",
-    )
-    parser.add_argument(
-        "--fast",
-        action=argparse.BooleanOptionalAction,
-        help="use the CPU kernels in fast/ (default: on a CPU without --compile, if they can be built)",
-    )
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="use torch.compile, with a CUDA graph on CUDA; the first token waits for the compiler (default: off)",
-    )
-    import_first(parser, arguments)
-    return parser.parse_args(arguments)
+            stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop)
+            print_samples(prompt, stream, options.samples)
 
 
 def read_prompt(prompt: str) -> str:
-    """The text of `--prompt`, from standard input for "-". Raises ValueError if that is closed, or not UTF-8."""
+    """The text of `--prompt`, from standard input for "-"."""
     require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
@@ -149,7 +127,7 @@ def read_prompt(prompt: str) -> str:
         raise ValueError(f"--prompt is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
 
 
-def max_new_tokens(prompt: Sized, sampling: Sampling, context: int) -> int:
+def max_new_tokens(prompt: Sequence[int] | Tensor, sampling: Sampling, context: int) -> int:
     """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold the requested number."""
     used = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
     remaining = context - used
@@ -195,19 +173,20 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
 
 
 def generate(
-    model: Llama,
-    ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
-    end_of_document: int = NEVER,
-    **options: Any,
+    model: Llama, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, end_of_document: int = NEVER, **options: Any
 ) -> Tensor:
     """`ids` and what the model continues them with: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
 
     `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row that ends, with
-    `end_of_document`, repeats it; by default no row ends. The model may be in training mode.
-    Raises ValueError for ids that are not of this vocabulary, for more tokens than the context holds, and if a logit is
-    NaN or infinite.
+    `end_of_document`, repeats it; by default no row ends. The model may be in training mode. Raises ValueError for bad
+    ids, for more tokens than the context holds, and if a logit is NaN or infinite.
     """
-    sampling, prompts = Sampling(**options), check_ids(ids, model.config.vocab_size)
+    sampling, prompts = Sampling(**options), torch.as_tensor(ids)
+    if prompts.ndim not in (1, 2) or not prompts.numel() or prompts.is_floating_point() or prompts.dtype == torch.bool:
+        raise ValueError(f"ids must be integers of shape (T) or (B, T), not {prompts.dtype} of {tuple(prompts.shape)}")
+    prompts, last = prompts.long(), model.config.vocab_size - 1
+    outside = prompts[(prompts < 0) | (prompts > last)].tolist()
+    require(not outside, f"ids must be from 0 to {last}, not {outside[:1]}")
     training = model.training
     model.eval()
     try:
@@ -215,18 +194,6 @@ def generate(
     finally:
         model.train(training)
     return torch.cat((prompts, prompts.new_tensor(new).T.reshape(*prompts.shape[:-1], -1)), -1)
-
-
-def check_ids(ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, vocab_size: int) -> Tensor:
-    """`ids` as int64 (T) or (B, T). Raises ValueError if they are something else, or not of this vocabulary."""
-    tensor = torch.as_tensor(ids)
-    if tensor.ndim not in (1, 2) or not tensor.numel() or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"ids must be token ids, integers of shape (T) or (B, T), not {dtype} of shape {shape}")
-    tensor = tensor.long()
-    low, high = int(tensor.min()), int(tensor.max())
-    require(low >= 0 and high < vocab_size, f"ids must be from 0 to {vocab_size - 1}, not {low if low < 0 else high}")
-    return tensor
 
 
 @torch.inference_mode()
@@ -257,21 +224,17 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
         tokens = drawn.to(device).unsqueeze(1)  # B 1
 
 
-def prompt_rows(prompt: list[int], end_of_document: int, samples: int = 1) -> Tensor:
-    """The prompt of each sample, (samples, T). `end_of_document` replaces an empty prompt."""
-    return torch.tensor([prompt or [end_of_document]]).expand(samples, -1)
-
-
-def make_generator(seed: int, sample: int) -> Generator:
-    """The random number generator of one sample. On the CPU, so that draws do not depend on the device."""
-    digest = hashlib.sha256(f"{seed} sample {sample}".encode()).digest()
-    return Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-
-
 def random_points(seed: int, samples: int, count: int) -> Tensor:
-    """A uniform number from [0, 1) for each token of each sample, float64 (count, samples)."""
-    generators = [make_generator(seed, sample) for sample in range(samples)]
-    return torch.stack([torch.rand(count, dtype=torch.float64, generator=each) for each in generators], 1)
+    """A uniform number from [0, 1) for each token of each sample, float64 (count, samples).
+
+    They are drawn on the CPU, so that they do not depend on the device.
+    """
+    columns = []
+    for sample in range(samples):
+        digest = hashlib.sha256(f"{seed} sample {sample}".encode()).digest()
+        generator = Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+        columns.append(torch.rand(count, dtype=torch.float64, generator=generator))
+    return torch.stack(columns, 1)
 
 
 def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
@@ -282,7 +245,8 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     invalid = ~logits.amax(-1).isfinite()
     if sampling.temperature == 0:
         return logits.argmax(-1).masked_fill(invalid, INVALID)
-    logits = apply_temperature(logits.to(points.device).double(), sampling.temperature)
+    logits = logits.to(points.device).double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # at most 0, so exp does not overflow
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
@@ -294,11 +258,6 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     # 1 - points is in (0, 1], so a token of probability 0 is never drawn.
     ids = torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
     return ids.masked_fill(invalid.to(ids.device), INVALID)
-
-
-def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits divided by the temperature. The largest is shifted to 0 first, to avoid overflow."""
-    return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -337,16 +296,14 @@ def stream_text(
     """
     texts = [TextStream(stop) for _ in range(samples)]
     length = max_new_tokens(prompt, sampling, model.config.context)
-    prompts = prompt_rows(prompt, tokenizer.end_of_document, samples)
+    prompts = torch.tensor([prompt or [tokenizer.end_of_document]] * samples)
     for count, ids in enumerate(stream_ids(model, prompts, sampling, tokenizer.end_of_document), 1):
         pieces: list[str | None] = []
         for text, token in zip(texts, ids, strict=True):
-            if text.ended:
-                pieces.append(None)
-                continue
-            piece = text.add(tokenizer.decode_bytes([token]))
-            last = token == tokenizer.end_of_document or count == length
-            pieces.append(piece + text.end() if last else piece)
+            piece = None if text.ended else text.add(tokenizer.decode_bytes([token]))
+            if piece is not None and (token == tokenizer.end_of_document or count == length):
+                piece += text.end()
+            pieces.append(piece)
         yield pieces
         if all(text.ended for text in texts):
             return
@@ -354,19 +311,18 @@ def stream_text(
 
 def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> str:
     """`prompt` and one sample that continues it, as long as the context allows. The model may be in training mode."""
-    room = model.config.context - max(1, len(prompt))
-    prompts = prompt_rows(prompt, tokenizer.end_of_document)
+    ids = torch.tensor(prompt or [tokenizer.end_of_document])
+    room = model.config.context - len(ids)
     if room > 0:
         options = vars(sampling) | {"tokens": min(sampling.tokens or DEFAULT_TOKENS, room)}
-        prompts = generate(model, prompts, tokenizer.end_of_document, **options)
-    return TextStream().add(tokenizer.decode_bytes(prompts[0].tolist()))
+        ids = generate(model, ids, tokenizer.end_of_document, **options)
+    return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
 
 
 class TextStream:
-    """Decodes text from bytes that arrive in pieces, and returns it as early as possible.
+    """Decodes text from bytes that arrive in pieces, with the same result however they are split.
 
-    An unfinished character is held back, and so is a possible beginning of a stop string. Invalid UTF-8 becomes
-    U+FFFD; an unfinished character at the very end is dropped. The result does not depend on how the bytes were split.
+    An unfinished character is held back, and so is a possible beginning of a stop string. Invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, stop: Sequence[str] = ()):

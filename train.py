@@ -124,13 +124,14 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, run.config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
-        self.step, self.clock = 0, Clock()
+        self.step, self.started = 0, time.perf_counter()
         self.unread: list[Tensor] = []  # loss and gradient norm of each step since `read_losses`, on the device
         self.losses: list[float] = []  # of each step since the last row of the log
         if checkpoint:
             with distributed.raise_on_all_ranks():
                 state = load_training_state(checkpoint, self.model, self.optimizers)
-            self.step, self.losses, self.clock = state["step"], state["losses"], Clock(state["seconds"])
+            self.step, self.losses = state["step"], state["losses"]
+            self.started -= state["seconds"]
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
         self.evaluated = resume and distributed.from_main(has_evaluation, run.folder, self.step)  # at this step
@@ -168,6 +169,8 @@ class Trainer:
 
     def update(self, lr: float) -> None:
         """One optimizer step at learning rate `lr`, on the batch of this step. Only float16 waits for the device."""
+        if not self.unread:
+            self.lap_started = time.perf_counter()  # evaluating and saving does not count
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
@@ -271,11 +274,11 @@ class Trainer:
         if not distributed.is_main():
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
-        speed = len(losses) * tokens_per_step / self.clock.lap()
+        speed = len(losses) * tokens_per_step / (time.perf_counter() - self.lap_started)
         self.log.add(
             step=self.step,
             tokens=self.step * tokens_per_step,
-            seconds=round(self.clock.seconds(), 3),
+            seconds=round(self.seconds(), 3),
             train_loss=sum(losses) / len(losses),
             lr=learning_rate(config, self.step - 1),
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # infinite in a skipped float16 step
@@ -289,19 +292,18 @@ class Trainer:
 
     def log_evaluation(self) -> None:
         run = self.run
-        with self.clock.paused():
-            val_loss, val_bpb = evaluate(self.model, run, self.loss)
-            if not math.isfinite(val_loss):
-                raise NotFinite("validation loss is", self.step)
-            prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
-            with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
-                sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
-            if not distributed.is_main():
-                return
-            self.log.add_sample(self.step, sample)
-            row = {"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}
-            save_plot(plot_loss([*self.log.rows, row], run.data.val_gzip_bpb), run.folder / "loss.png")
-            self.log.add(**row)  # the last, since a resumed run repeats an evaluation that has no row
+        val_loss, val_bpb = evaluate(self.model, run, self.loss)
+        if not math.isfinite(val_loss):
+            raise NotFinite("validation loss is", self.step)
+        prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
+        with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
+            sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
+        if not distributed.is_main():
+            return
+        self.log.add_sample(self.step, sample)
+        row = {"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}
+        save_plot(plot_loss([*self.log.rows, row], run.data.val_gzip_bpb), run.folder / "loss.png")
+        self.log.add(**row)  # the last, since a resumed run repeats an evaluation that has no row
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
     def save(self) -> None:
@@ -311,18 +313,19 @@ class Trainer:
         finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
         if distributed.all_reduce_max(int(not finite)):
             raise NotFinite("a weight or a running statistic is", self.step)
-        with self.clock.paused():
-            run = self.run
-            state = {
-                "step": self.step,
-                "seconds": self.clock.seconds(),
-                "scaler": self.scaler.state_dict(),
-                "losses": self.losses,  # for the next row of the log, if a signal stops the run
-            }
-            save_checkpoint(
-                run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep
-            )
-            distributed.barrier()  # until rank 0 has written it
+        run = self.run
+        state = {
+            "step": self.step,
+            "seconds": self.seconds(),
+            "scaler": self.scaler.state_dict(),
+            "losses": self.losses,  # for the next row of the log, if a signal stops the run
+        }
+        save_checkpoint(run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep)
+        distributed.barrier()  # until rank 0 has written it
+
+    def seconds(self) -> float:
+        """Seconds of the whole run, with those before it was resumed."""
+        return time.perf_counter() - self.started
 
     def print_summary(self) -> None:
         if not distributed.is_main():
@@ -331,33 +334,9 @@ class Trainer:
         gzip_bpb = run.data.val_gzip_bpb
         write_report(run.folder, gzip_bpb)
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
-        print(f"done in {self.clock.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
+        print(f"done in {self.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
         print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")
-
-
-class Clock:
-    """Seconds of the whole run, continuing from those before it was resumed, and of training alone."""
-
-    def __init__(self, seconds: float = 0.0):
-        self.started = time.perf_counter() - seconds
-        self.lap_started = time.perf_counter()
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
-
-    def lap(self) -> float:
-        """Seconds of training since the last call, without pauses."""
-        now = time.perf_counter()
-        lap, self.lap_started = now - self.lap_started, now
-        return lap
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside from the lap."""
-        began = time.perf_counter()
-        yield
-        self.lap_started += time.perf_counter() - began
 
 
 # --- what the loop calls ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
@@ -14,10 +14,9 @@ NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a kind's formula. The contract tests check that each property holds where it is claimed and fails
-    where it is not.
+    """Properties of a kind's formula. The defaults describe RMSNorm; a kind declares only what differs.
 
-    The defaults describe RMSNorm; a kind declares only what differs.
+    The contract tests check that each property holds where it is claimed and fails where it is not.
     """
 
     per_token: bool = True  # a token's output depends on that token alone
@@ -31,6 +30,8 @@ class Traits:
 
 KINDS: dict[str, type[nn.Module]] = {}
 TRAITS: dict[str, Traits] = {}
+PARSERS: dict[Any, Callable] = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float, str: str}
+EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
@@ -38,15 +39,13 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
 
     The constructor takes the feature width first. Its other arguments are keywords with defaults, which
     `--norm-arg` can set. An argument called `site` is not settable; it receives the position of the norm
-    in the model ("attention", "mlp", "final", "query", "key" or "value"). Raises ValueError for a name that exists,
-    a class that is no module, and an argument without a default.
+    in the model ("attention", "mlp", "final", "query", "key" or "value"). Raises ValueError for a name that exists
+    and for an argument without a default.
     """
 
     def add(cls: NormClass) -> NormClass:
         if kind in KINDS:
             raise ValueError(f"norm {kind!r} is registered twice; choose another name")
-        if not issubclass(cls, nn.Module):
-            raise ValueError(f"norm {kind!r}: {cls.__name__} is not a torch.nn.Module")
         for argument in list(inspect.signature(cls).parameters.values())[1:]:
             if argument.default is argument.empty:
                 raise ValueError(f"norm {kind!r}: its argument {argument.name!r} needs a default")
@@ -57,10 +56,7 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
 
 
 def build_norm(kind: str, dim: int, site: str = "", **norm_args: Any) -> nn.Module:
-    """Make the norm `kind` for `dim` features at `site`.
-
-    Raises ValueError for an unknown kind, an unknown argument, or an invalid value.
-    """
+    """Make the norm `kind` for `dim` features at `site`. Raises ValueError like `check_norm`."""
     check_norm(kind, norm_args)
     if "site" in inspect.signature(KINDS[kind]).parameters:
         norm_args["site"] = site
@@ -75,20 +71,21 @@ def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
             choices = ", ".join(types) or "none"
             raise ValueError(f"norm {kind!r} has no argument {name!r}; it takes {choices}")
         if not is_a(value, types[name]):
-            raise ValueError(f"--norm-arg {name} takes {_describe(types[name])}, not {value!r}")
+            expected = EXPECTED.get(types[name], " or ".join(map(str, get_args(types[name]))))  # of Literal's choices
+            raise ValueError(f"--norm-arg {name} takes {expected}, not {value!r}")
 
 
 def parse_norm_args(kind: str, texts: list[str]) -> dict[str, Any]:
-    """Turn `["eps=1e-5", "bias=false"]` into `{"eps": 1e-5, "bias": False}`, with the types that `kind` declares.
-
-    Raises ValueError for an unknown kind or argument, and for a value of the wrong type.
-    """
+    """Turn `["eps=1e-5", "bias=false"]` into `{"eps": 1e-5, "bias": False}`. Raises ValueError like `check_norm`."""
     types, norm_args = _argument_types(kind), {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--norm-arg takes key=value, not {text!r}")
-        norm_args[name] = _parse(value, types.get(name))
+        try:
+            norm_args[name] = PARSERS.get(types.get(name), str)(value)
+        except (KeyError, ValueError):
+            norm_args[name] = value  # refused below
     check_norm(kind, norm_args)
     return norm_args
 
@@ -101,17 +98,3 @@ def _argument_types(kind: str) -> dict[str, Any]:
     hints = get_type_hints(constructor)
     names = list(inspect.signature(constructor).parameters)[2:]
     return {name: hints.get(name, str) for name in names if name != "site"}
-
-
-def _parse(text: str, kind: Any) -> Any:
-    """The value that `text` spells, or `text` itself if it does not parse, for `check_norm` to reject."""
-    try:
-        return {"true": True, "false": False}[text] if kind is bool else kind(text) if kind in (int, float) else text
-    except (KeyError, ValueError):
-        return text
-
-
-def _describe(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(get_args(kind))
-    return {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "text")

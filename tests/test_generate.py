@@ -28,9 +28,7 @@ from generate import (
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    make_generator,
     max_new_tokens,
-    prompt_rows,
     random_points,
     sample_text,
     stream_ids,
@@ -106,7 +104,7 @@ FILTERS = [
 def test_draw_follows_the_filtered_probabilities(sampling):
     logits = torch.tensor([1.0, 0.0, 2.5, -1.0, 2.0, 1.5, 0.5, -2.0])
     expected, count = reference_probabilities(logits.numpy().astype(float), sampling), 20_000
-    points = torch.rand(count, dtype=torch.float64, generator=make_generator(0, 0))
+    points = random_points(0, samples=1, count=count)[:, 0]
     ids = draw(logits.expand(count, -1), sampling, points)
     frequencies = np.bincount(ids.numpy(), minlength=8) / count
     assert not frequencies[expected == 0].any()
@@ -150,7 +148,7 @@ def test_a_token_of_probability_0_is_never_drawn():
 def stream(
     model: Llama, prompt: list[int], sampling: Sampling, end: int = END, samples: int = 1
 ) -> Iterator[list[int]]:
-    return stream_ids(model, prompt_rows(prompt, end, samples), sampling, end)
+    return stream_ids(model, torch.tensor([prompt or [end]] * samples), sampling, end)
 
 
 def test_greedy_sampling_matches_uncached_forward(model):
@@ -268,9 +266,9 @@ def test_generation_restores_the_mode_and_records_no_gradients():
 @pytest.mark.parametrize(
     "ids, message",
     [
-        ([], "ids must be token ids, integers of shape (T) or (B, T), not float32 of shape (0,)"),
-        ([5, 257], "ids must be from 0 to 256, not 257"),
-        ([[5, -1]], "ids must be from 0 to 256, not -1"),
+        ([], "ids must be integers of shape (T) or (B, T), not torch.float32 of (0,)"),
+        ([5, 257], "ids must be from 0 to 256, not [257]"),
+        ([[5, -1]], "ids must be from 0 to 256, not [-1]"),
     ],
 )
 def test_generate_says_what_is_wrong(model, ids, message):

@@ -33,8 +33,9 @@ def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, monke
         monkeypatch.setattr(owner, name, slow)
 
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    for seconds, owner, name in ((2, train.Trainer, "update"), (50, train, "evaluate"), (7, train, "save_checkpoint")):
-        taking(seconds, owner, name)
+    taking(2, train.Trainer, "accumulate_gradients")
+    taking(50, train, "evaluate")
+    taking(7, train, "save_checkpoint")
     shown = []
     monkeypatch.setattr(train.tqdm, "set_postfix", lambda bar, values, **options: shown.append(values))
     monkeypatch.setattr(train, "peak_flops", lambda device, dtype: 1e9)

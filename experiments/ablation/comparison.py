@@ -27,10 +27,7 @@ class Finding:
 
 
 def compare(bpb: Mapping[Arm, BySeed], seeds: int, margin: float | None = None) -> dict[Arm, Finding]:
-    """The difference of each arm from the first, paired by seed, where arms should have `seeds` values each.
-
-    With `margin`, in val_bpb, also tested for equivalence.
-    """
+    """The difference of each arm from the first, paired by seed. With `margin`, also tested for equivalence."""
     baseline, *others = bpb
     return find({arm: paired(bpb[arm], bpb[baseline]) for arm in others}, seeds, margin)
 

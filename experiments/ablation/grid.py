@@ -116,7 +116,8 @@ class Grid:
         with bad_input():  # a damaged log
             for cell in cells:
                 model_config, config = self.settings[cell.arm]
-                rows, uniform = read_rows(self.cell_folder(cell) / "metrics.jsonl"), math.log(model_config.vocab_size)
+                rows = read_rows(self.cell_folder(cell) / "metrics.jsonl")
+                uniform = math.log(model_config.vocab_size)  # the loss of a uniform prediction
                 if outcome := read_outcome(cell.arm, cell.lr, cell.seed, rows, config.steps, uniform):
                     found[cell] = outcome
         return found
@@ -166,10 +167,8 @@ class Grid:
                     time.sleep(POLL_SECONDS)
                     if stop:
                         raise Stopped(stop[0], "the same command")
-                    for cell, (process, device) in list(running.items()):
-                        if process.poll() is None:
-                            continue
-                        del running[cell]
+                    for cell in [cell for cell, (process, _) in running.items() if process.poll() is not None]:
+                        process, device = running.pop(cell)
                         free.append(device)
                         if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
                             waiting.append(cell)
@@ -213,11 +212,7 @@ class Grid:
     def select_lrs(
         self, arms: list[Arm], lrs: list[float], first_seed: int, widen: int = 0
     ) -> tuple[dict[Arm, float], Outcomes]:
-        """Each arm's best learning rate of `lrs` on the selection seeds, and the runs that selected it.
-
-        While an arm's best is its lowest or its highest, a rate beyond it is tried, at the spacing of the grid and up
-        to `widen` times.
-        """
+        """Each arm's best learning rate of `lrs`, and the runs that selected it, with up to `widen` rates beyond."""
         tried = {arm: sorted(set(lrs)) for arm in arms}
         found: Outcomes = {}
         for _ in range(widen + 1):

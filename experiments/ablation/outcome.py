@@ -80,10 +80,7 @@ class Outcome:
 def read_outcome(
     arm: Arm, lr: float, seed: int, log: list[dict[str, Any]], steps: int, uniform_loss: float
 ) -> Outcome | None:
-    """The outcome of a run of `steps` steps, or None if its log does not reach the end.
-
-    `uniform_loss` is the loss of a uniform prediction, in nats per token.
-    """
+    """The outcome of a run of `steps` steps, or None if its log does not reach the end."""
     last = log[-1] if log else {}
     finished = last.get("step") == steps and "val_loss" in last
     if not finished and "not_finite" not in last:

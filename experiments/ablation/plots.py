@@ -4,13 +4,14 @@ Each function gets the runs that have ended, those of the first arm first: it is
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.ablation.outcome import Arm, BySeed, Outcome, by_arm, final_bpb, paired
+from experiments.ablation.outcome import Arm, Outcome, by_arm, final_bpb, paired
 from experiments.statistics import estimate
 
 LINES = ["-", "--", ":", "-."]
@@ -58,56 +59,34 @@ def plot_differences(runs: list[Outcome], title: str) -> Figure:
 def plot_curves(runs: list[Outcome], title: str) -> Figure:
     """Each arm's mean training loss and val_bpb over the steps that all its runs logged.
 
-    Below, minus the baseline with the same seed, with 95% intervals: runs of one seed share their batches, so this
-    varies less than the losses do. The first quarter is left out, where differences are large. The line of an arm with
-    a diverged run ends with a cross.
+    About ten points of a line have markers, so that a single one is seen. The line of an arm with a diverged run ends
+    with a cross.
     """
     arms = by_arm(runs)
-    baseline, *others = arms
-    rows = 2 if others else 1
-    figure = Figure(figsize=(12, 4 * rows), layout="constrained")
-    grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
-    for column, (metric, label) in zip(grid.T, METRICS.items(), strict=True):
-        values = {arm: by_step(arms[arm], metric) for arm in arms}
-        last = max((step for steps in values.values() for step in steps), default=0)
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True)
+    for axes, (metric, label) in zip(panels, METRICS.items(), strict=True):
         for arm, look in looks(arms).items():
-            diverged = any(run.diverged for run in arms[arm])
-            _draw_curve(column[0], values[arm], look | {"label": arm.name}, diverged)
-            if arm != baseline:
-                later = [step for step in values[arm] if step in values[baseline] and step >= last / 4]
-                differences = {step: paired(values[arm][step], values[baseline][step]) for step in later}
-                _draw_curve(column[1], differences, look, diverged, intervals=True)
-        column[0].set_ylabel(label)
-        column[-1].set_xlabel("step")
-        if others:
-            column[1].axhline(0, color="0.3", linewidth=1)
-            column[1].set_ylabel(f"minus {baseline.name}, paired by seed")
-    _finish(figure, title, grid[0][0])
+            means = by_step(arms[arm], metric)
+            every = max(1, math.ceil(len(means) / MARKED))
+            marked = ((len(means) - 1) % every, every)  # with the last
+            axes.plot(list(means), list(means.values()), marker="o", label=arm.name, ms=4, markevery=marked, **look)
+            if means and any(run.diverged for run in arms[arm]):
+                axes.plot(*list(means.items())[-1], color=look["color"], **CROSS)
+        axes.set_ylabel(label)
+        axes.set_xlabel("step")
+    _finish(figure, title, panels[0])
     return figure
 
 
-def by_step(runs: list[Outcome], metric: str) -> dict[int, BySeed]:
-    """By step and seed, the values of a metric at the steps that all `runs` logged."""
-    steps: dict[int, dict[int, float]] = {}
+def by_step(runs: list[Outcome], metric: str) -> dict[int, float]:
+    """The mean of a metric at the steps that all `runs` logged."""
+    steps: dict[int, list[float]] = {}
     for run in runs:
         for row in run.log:
             if metric in row:
-                steps.setdefault(row["step"], {})[run.seed] = row[metric]
-    return {step: values for step, values in sorted(steps.items()) if len(values) == len(runs)}
-
-
-def _draw_curve(axes: Axes, curve: Mapping[int, BySeed], look: Look, diverged: bool, intervals: bool = False) -> None:
-    """Draw the means of a curve. About ten of its points have markers, so that a single one is seen, and intervals."""
-    found = {step: estimate(list(by_seed.values())) for step, by_seed in curve.items() if by_seed}
-    if found:
-        means = [each.mean for each in found.values()]
-        half_widths = [each.half_width or 0.0 for each in found.values()] if intervals else None
-        every = math.ceil(len(found) / MARKED)
-        marked = ((len(found) - 1) % every, every)  # with the last
-        look = look | {"marker": "o", "markersize": 4, "markevery": marked, "errorevery": marked, "capsize": 3}
-        axes.errorbar(list(found), means, half_widths, **look)
-        if diverged:
-            axes.plot(list(found)[-1], means[-1], color=look["color"], **CROSS)
+                steps.setdefault(row["step"], []).append(row[metric])
+    return {step: mean(values) for step, values in sorted(steps.items()) if len(values) == len(runs)}
 
 
 def _finish(figure: Figure, title: str, legend: Axes | None = None) -> None:

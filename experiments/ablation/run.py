@@ -44,10 +44,7 @@ class Ablation:
 
 
 def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
-    """Turn flags into an ablation, cheap checks first. Raises ValueError for invalid flags.
-
-    `train_flags` are those of train.py, which every cell gets.
-    """
+    """An ablation from its flags, and those of train.py, which every cell gets. Raises ValueError for invalid ones."""
     check_sizes(flags, "seeds", most=MAX_SEEDS)
     check_sizes(flags, "jobs", "threads", most=1024)
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
@@ -131,14 +128,11 @@ def write_report(ablation: Ablation, sweep: list[Cell], best: dict[Arm, float], 
         figures = {"curves": plot_curves(runs, title)}
         if len(grid.settings) > 1:
             figures["differences"] = plot_differences(runs, title)
+    sections = [markdown(text)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
-    sections = [
-        markdown(text),
-        *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()),
-        "<h2>Settings of the first arm</h2>",
-        settings_list(asdict(model_config) | asdict(config)),
-    ]
+        sections.append(figure(plot, alt=f"{name} of the arms"))
+    sections += ["<h2>Settings of the first arm</h2>", settings_list(asdict(model_config) | asdict(config))]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
 
 
