@@ -45,10 +45,7 @@ COMPILE_FLOPS = 5e13  # of a run on a CPU: five to ten minutes on two cores
 
 
 def pick_device(name: str) -> torch.device:
-    """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto".
-
-    Raises ValueError if there is no such name, or if this machine does not have it.
-    """
+    """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto"."""
     if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
         raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -63,23 +60,16 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: `name`, or for "auto" the faster of bfloat16 and float32.
-
-    A dtype that is named is used, even where the device only emulates it.
-    """
-    if name == "auto":
-        name = "bfloat16" if prefers_bfloat16(device) else "float32"
-    return getattr(torch, name)
-
-
-def prefers_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies matrices faster in bfloat16 than in float32. A CPU is timed."""
+    """The dtype of matrix products: `name`, or for "auto" the faster of bfloat16 and float32. A CPU is timed."""
+    if name != "auto":
+        return getattr(torch, name)
+    faster = True
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
-    if device.type == "cpu":
+        faster = torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
+    elif device.type == "cpu":
         float32, bfloat16 = product_times()
-        return float32 >= FASTER * bfloat16
-    return True
+        faster = float32 >= FASTER * bfloat16
+    return torch.bfloat16 if faster else torch.float32
 
 
 @cache
@@ -136,11 +126,6 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 def to_device(ids: Tensor, device: torch.device) -> Tensor:
     """A copy on `device`. Python does not wait for it on CUDA, where copies from pinned memory are asynchronous."""
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
-
-
-def allow_tf32(allowed: bool) -> None:
-    """Whether a GPU may round the inputs of float32 matrix products to TF32. It applies to the whole process."""
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
 @contextlib.contextmanager

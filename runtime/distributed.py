@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from files import InUse
 from model import Llama
 
 T = TypeVar("T")
@@ -73,11 +74,6 @@ def launch() -> str | None:
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
-def may_restart() -> bool:
-    """Whether torchrun has --max-restarts."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-
-
 # --- agreement -------------------------------------------------------------------------------------------------------
 
 
@@ -112,18 +108,12 @@ def barrier() -> None:
 
 
 @contextmanager
-def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise a ValueError, an OSError or an error of `kinds` that any rank raises inside on all ranks.
-
-    Nothing inside may wait for other ranks.
-    """
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise a ValueError, OSError or InUse of any rank on all ranks. Nothing inside may wait for other ranks."""
     error: Exception | None = None
-    shared_kinds: tuple[type[Exception], ...] = (ValueError, OSError, *kinds)
     try:
         yield
-    except shared_kinds as caught:
-        if world_size() == 1:
-            raise
+    except (ValueError, OSError, InUse) as caught:
         error = caught
     for shared in all_gather(error):
         if shared:
@@ -131,7 +121,7 @@ def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def from_main(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of `function` on rank 0. Its ValueError or OSError is raised on all ranks."""
+    """The result of `function` on rank 0. Its errors are raised on all ranks, as in `raise_on_all_ranks`."""
     result: Any = None
     with raise_on_all_ranks():
         if is_main():
@@ -140,12 +130,10 @@ def from_main(function: Callable[..., T], *arguments: Any) -> T:
 
 
 @contextmanager
-def held_by_main(resource: AbstractContextManager, *kinds: type[Exception]) -> Iterator[None]:
+def held_by_main(resource: AbstractContextManager) -> Iterator[None]:
     """Enter `resource` on rank 0 only. Its errors are raised on all ranks, as in `raise_on_all_ranks`."""
     with ExitStack() as stack:
-        with raise_on_all_ranks(*kinds):
-            if is_main():
-                stack.enter_context(resource)
+        from_main(stack.enter_context, resource)
         yield
 
 
@@ -172,14 +160,6 @@ def check_device(device: torch.device) -> None:
     shared = device.index is not None or local_rank() >= torch.cuda.device_count()
     if world_size() > 1 and device.type != "cpu" and shared:
         raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")
-
-
-def check_batch(batch_size: int, micro_batch_size: int, ranks: int) -> None:
-    """Raise ValueError unless the batch divides among the ranks, and a rank's rows into micro-batches."""
-    rows = batch_size // ranks
-    if batch_size % ranks or rows % min(rows, micro_batch_size):
-        micro = f"--micro-batch-size {micro_batch_size}"
-        raise ValueError(f"--batch-size {batch_size} does not divide into {ranks} ranks with {micro}")
 
 
 def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
@@ -229,7 +209,7 @@ class Parallel:
         self.loss: Callable[[Tensor, Tensor], Tensor] = model.loss
         if world_size() > 1 and shard:
             shard_weights(model)
-            self.loss = model.loss  # now with the hooks that gather the weights
+            self.loss = model.loss  # with the hooks that gather the weights
         elif world_size() > 1:
             # Rotary tables never change, and norms with running statistics are refused.
             self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)

@@ -5,9 +5,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ def newest_run() -> Path:
 def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
     """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one, and is writable (`writes`).
 
-    A run exists from the moment its run.json does. If a run was killed before, its folder has at most the lock
-    and a part of run.json, and takes a new run.
+    A run exists from the moment its run.json does. One that was killed before has left the lock and a part of that.
     """
     has_run = (folder / "run.json").is_file()
     if exists and not has_run:
@@ -62,11 +60,9 @@ def make_run_dir(out: Path | None, name: str) -> Path:
         number += 1
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> AbstractContextManager[None]:
     """Keep other processes from writing to `folder`. Raises InUse if one already does."""
-    with lock_file(folder / ".lock"):
-        yield
+    return lock_file(folder / ".lock")
 
 
 def check_not_in_use(folder: Path) -> None:
@@ -85,15 +81,13 @@ def write_run_file(path: Path, run: dict[str, Any]) -> None:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """The contents of a run.json. Raises ValueError if it is missing, damaged, edited or of another version."""
+    """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
     try:
         run = load_json(path)
     except (OSError, ValueError):
         run = None
     require(is_a(run, dict), f"{path} is missing or damaged")
-    if run.get("format") != FORMAT:
-        version = "a later" if is_a(run.get("format"), int) and run["format"] > FORMAT else "an earlier"
-        raise ValueError(f"{path} was written by {version} version of this program, whose format is not {FORMAT}")
+    require(run.get("format") == FORMAT, f"{path} was written by another version: its format is not {FORMAT}")
     found = run.pop(CHECKSUM, None)
     require(found == _checksum(run), f"{path} is damaged or was edited; pass changed options as flags instead")
     check_fields(run["model"] | run["training"], str(path))
@@ -161,27 +155,20 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
     return [(int(step), sample) for step, sample in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def last_sample(folder: Path) -> str:
-    """The newest sample of the run in `folder`, or nothing if there is none."""
-    samples = read_samples(folder)
-    return samples[-1][1] if samples else ""
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, or none if there is no such file. A truncated last line is ignored.
 
-    Raises ValueError, naming file and line, for anything but rows of numbers in the order of their steps.
+    Raises ValueError, naming file and line, for anything but rows of numbers.
     """
     rows: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             row = None
         valid = is_a(row, dict[str, Any]) and is_a(row.get("step"), int)
         valid = valid and all(value is None or isinstance(value, int | float) for value in row.values())
-        valid = valid and ("val_loss" in row) == ("val_bpb" in row) and not (rows and row["step"] < rows[-1]["step"])
         require(valid, f"{path} is damaged: line {number} is not a row of the log; repair or remove the file")
         rows.append(row)
     return rows
@@ -195,16 +182,8 @@ def has_evaluation(folder: Path, step: int) -> bool:
 # --- trackers --------------------------------------------------------------------------------------------------------
 
 
-def check_tracker(kind: str) -> None:
-    """Raise ValueError if the package that `make_tracker` needs is not installed."""
-    if kind != "none" and find_spec(kind) is None:
-        raise ValueError(f"--log {kind} needs the package {kind}: pip install {kind}")
-
-
 def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
-    """A function that passes rows on to TensorBoard, to Weights & Biases (offline with WANDB_MODE=offline), or drops
-    them.
-    """
+    """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any."""
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

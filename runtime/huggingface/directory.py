@@ -25,7 +25,7 @@ from runtime.huggingface.weights import (
     stored_tensors,
     weight_files,
 )
-from runtime.plugins import NotImported, import_records, warn_of_imports
+from runtime.plugins import import_records, warn_of_imports
 
 CONFIG = "config.json"
 FORMAT = 1  # of our part of config.json and of the names of weights; increase it whenever they change
@@ -79,27 +79,21 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         require(is_a(described, dict), "it is not a JSON object")
         if described.get(OWN) is None:
             return from_theirs(described), None
-        config, kind = _read_own(described[OWN])
+        own = described[OWN]
+        require(is_a(own, dict), f"{OWN} is damaged")
+        version = own.get("format")
+        require(version == FORMAT, f"another version of normal-llama wrote it, in format {version!r} and not {FORMAT}")
+        require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
+        check_fields(own["model"], OWN)
+        warn_of_imports(own)
+        config = ModelConfig(**own["model"])
         if described.get("model_type") != OWN_TYPE:
             theirs = from_theirs(described)
             if theirs != from_theirs(to_theirs(config)):
                 config = theirs  # others have changed their fields, which say what is stored
-        return config, kind
-    except NotImported:
-        raise
+        return config, own["tokenizer"]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _read_own(own: Any) -> tuple[ModelConfig, str]:
-    """Our part of a config.json. Raises ValueError, naming the field, if it is damaged or of another format."""
-    require(is_a(own, dict), f"{OWN} is damaged")
-    version = own.get("format")
-    require(version == FORMAT, f"another version of normal-llama wrote it, in format {version!r} and not {FORMAT}")
-    require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
-    check_fields(own["model"], OWN)
-    warn_of_imports(own)
-    return ModelConfig(**own["model"]), own["tokenizer"]
 
 
 def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> Llama:
@@ -121,18 +115,13 @@ def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.
     return model
 
 
-def check_context(config: ModelConfig, weight_bytes: int, where: str) -> None:
-    """Raise ValueError, beginning with `where`, if the rotary table is large, and larger than the weights."""
-    size = 4 * config.context * config.head_dim
-    message = f"{where} {config.context}, for which RoPE needs {size / 1e9:.2f} GB, more than the weights"
-    require(size <= max(MAX_ROPE_BYTES, weight_bytes), message)
-
-
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
     files = weight_files(directory)
-    check_context(config, sum(path.stat().st_size for path in files), f"{directory / CONFIG} has a context of")
+    most = max(MAX_ROPE_BYTES, sum(path.stat().st_size for path in files))
+    fits = 4 * config.context * config.head_dim <= most
+    require(fits, f"{directory / CONFIG} has a context of {config.context}, whose RoPE is larger than the weights")
     layers, tensors = config.layers, len(stored_tensors(*files))
     fits = layers * TENSORS_PER_LAYER <= tensors
     require(fits, f"{directory / CONFIG} describes {layers} layers, and the weights are {tensors} tensors")
