@@ -43,9 +43,8 @@ def save_checkpoint(
 ) -> Path:
     """Save the complete state after `step` steps, and delete the oldest checkpoints until `keep` are left.
 
-    `trainer` is anything JSON can hold. A checkpoint of the same step is replaced. Raises OSError, naming the bytes
-    needed, if the disk is full; earlier checkpoints are intact then. Every rank must call it; rank 0 writes whole
-    tensors.
+    A checkpoint of the same step is replaced. Raises OSError, naming the bytes needed, if the disk is full; earlier
+    checkpoints are intact then. Every rank must call it; rank 0 writes whole tensors.
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
@@ -80,8 +79,7 @@ def save_checkpoint(
 def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
     """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
 
-    So does `transformers`, if it has the architecture; otherwise config.json says why not. Raises ValueError if there
-    is something in `directory`, and OSError if it cannot be written.
+    So does `transformers`, if it has the architecture; otherwise config.json says why not.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -188,10 +186,7 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
 
 
 def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """Restore weights and optimizer state of an intact checkpoint bit for bit, and return the contents of trainer.json.
-
-    Raises ValueError, naming the file, if one does not match the model or the optimizers.
-    """
+    """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
     expected = stored_state(model)
     for name, stored in match_weights(checkpoint, model).items():
         expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))

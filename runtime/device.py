@@ -76,9 +76,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def product_times() -> list[float]:
     """Seconds for a matrix product on the CPU in float32 and in bfloat16, measured in about 10 ms, once per process.
 
-    No list of instruction sets tells which is faster: with AVX-512's bfloat16 instructions, a Xeon without AMX is
-    slower in bfloat16, and an EPYC twice as fast. On a busy machine the threads of a product wait for each other, so
-    it is measured on one; the two dtypes alternate, and the shortest time counts.
+    Instruction sets do not tell: with AVX-512's for bfloat16, a Xeon without AMX is slower, and an EPYC twice as fast.
+    On a busy machine the threads of a product wait for each other, so it is measured on one.
     """
     operands = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     threads = torch.get_num_threads()
@@ -106,14 +105,11 @@ def compile_by_default(device: torch.device, steps: int, step_flops: float) -> b
 
 
 def set_up_cpu() -> None:
-    """Settings of this process for computing on a CPU. Call it before any other function of torch.
-
-    glibc keeps freed memory for the next tensor: returning it to the kernel and faulting it in again costs up to a
-    third of a training step.
-    """
+    """Settings of this process for computing on a CPU. Call it before any other function of torch."""
     torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer
     torch.set_num_threads(torch.get_num_threads())  # as `product_times` does: products must not depend on its call
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # Keep freed memory: returning it to the kernel and faulting it in again costs up to a third of a step.
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 

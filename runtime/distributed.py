@@ -37,8 +37,8 @@ def process_group() -> Iterator[None]:
         torch.cuda.set_device(local_rank())
     store, number, count = next(dist.rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # After a restart, torchrun's store still has the addresses of the ranks that are gone. The number of restarts
-        # is the same on all ranks only on a single machine.
+        # After a restart, torchrun's store still has the addresses of the ranks that are gone. On several machines the
+        # number of restarts may differ.
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=count)
@@ -62,16 +62,6 @@ def local_rank() -> int:
 def is_main() -> bool:
     """Whether this process writes the run and talks to the user."""
     return rank() == 0
-
-
-def restarted() -> bool:
-    """Whether torchrun has restarted the ranks after one failed. Not every machine counts every restart."""
-    return all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
-
-
-def launch() -> str | None:
-    """The id of torchrun's job, which a restart keeps. None without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------
@@ -163,7 +153,7 @@ def check_device(device: torch.device) -> None:
 
 
 def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
-    """Whether to shard, which needs several ranks. Raises ValueError if the user asks for it and it is not possible."""
+    """Whether to shard. Raises ValueError if the user asks for it and it is not possible."""
     if by_flag and ranks == 1:
         raise ValueError("--shard needs several ranks, which torchrun --nproc-per-node starts")
     if wanted and ranks > 1 and dtype == "float16":
@@ -185,8 +175,7 @@ def seed(of_step: int) -> int:
 def shares(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """This rank's part of `batches`, and whether each counts.
 
-    The forward pass of a sharded model needs all ranks, so all get equally many: a rank that has run out of batches
-    gets one that another rank counts.
+    The forward pass of a sharded model needs all ranks: one that has run out of batches gets one that another counts.
     """
     remaining = iter(batches)
     while group := list(islice(remaining, world_size())):
@@ -200,8 +189,8 @@ def shares(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
 class Parallel:
     """The loss of `model` with gradients averaged over the ranks. In one process, simply `model.loss`.
 
-    By default every rank holds the whole model (DDP). With `shard`, each holds its part of every weight, gradient and
-    optimizer state, and gathers the weights of a block when it needs them (FSDP2).
+    By default every rank holds the whole model (DDP). With `shard`, each holds its part of every tensor and gathers
+    the weights of a block when it needs them (FSDP2).
     """
 
     def __init__(self, model: Llama, shard: bool):

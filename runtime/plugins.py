@@ -28,10 +28,7 @@ WARNED: set[str] = set()  # lines that were printed
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
-    """Add `--import` to `parser` and import the files that `arguments` name, so that the other flags know their norms.
-
-    A file that cannot be imported ends the command, on all ranks.
-    """
+    """Add `--import` to `parser` and import the files of `arguments`, so that the other flags know their norms."""
     flag: dict[str, Any] = {"dest": "imports", "action": "append", "default": [], "metavar": "FILE.py"}
     parser.add_argument("--import", help="Python file that registers norms or placements; may be repeated", **flag)
     scan = argparse.ArgumentParser(add_help=False)
@@ -44,10 +41,7 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
 
 
 def import_files(names: Iterable[str]) -> None:
-    """Run each of the Python files `names`, once, and record what it registers.
-
-    Raises ValueError, naming the file and the line, for a file that is missing, fails, or registers nothing.
-    """
+    """Run each of the Python files `names`, once, and record what it registers. A ValueError names file and line."""
     for name in names:
         path = Path(name).resolve()
         if path in IMPORTED:

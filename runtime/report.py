@@ -114,7 +114,7 @@ def save_plot(plot: "Figure", path: Path) -> None:
 
 
 def write_report(folder: Path, gzip_bpb: float) -> None:
-    """Write `report.html` of the run in `folder`, which has ended."""
+    """Write `report.html` of a run that has ended."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     last, samples = rows[-1], read_samples(folder)[-20:]
     result = f"Diverged: loss, gradient or weight not finite at step {last['step']}."

@@ -48,9 +48,9 @@ class Run:
 
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
-    restarted = distributed.restarted()
+    restarts = distributed.all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))  # machines may differ
     with distributed.raise_on_all_ranks():
-        run = resolve_settings(flags, restarted)
+        run = resolve_settings(flags, restarted=restarts > 0)
     run.config, run.dtype = distributed.from_main(lambda: (run.config, run.dtype))  # where ranks timed differently
     if run.earlier is None:
         out = run.folder if getattr(flags, "out", "") else None
@@ -58,7 +58,7 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     return run
 
 
-def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
+def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     """The run, of which nothing is written yet. The cheap checks come first.
 
     A restart by torchrun continues the run in --out if the same launch has started it, or starts a run.
@@ -71,11 +71,11 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
         require(not flags.preset, "--preset is for new runs; --resume and --eval-only take the options of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
     elif restarted and out and (out / "run.json").exists():
-        existing = read_run_file(out / "run.json").get("launch") == distributed.launch()
+        existing = read_run_file(out / "run.json").get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")
     if out:
         if distributed.is_main() and not flags.eval_only:
             check_not_in_use(out)
-        check_run_dir(out, existing, writes=not flags.eval_only)
+        check_run_dir(out, existing)
     earlier = read_run_file(out / "run.json") if out and existing else None
     model_config, config = resolve(flags, earlier)
     if out and earlier:
@@ -95,10 +95,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
 
 
 def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations, with everything that depends on the machine decided.
-
-    They come from `earlier`, or a preset, the run.json of --config, and the model of --init-from; and from the flags.
-    """
+    """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
     given = pretrained = None
     if run := earlier or (read_run_file(Path(flags.config)) if flags.config else None):
         warn_of_imports(run)
@@ -139,10 +136,7 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
 
 
 def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig, config: TrainConfig) -> None:
-    """Raise ValueError if the model or an option of `FIXED_ON_RESUME` differs, or if the checkpoints are missing.
-
-    Other options that differ are printed.
-    """
+    """Print options that differ. Raise ValueError if they cannot change, or if the checkpoints are missing."""
     fixed, changed, there = [], [], run["model"] | run["training"]
     for name, here in (asdict(model_config) | asdict(config)).items():
         flag = f"--{name.replace('_', '-')} {shown(there[name])}"
@@ -173,6 +167,6 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "device": describe(run.device),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "ranks": distributed.world_size(),
-        "launch": distributed.launch(),
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID"),  # of torchrun's job, which a restart keeps
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -20,9 +19,6 @@ SAMPLE_HEADING = "----- step {} -----\n"
 Tracker = Callable[[dict[str, Any]], None]
 
 
-# --- the folder ------------------------------------------------------------------------------------------------------
-
-
 def newest_run() -> Path:
     """The run that was started or resumed last. Raises ValueError if there is none."""
     started = {file.stat().st_mtime_ns: file.parent for file in RUNS_FOLDER.glob("*/run.json")}
@@ -30,8 +26,8 @@ def newest_run() -> Path:
     return started[max(started)]
 
 
-def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
-    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one, and is writable (`writes`).
+def check_run_dir(folder: Path, exists: bool) -> None:
+    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one.
 
     A run exists from the moment its run.json does. One that was killed before has left the lock and a part of that.
     """
@@ -42,9 +38,6 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {".lock", "run.json.part"}
     require(exists or not others, f"--out {folder} is not empty; choose a new folder")
-    if writes:
-        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        require(os.access(parent, os.W_OK), f"--out {folder}: no permission to write in {parent}")
 
 
 def make_run_dir(out: Path | None, name: str) -> Path:
@@ -67,12 +60,9 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 
 def check_not_in_use(folder: Path) -> None:
     """Raise InUse if another process writes to `folder`, before the text is prepared for nothing."""
-    if os.access(folder / ".lock", os.W_OK):
+    if (folder / ".lock").exists():
         with locked(folder):
             pass
-
-
-# --- run.json --------------------------------------------------------------------------------------------------------
 
 
 def write_run_file(path: Path, run: dict[str, Any]) -> None:
@@ -95,10 +85,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[str, Any]:
-    """The run.json of a run that is resumed at `step`: it keeps its first command and lists those that resumed it.
-
-    If the machine has changed, a line on standard error says so.
-    """
+    """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
     there, here = ({"torch": each["versions"].get("torch")} | each for each in (earlier, run))
     machine = ("device", "instruction_set", "torch")
     moved = [f"{name} {there[name]}, now {here[name]}" for name in machine if there[name] != here[name]]
@@ -112,9 +99,6 @@ def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[s
 
 def _checksum(run: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(run).encode()).hexdigest()
-
-
-# --- logs ------------------------------------------------------------------------------------------------------------
 
 
 class Log:
@@ -156,10 +140,7 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, or none if there is no such file. A truncated last line is ignored.
-
-    Raises ValueError, naming file and line, for anything but rows of numbers.
-    """
+    """The rows of a `metrics.jsonl`, or none. A truncated last line is ignored. Raises ValueError for other damage."""
     rows: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
@@ -177,9 +158,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def has_evaluation(folder: Path, step: int) -> bool:
     """Whether the run in `folder` has logged the evaluation of `step`. Raises ValueError if its log is damaged."""
     return any(row["step"] == step and "val_loss" in row for row in read_rows(folder / "metrics.jsonl"))
-
-
-# --- trackers --------------------------------------------------------------------------------------------------------
 
 
 def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:

@@ -36,9 +36,6 @@ PRETRAINED = "pretrained"  # a tokenizer of others, which only `load_tokenizer` 
 TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PRETRAINED)
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
     """Write a model's `stored_state` with its configuration and tokenizer."""
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
@@ -62,14 +59,8 @@ def stored_state(model: Llama) -> dict[str, Tensor]:
     return state
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
-    """The configuration, and the kind of our tokenizer if it is known.
-
-    Raises ValueError, naming file and field, for what is damaged or not supported.
-    """
+    """The configuration, and the kind of our tokenizer if it is known. A ValueError names file and field."""
     path = directory / CONFIG
     try:
         described = load_json(path)
@@ -131,10 +122,7 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
 
 
 def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
-    """The stored tensor of each name in `stored_state(model)`, none of which is read yet.
-
-    Raises ValueError, naming a difference, if the files do not match the model.
-    """
+    """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
     found, expected = stored_tensors(*weight_files(directory)), stored_state(model)
     names = {hugging_face_name(name, model.config): name for name in expected}
     found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}  # of transformers < 4.32
