@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from config import Parser, add_flags, require
 from data.batches import evaluation_batches, training_batch
-from files import InUse
 from generate import Sampling, sample_text
 from model import Llama
 from norms.placement import PLACEMENTS
@@ -27,16 +26,15 @@ from optim import hidden_matrices, learning_rate, make_optimizers
 from runtime import distributed
 from runtime.checkpoint import (
     clear_unfinished,
+    find_checkpoint,
     intact_checkpoint,
     list_checkpoints,
-    load_pretrained_weights,
     load_training_state,
     open_checkpoint,
     save_checkpoint,
     weight_hashes,
 )
 from runtime.device import (
-    allow_tf32,
     autocast,
     deterministic,
     measured_products,
@@ -45,7 +43,7 @@ from runtime.device import (
     set_up_cpu,
     to_device,
 )
-from runtime.huggingface.directory import open_model
+from runtime.huggingface.directory import open_model, read_model
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
@@ -70,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         if flags.eval_only:
             evaluate_only(run)
             return
-        with distributed.held_by_main(locked(run.folder), InUse):
+        with distributed.held_by_main(locked(run.folder)):
             with bad_input():
                 distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
                 distributed.from_main(clear_unfinished, run.folder)
@@ -108,13 +106,14 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run, resume = run, run.earlier is not None
-        allow_tf32(run.config.tf32)
+        torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
         with distributed.raise_on_all_ranks():
             if checkpoint:
                 open_model(checkpoint, run.model_config)  # refuses weights that do not match before a model is built
             if run.config.init_from and not checkpoint:
-                self.model = load_pretrained_weights(run.config.init_from, run.model_config).to(run.device)
+                source = find_checkpoint(run.config.init_from)
+                self.model = read_model(source, run.model_config, torch.float32).to(run.device)
             else:
                 self.model = Llama(run.model_config, run.config.seed).to(run.device)
         self.model.recompute = run.config.recompute
@@ -372,7 +371,7 @@ def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[floa
 
 def evaluate_only(run: Run) -> None:
     """Print the loss of the newest checkpoint."""
-    allow_tf32(run.config.tf32)
+    torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
     with bad_input(), distributed.raise_on_all_ranks():
         checkpoint, model, _ = open_checkpoint(run.folder, run.device)
         require(model.config == run.model_config, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")

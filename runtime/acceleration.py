@@ -16,10 +16,7 @@ except ImportError as error:
 
 
 def resolve_fast(wanted: bool | None, device: torch.device, dtype: str = "auto", compiled: bool = False) -> bool:
-    """Whether to use the kernels. By default they are used if they can be.
-
-    Raises ValueError if they are `wanted` and cannot be used.
-    """
+    """Whether to use the kernels: by default, if they can be. Raises ValueError if they are `wanted` and cannot."""
     if wanted is False:
         return False
     if device.type != "cpu":

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import ModelConfig, require
+from config import require
 from data.tokenizer import Tokenizer
 from files import explained, is_a, load_json, sync
 from model import Llama
@@ -43,9 +43,8 @@ def save_checkpoint(
 ) -> Path:
     """Save the complete state after `step` steps, and delete the oldest checkpoints until `keep` are left.
 
-    `trainer` is anything JSON can hold. A checkpoint of the same step is replaced. Raises OSError, naming the bytes
-    needed, if the disk is full; earlier checkpoints are intact then. Every rank must call it; rank 0 writes whole
-    tensors.
+    A checkpoint of the same step is replaced. Raises OSError, naming the bytes needed, if the disk is full; earlier
+    checkpoints are intact then. Every rank must call it; rank 0 writes whole tensors.
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
@@ -80,8 +79,7 @@ def save_checkpoint(
 def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
     """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
 
-    So does `transformers`, if it has the architecture; otherwise config.json says why not. Raises ValueError if there
-    is something in `directory`, and OSError if it cannot be written.
+    So does `transformers`, if it has the architecture; otherwise config.json says why not.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -167,8 +165,7 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
 def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
     """The model of a run's last checkpoint, of a checkpoint or of a Hugging Face directory, and its tokenizer.
 
-    The model is on `device` and in evaluation mode. Raises ValueError, naming the file, if one is missing, damaged, or
-    inconsistent with the others.
+    The model is in evaluation mode. Raises ValueError, naming the file, if one is missing, damaged or inconsistent.
     """
     _, model, tokenizer = open_checkpoint(directory, device)
     return model, tokenizer
@@ -181,11 +178,6 @@ def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu"
     return checkpoint, read_model(checkpoint).to(device).eval(), tokenizer
 
 
-def load_pretrained_weights(directory: str | Path, config: ModelConfig) -> Llama:
-    """A model like `config`, which may differ in context and dropout, with the weights of `load_pretrained` in fp32."""
-    return read_model(find_checkpoint(directory), config, torch.float32)
-
-
 def weight_hashes(directory: str | Path) -> dict[str, Any]:
     """The directory that `load_pretrained` reads, and the SHA-256 of each of its files of weights."""
     checkpoint = find_checkpoint(directory)
@@ -194,11 +186,7 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
 
 
 def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """Restore weights and optimizer state bit for bit, and return the contents of trainer.json with its "step".
-
-    `intact_checkpoint` verifies the files before. Raises ValueError, naming the file, if one does not match the model
-    or the optimizers.
-    """
+    """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
     expected = stored_state(model)
     for name, stored in match_weights(checkpoint, model).items():
         expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))
@@ -206,7 +194,7 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     for stored in stored_tensors(checkpoint / OPTIMIZER).values():
         name, _, state = stored.name.rpartition(".")
         states.setdefault(name, {})[state] = stored.read()
-    names = _parameter_names(model)
+    names = {id(weight): name for name, weight in model.named_parameters()}
     for optimizer in optimizers:
         packed = optimizer.state_dict()
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -223,12 +211,8 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     return load_json(checkpoint / TRAINER)
 
 
-def _parameter_names(model: Llama) -> dict[int, str]:
-    return {id(weight): name for name, weight in model.named_parameters()}
-
-
 def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    names = _parameter_names(model)
+    names = {id(weight): name for name, weight in model.named_parameters()}
     return {
         f"{names[id(weight)]}.{key}": tensor
         for optimizer in optimizers

@@ -45,10 +45,7 @@ COMPILE_FLOPS = 5e13  # of a run on a CPU: five to ten minutes on two cores
 
 
 def pick_device(name: str) -> torch.device:
-    """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto".
-
-    Raises ValueError if there is no such name, or if this machine does not have it.
-    """
+    """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto"."""
     if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
         raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -63,32 +60,24 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: `name`, or for "auto" the faster of bfloat16 and float32.
-
-    A dtype that is named is used, even where the device only emulates it.
-    """
-    if name == "auto":
-        name = "bfloat16" if prefers_bfloat16(device) else "float32"
-    return getattr(torch, name)
-
-
-def prefers_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies matrices faster in bfloat16 than in float32. A CPU is timed."""
+    """The dtype of matrix products: `name`, or for "auto" the faster of bfloat16 and float32. A CPU is timed."""
+    if name != "auto":
+        return getattr(torch, name)
+    faster = True
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
-    if device.type == "cpu":
+        faster = torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
+    elif device.type == "cpu":
         float32, bfloat16 = product_times()
-        return float32 >= FASTER * bfloat16
-    return True
+        faster = float32 >= FASTER * bfloat16
+    return torch.bfloat16 if faster else torch.float32
 
 
 @cache
 def product_times() -> list[float]:
     """Seconds for a matrix product on the CPU in float32 and in bfloat16, measured in about 10 ms, once per process.
 
-    No list of instruction sets tells which is faster: with AVX-512's bfloat16 instructions, a Xeon without AMX is
-    slower in bfloat16, and an EPYC twice as fast. On a busy machine the threads of a product wait for each other, so
-    it is measured on one; the two dtypes alternate, and the shortest time counts.
+    Instruction sets do not tell: with AVX-512's for bfloat16, a Xeon without AMX is slower, and an EPYC twice as fast.
+    On a busy machine the threads of a product wait for each other, so it is measured on one.
     """
     operands = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     threads = torch.get_num_threads()
@@ -116,14 +105,11 @@ def compile_by_default(device: torch.device, steps: int, step_flops: float) -> b
 
 
 def set_up_cpu() -> None:
-    """Settings of this process for computing on a CPU. Call it before any other function of torch.
-
-    glibc keeps freed memory for the next tensor: returning it to the kernel and faulting it in again costs up to a
-    third of a training step.
-    """
+    """Settings of this process for computing on a CPU. Call it before any other function of torch."""
     torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer
     torch.set_num_threads(torch.get_num_threads())  # as `product_times` does: products must not depend on its call
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # Keep freed memory: returning it to the kernel and faulting it in again costs up to a third of a step.
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
@@ -136,11 +122,6 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 def to_device(ids: Tensor, device: torch.device) -> Tensor:
     """A copy on `device`. Python does not wait for it on CUDA, where copies from pinned memory are asynchronous."""
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
-
-
-def allow_tf32(allowed: bool) -> None:
-    """Whether a GPU may round the inputs of float32 matrix products to TF32. It applies to the whole process."""
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from files import InUse
 from model import Llama
 
 T = TypeVar("T")
@@ -36,8 +37,8 @@ def process_group() -> Iterator[None]:
         torch.cuda.set_device(local_rank())
     store, number, count = next(dist.rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # After a restart, torchrun's store still has the addresses of the ranks that are gone. The number of restarts
-        # is the same on all ranks only on a single machine.
+        # After a restart, torchrun's store still has the addresses of the ranks that are gone. On several machines the
+        # number of restarts may differ.
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=count)
@@ -61,21 +62,6 @@ def local_rank() -> int:
 def is_main() -> bool:
     """Whether this process writes the run and talks to the user."""
     return rank() == 0
-
-
-def restarted() -> bool:
-    """Whether torchrun has restarted the ranks after one failed. Not every machine counts every restart."""
-    return all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
-
-
-def launch() -> str | None:
-    """The id of torchrun's job, which a restart keeps. None without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def may_restart() -> bool:
-    """Whether torchrun has --max-restarts."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------
@@ -112,18 +98,12 @@ def barrier() -> None:
 
 
 @contextmanager
-def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise a ValueError, an OSError or an error of `kinds` that any rank raises inside on all ranks.
-
-    Nothing inside may wait for other ranks.
-    """
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise a ValueError, OSError or InUse of any rank on all ranks. Nothing inside may wait for other ranks."""
     error: Exception | None = None
-    shared_kinds: tuple[type[Exception], ...] = (ValueError, OSError, *kinds)
     try:
         yield
-    except shared_kinds as caught:
-        if world_size() == 1:
-            raise
+    except (ValueError, OSError, InUse) as caught:
         error = caught
     for shared in all_gather(error):
         if shared:
@@ -131,7 +111,7 @@ def raise_on_all_ranks(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def from_main(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of `function` on rank 0. Its ValueError or OSError is raised on all ranks."""
+    """The result of `function` on rank 0. Its errors are raised on all ranks, as in `raise_on_all_ranks`."""
     result: Any = None
     with raise_on_all_ranks():
         if is_main():
@@ -140,12 +120,10 @@ def from_main(function: Callable[..., T], *arguments: Any) -> T:
 
 
 @contextmanager
-def held_by_main(resource: AbstractContextManager, *kinds: type[Exception]) -> Iterator[None]:
+def held_by_main(resource: AbstractContextManager) -> Iterator[None]:
     """Enter `resource` on rank 0 only. Its errors are raised on all ranks, as in `raise_on_all_ranks`."""
     with ExitStack() as stack:
-        with raise_on_all_ranks(*kinds):
-            if is_main():
-                stack.enter_context(resource)
+        from_main(stack.enter_context, resource)
         yield
 
 
@@ -174,16 +152,8 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")
 
 
-def check_batch(batch_size: int, micro_batch_size: int, ranks: int) -> None:
-    """Raise ValueError unless the batch divides among the ranks, and a rank's rows into micro-batches."""
-    rows = batch_size // ranks
-    if batch_size % ranks or rows % min(rows, micro_batch_size):
-        micro = f"--micro-batch-size {micro_batch_size}"
-        raise ValueError(f"--batch-size {batch_size} does not divide into {ranks} ranks with {micro}")
-
-
 def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
-    """Whether to shard, which needs several ranks. Raises ValueError if the user asks for it and it is not possible."""
+    """Whether to shard. Raises ValueError if the user asks for it and it is not possible."""
     if by_flag and ranks == 1:
         raise ValueError("--shard needs several ranks, which torchrun --nproc-per-node starts")
     if wanted and ranks > 1 and dtype == "float16":
@@ -205,8 +175,7 @@ def seed(of_step: int) -> int:
 def shares(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """This rank's part of `batches`, and whether each counts.
 
-    The forward pass of a sharded model needs all ranks, so all get equally many: a rank that has run out of batches
-    gets one that another rank counts.
+    The forward pass of a sharded model needs all ranks: one that has run out of batches gets one that another counts.
     """
     remaining = iter(batches)
     while group := list(islice(remaining, world_size())):
@@ -220,8 +189,8 @@ def shares(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
 class Parallel:
     """The loss of `model` with gradients averaged over the ranks. In one process, simply `model.loss`.
 
-    By default every rank holds the whole model (DDP). With `shard`, each holds its part of every weight, gradient and
-    optimizer state, and gathers the weights of a block when it needs them (FSDP2).
+    By default every rank holds the whole model (DDP). With `shard`, each holds its part of every tensor and gathers
+    the weights of a block when it needs them (FSDP2).
     """
 
     def __init__(self, model: Llama, shard: bool):
@@ -229,7 +198,7 @@ class Parallel:
         self.loss: Callable[[Tensor, Tensor], Tensor] = model.loss
         if world_size() > 1 and shard:
             shard_weights(model)
-            self.loss = model.loss  # now with the hooks that gather the weights
+            self.loss = model.loss  # with the hooks that gather the weights
         elif world_size() > 1:
             # Rotary tables never change, and norms with running statistics are refused.
             self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)

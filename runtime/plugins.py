@@ -9,11 +9,10 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterable
-from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from config import require
 from files import one_line
@@ -24,33 +23,16 @@ from runtime import distributed
 ROOT = Path(__file__).parents[1]
 
 
-class Plugin(NamedTuple):
-    """A file that was imported. Its record is kept in run.json and config.json."""
-
-    record: dict[str, Any]
-    source: bytes
-
-
-IMPORTED: dict[Path, Plugin] = {}
-
-
-class NotImported(ValueError):
-    """A model needs a file that was not imported."""
-
-
-def add_import_flag(parser: argparse.ArgumentParser, **argument: Any) -> None:
-    argument |= {"dest": "imports", "action": "append", "default": [], "metavar": "FILE.py"}
-    parser.add_argument("--import", help="Python file that registers norms or placements; may be repeated", **argument)
+IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record, for run.json and config.json, and the source
+WARNED: set[str] = set()  # lines that were printed
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
-    """Add `--import` to `parser` and import the files that `arguments` name, so that the other flags know their norms.
-
-    A file that cannot be imported ends the command, on all ranks.
-    """
-    add_import_flag(parser)
+    """Add `--import` to `parser` and import the files of `arguments`, so that the other flags know their norms."""
+    flag: dict[str, Any] = {"dest": "imports", "action": "append", "default": [], "metavar": "FILE.py"}
+    parser.add_argument("--import", help="Python file that registers norms or placements; may be repeated", **flag)
     scan = argparse.ArgumentParser(add_help=False)
-    add_import_flag(scan, nargs="?")  # `parser` checks for a value
+    scan.add_argument("--import", nargs="?", **flag)  # `parser` checks for a value
     try:
         with distributed.raise_on_all_ranks():
             import_files(filter(None, scan.parse_known_args(arguments)[0].imports))
@@ -59,10 +41,7 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
 
 
 def import_files(names: Iterable[str]) -> None:
-    """Run each of the Python files `names`, once, and record what it registers.
-
-    Raises ValueError, naming the file and the line, for a file that is missing, fails, or registers nothing.
-    """
+    """Run each of the Python files `names`, once, and record what it registers. A ValueError names file and line."""
     for name in names:
         path = Path(name).resolve()
         if path in IMPORTED:
@@ -81,12 +60,13 @@ def import_files(names: Iterable[str]) -> None:
         norms, placements = ([name for name in table if name not in before] for table in (KINDS, PLACEMENTS))
         require(bool(norms or placements), f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
         digest = hashlib.sha256(source).hexdigest()
-        IMPORTED[path] = Plugin({"file": path.name, "sha256": digest, "norms": norms, "placements": placements}, source)
+        record = {"file": path.name, "sha256": digest, "norms": norms, "placements": placements}
+        IMPORTED[path] = (record, source)
 
 
 def import_records() -> list[dict[str, Any]]:
     """What was imported: name and SHA-256 of each file, and what it registered."""
-    return [plugin.record for plugin in IMPORTED.values()]
+    return [record for record, _ in IMPORTED.values()]
 
 
 def import_flags() -> list[str]:
@@ -112,7 +92,7 @@ def keep_copies(run: Path) -> None:
 def check_imports(description: dict[str, Any]) -> list[str]:
     """A line for each file that differs from the one that a model was trained with, by its run.json or config.json.
 
-    Raises NotImported, naming the file, if the model's norm or placement is not registered.
+    Raises ValueError, naming the file, if the model's norm or placement is not registered.
     """
     lines, hashes = [], {record["sha256"] for record in import_records()}
     norm, placement = (description["model"].get(name) for name in ("norm", "placement"))
@@ -120,7 +100,7 @@ def check_imports(description: dict[str, Any]) -> list[str]:
     for file, record in latest.items():
         used = norm in record["norms"] or placement in record["placements"]
         if used and (norm not in KINDS or placement not in PLACEMENTS):
-            raise NotImported(f"this run uses {file}: add --import PATH/{file}")
+            raise ValueError(f"this run uses {file}: add --import PATH/{file}")
         if used and record["sha256"] not in hashes:
             lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
     return lines
@@ -129,10 +109,6 @@ def check_imports(description: dict[str, Any]) -> list[str]:
 def warn_of_imports(description: dict[str, Any]) -> None:
     """`check_imports`, and print what differs, once per process."""
     for line in check_imports(description):
-        if distributed.is_main():
-            _warn(line)
-
-
-@cache
-def _warn(line: str) -> None:
-    print(f"warning: {one_line(line)}", file=sys.stderr)
+        if line not in WARNED and distributed.is_main():
+            print(f"warning: {one_line(line)}", file=sys.stderr)
+            WARNED.add(line)

@@ -28,20 +28,12 @@ SAME_STOP = 1.0  # seconds
 
 
 def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Prepare the process of a command. It continues when the streams `may_close` are closed.
-
-    Environment variables that torch reads when it is imported are set here.
-    """
+    """Prepare the process of a command. It continues when the streams `may_close` are closed."""
     stop_at_signals()
-    check_packages()
-    os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
-    survive_closed_output(may_close)
-
-
-def check_packages() -> None:
-    """Exit with one line, which says how to install them, if packages are missing."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
+    os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
+    survive_closed_output(may_close)
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
@@ -54,10 +46,7 @@ def stop_at_signals() -> None:
 
 
 def stop_now(number: int, frame: FrameType | None = None) -> None:
-    """Print one line, on rank 0 only, and exit with code 128 + `number`.
-
-    No exception is raised, because imports and callbacks from C swallow them.
-    """
+    """Print one line, on rank 0 only, and exit. No exception is raised, because callbacks from C swallow them."""
     for other in STOP_SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
@@ -72,7 +61,7 @@ def stop_requests() -> Iterator[list[int]]:
     """Collect signals in a list. The loop inside finishes its step, saves and stops.
 
     A second signal stops the process at once, unless it follows within `SAME_STOP` seconds, as when a terminal closes,
-    or there are several ranks: they get the signals of the terminal and of torchrun, which kills them after 30 s.
+    or there are several ranks, which get the signals of the terminal and of torchrun.
     """
     requests: list[int] = []
     first = 0.0
@@ -110,18 +99,12 @@ class _Lossy(io.FileIO):
 
 
 def survive_closed_output(may_close: Sequence[str]) -> None:
-    """Continue when the streams `may_close` have no reader any more. What the locale cannot encode is escaped.
-
-    Those that are closed already get the null device, so that no file gets their descriptors.
-    """
-    while os.open(os.devnull, os.O_RDWR) <= 2:
-        pass
-    for descriptor, name in enumerate(("stdout", "stderr"), 1):
+    """Continue when the streams `may_close` have no reader any more. What the locale cannot encode is escaped."""
+    for name in may_close:
         stream = getattr(sys, name)
-        if stream is None or (name in may_close and stream is getattr(sys, f"__{name}__")):  # not a notebook's
-            lossy = io.BufferedWriter(_Lossy(descriptor, "w", closefd=False))
-            encoding = stream.encoding if stream else "utf-8"
-            setattr(sys, name, io.TextIOWrapper(lossy, encoding, "backslashreplace", line_buffering=True))
+        if stream and stream is getattr(sys, f"__{name}__"):  # not a notebook's
+            lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 def write(text: str) -> None:
@@ -176,7 +159,7 @@ def bad_input() -> Iterator[None]:
         if out_of_memory(error):
             raise
         failed = isinstance(error, OSError) and error.errno in DISK_FAILED
-        _exit_together(FAILED if failed else BAD_INPUT, str(error))
+        _exit(FAILED if failed else BAD_INPUT, str(error), together=True)
 
 
 @contextmanager
@@ -185,9 +168,9 @@ def exit_codes(memory_options: str) -> Iterator[None]:
     try:
         yield
     except InUse as error:
-        _exit_together(IN_USE, str(error))
+        _exit(IN_USE, str(error), together=True)
     except (NotFinite, Stopped, CellFailed) as error:
-        _exit_together(error.code, str(error))
+        _exit(error.code, str(error), together=True)
     except Exception as error:
         if out_of_memory(error):
             _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
@@ -201,18 +184,15 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and "allocate" in str(error))
 
 
-def _exit_together(code: int, line: str) -> None:
-    """Exit for a reason that every rank has. Rank 0 prints it, before torchrun sees any of them end."""
-    from runtime import distributed
-
-    with distributed.printed_by_main():
-        _exit(code, line)
-
-
-def _exit(code: int, line: str) -> None:
-    """Print the line and exit. A signal from now on, such as torchrun's, adds no other line."""
-    print(f"error: {one_line(line)}", file=sys.stderr)
+def _exit(code: int, line: str, together: bool = False) -> None:
+    """Print the line and exit. If all ranks do it `together`, rank 0 prints before torchrun sees any of them end."""
+    if together:
+        from runtime import distributed
+    if not together or distributed.is_main():
+        print(f"error: {one_line(line)}", file=sys.stderr)
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is stop_now:
+        if signal.getsignal(number) is stop_now:  # a signal such as torchrun's adds no other line
             signal.signal(number, lambda number, frame: os._exit(code))
+    if together:
+        distributed.barrier()
     sys.exit(code)

@@ -1,7 +1,4 @@
-"""What a run leaves to look at: its loss curve, and a self-contained HTML page of Markdown and figures.
-
-page("Title", [markdown("Some **text**."), figure(plot, alt="Loss over steps.")])
-"""
+"""What a run leaves to look at: its loss curve, and a self-contained HTML page of Markdown and figures."""
 
 import base64
 import io
@@ -47,7 +44,7 @@ def page(title: str, sections: Sequence[str]) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Text as it is, such as a sample or a command. Long lines wrap."""
+    """HTML of text as it is, such as a sample or a command. Long lines wrap."""
     return f"<pre>{escape(text)}</pre>"
 
 
@@ -81,9 +78,6 @@ def _inline(text: str) -> str:
     parts[::2] = [re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", part) for part in parts[::2]]
     parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
     return "".join(parts)
-
-
-# --- of one run ------------------------------------------------------------------------------------------------------
 
 
 def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
@@ -120,12 +114,16 @@ def save_plot(plot: "Figure", path: Path) -> None:
 
 
 def write_report(folder: Path, gzip_bpb: float) -> None:
-    """Write `report.html` of the run in `folder`, which has ended."""
+    """Write `report.html` of a run that has ended."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
-    samples = read_samples(folder)[-20:]
+    last, samples = rows[-1], read_samples(folder)[-20:]
+    result = f"Diverged: loss, gradient or weight not finite at step {last['step']}."
+    if "val_bpb" in last:
+        gzip = f"gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte"
+        result = f"val_bpb {last['val_bpb']:.4f} after {last['step']} steps; {gzip}."
     sections = [
-        markdown(f"{result(rows, gzip_bpb)}\n\n{run['parameters']:,} parameters, on {run['device']}."),
-        figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result(rows, gzip_bpb)}"),
+        markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
+        figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
         "<h2>Last 20 samples</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
         "<h2>Settings</h2>",
@@ -133,15 +131,6 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         settings_list(run["model"] | run["training"] | run["versions"]),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
-
-
-def result(rows: list[dict[str, Any]], gzip_bpb: float) -> str:
-    """How the run ended, in a sentence."""
-    last = rows[-1]
-    if "val_bpb" not in last:
-        return f"Diverged: loss, gradient or weight not finite at step {last['step']}."
-    gzip = f"gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte"
-    return f"val_bpb {last['val_bpb']:.4f} after {last['step']} steps; {gzip}."
 
 
 def settings_list(values: dict[str, Any]) -> str:

@@ -1,9 +1,11 @@
 """The run that flags describe: a new one, or one to continue or evaluate."""
 
 import argparse
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,17 @@ import torch
 
 from config import ModelConfig, TrainConfig, configs_from, require
 from data.prepare import Prepared, prepare
-from data.tokenizer import Tokenizer
-from files import InUse
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
 from runtime.device import compile_by_default, describe, pick_device, pick_dtype
-from runtime.huggingface.directory import check_context, open_model, read_tokenizer
+from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import import_records, warn_of_imports
 from runtime.report import shown
 from runtime.run_dir import (
     RUNS_FOLDER,
     check_not_in_use,
     check_run_dir,
-    check_tracker,
     make_run_dir,
     newest_run,
     read_rows,
@@ -32,15 +31,11 @@ from runtime.run_dir import (
 )
 
 FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
-RunFile = dict[str, Any]  # the contents of a run.json
 
 
 @dataclass
 class Run:
-    """A resolved run: where it is stored, what is trained, how, and on what.
-
-    earlier: the run.json of the run that is continued or evaluated, or None for a new run.
-    """
+    """A resolved run: where it is stored, what is trained, how, and on what."""
 
     folder: Path
     model_config: ModelConfig
@@ -48,14 +43,14 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     data: Prepared
-    earlier: RunFile | None = None
+    earlier: dict[str, Any] | None = None  # the run.json of the run that is continued or evaluated
 
 
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
-    restarted = distributed.restarted()
-    with distributed.raise_on_all_ranks(InUse):
-        run = resolve_settings(flags, restarted)
+    restarts = distributed.all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))  # machines may differ
+    with distributed.raise_on_all_ranks():
+        run = resolve_settings(flags, restarted=restarts > 0)
     run.config, run.dtype = distributed.from_main(lambda: (run.config, run.dtype))  # where ranks timed differently
     if run.earlier is None:
         out = run.folder if getattr(flags, "out", "") else None
@@ -63,23 +58,24 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     return run
 
 
-def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
+def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     """The run, of which nothing is written yet. The cheap checks come first.
 
     A restart by torchrun continues the run in --out if the same launch has started it, or starts a run.
     """
     out = Path(flags.out) if getattr(flags, "out", "") else None
-    require(bool(out) or not distributed.may_restart(), "torchrun --max-restarts needs --out, to find the run again")
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    require(bool(out) or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
     existing = flags.resume or flags.eval_only
     if existing:
         require(not flags.preset, "--preset is for new runs; --resume and --eval-only take the options of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
     elif restarted and out and (out / "run.json").exists():
-        existing = read_run_file(out / "run.json").get("launch") == distributed.launch()
+        existing = read_run_file(out / "run.json").get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")
     if out:
         if distributed.is_main() and not flags.eval_only:
             check_not_in_use(out)
-        check_run_dir(out, existing, writes=not flags.eval_only)
+        check_run_dir(out, existing)
     earlier = read_run_file(out / "run.json") if out and existing else None
     model_config, config = resolve(flags, earlier)
     if out and earlier:
@@ -88,36 +84,18 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool = False) -> Run:
     if config.init_from:
         saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
-    data = prepare_text(model_config, config, tokenizer)
-    if out and earlier:
-        check_same_text(out, earlier, data)
+    cache, context = Path(config.cache_dir), model_config.context
+    data = prepare(config.data, config.tokenizer, model_config.vocab_size, cache, context, tokenizer)
+    for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
+        same = not earlier or earlier[name]["hash"] == here
+        require(same, f"the {name} of the run in {out} has changed since the run started")
     folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
     device = pick_device(config.device)
     return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data, earlier)
 
 
-def resolve(flags: argparse.Namespace, earlier: RunFile | None = None) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations, with everything that depends on the machine decided.
-
-    Raises ValueError for incompatible options.
-    """
-    model_config, config = read_configs(flags, pick_device(getattr(flags, "device", "auto")).type, earlier)
-    device, ranks = pick_device(config.device), distributed.world_size()
-    distributed.check_device(device)
-    check_tracker(config.log)
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    step_flops = 6 * model_config.weights * config.batch_size * model_config.context
-    compiled = compile_by_default(device, config.steps, step_flops) if config.compile is None else config.compile
-    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
-    config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
-    check_options(model_config, config, ranks)
-    return model_config, config
-
-
-def read_configs(
-    flags: argparse.Namespace, device: str, earlier: RunFile | None = None
-) -> tuple[ModelConfig, TrainConfig]:
-    """`configs_from` a preset, the run.json of --config or `earlier`, the model of --init-from, and the flags."""
+def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
+    """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
     given = pretrained = None
     if run := earlier or (read_run_file(Path(flags.config)) if flags.config else None):
         warn_of_imports(run)
@@ -127,13 +105,19 @@ def read_configs(
         directory = find_checkpoint(init_from)  # verified before the text is prepared
         model, _ = open_model(directory)
         pretrained = asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
-    return configs_from(flags, device, given, pretrained)
-
-
-def prepare_text(model: ModelConfig, config: TrainConfig, tokenizer: Tokenizer | None = None) -> Prepared:
-    """The text of a run."""
-    cache = Path(config.cache_dir)
-    return prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, tokenizer)
+    device = pick_device(getattr(flags, "device", "auto"))
+    model_config, config = configs_from(flags, device.type, given, pretrained)
+    device, ranks = pick_device(config.device), distributed.world_size()
+    distributed.check_device(device)
+    installed = config.log == "none" or find_spec(config.log)
+    require(bool(installed), f"--log {config.log} needs the package {config.log}: pip install {config.log}")
+    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    step_flops = 6 * model_config.weights * config.batch_size * model_config.context
+    compiled = compile_by_default(device, config.steps, step_flops) if config.compile is None else config.compile
+    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
+    config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
+    check_options(model_config, config, ranks)
+    return model_config, config
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
@@ -145,40 +129,29 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
         raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:
         raise ValueError(f"--norm {norm} trains on one rank: others would have other statistics")
-    check_context(model_config, 4 * model_config.weights, "--context is")
-    distributed.check_batch(config.batch_size, config.micro_batch_size, ranks)
+    rows, micro = config.batch_size // ranks, config.micro_batch_size
+    if config.batch_size % ranks or rows % min(rows, micro):
+        shares = f"{ranks} ranks with --micro-batch-size {micro}"
+        raise ValueError(f"--batch-size {config.batch_size} does not divide into {shares}")
 
 
-def differences(run: RunFile, model_config: ModelConfig, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The options in which a run.json differs from these configurations: their values there and here."""
-    there, here = run["model"] | run["training"], asdict(model_config) | asdict(config)
-    return {name: (there[name], here[name]) for name in here if there[name] != here[name]}
-
-
-def check_same_run(folder: Path, run: RunFile, model_config: ModelConfig, config: TrainConfig) -> None:
-    """Raise ValueError if the model or an option of `FIXED_ON_RESUME` differs, or if the checkpoints are missing.
-
-    Other options that differ are printed.
-    """
-    fixed, changed = [], []
-    for name, (there, here) in differences(run, model_config, config).items():
-        flag = f"--{name.replace('_', '-')}"
+def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig, config: TrainConfig) -> None:
+    """Print options that differ. Raise ValueError if they cannot change, or if the checkpoints are missing."""
+    fixed, changed, there = [], [], run["model"] | run["training"]
+    for name, here in (asdict(model_config) | asdict(config)).items():
+        flag = f"--{name.replace('_', '-')} {shown(there[name])}"
+        if there[name] == here:
+            continue
         if name in run["model"] or name in FIXED_ON_RESUME:
-            fixed.append(f"{flag} {shown(there)}, not {shown(here)}")
+            fixed.append(f"{flag}, not {shown(here)}")
         else:
-            changed.append(f"{flag} {shown(there)} -> {shown(here)}")
+            changed.append(f"{flag} -> {shown(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
     rows = read_rows(folder / "metrics.jsonl")
     lost = rows and rows[-1]["step"] > config.save_every and not list_checkpoints(folder)
     require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     if changed and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)
-
-
-def check_same_text(folder: Path, run: RunFile, data: Prepared) -> None:
-    """Raise ValueError if text or tokenizer differ from those of the run in `folder`."""
-    for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        require(run[name]["hash"] == here, f"the {name} of the run in {folder} has changed since the run started")
 
 
 def describe_run(run: Run, parameters: int) -> dict[str, Any]:
@@ -194,6 +167,6 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "device": describe(run.device),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "ranks": distributed.world_size(),
-        "launch": distributed.launch(),
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID"),  # of torchrun's job, which a restart keeps
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }

@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,6 @@ SAMPLE_HEADING = "----- step {} -----\n"
 Tracker = Callable[[dict[str, Any]], None]
 
 
-# --- the folder ------------------------------------------------------------------------------------------------------
-
-
 def newest_run() -> Path:
     """The run that was started or resumed last. Raises ValueError if there is none."""
     started = {file.stat().st_mtime_ns: file.parent for file in RUNS_FOLDER.glob("*/run.json")}
@@ -31,11 +26,10 @@ def newest_run() -> Path:
     return started[max(started)]
 
 
-def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
-    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one, and is writable (`writes`).
+def check_run_dir(folder: Path, exists: bool) -> None:
+    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one.
 
-    A run exists from the moment its run.json does. If a run was killed before, its folder has at most the lock
-    and a part of run.json, and takes a new run.
+    A run exists from the moment its run.json does. One that was killed before has left the lock and a part of that.
     """
     has_run = (folder / "run.json").is_file()
     if exists and not has_run:
@@ -44,9 +38,6 @@ def check_run_dir(folder: Path, exists: bool, writes: bool = True) -> None:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {".lock", "run.json.part"}
     require(exists or not others, f"--out {folder} is not empty; choose a new folder")
-    if writes:
-        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        require(os.access(parent, os.W_OK), f"--out {folder}: no permission to write in {parent}")
 
 
 def make_run_dir(out: Path | None, name: str) -> Path:
@@ -62,21 +53,16 @@ def make_run_dir(out: Path | None, name: str) -> Path:
         number += 1
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> AbstractContextManager[None]:
     """Keep other processes from writing to `folder`. Raises InUse if one already does."""
-    with lock_file(folder / ".lock"):
-        yield
+    return lock_file(folder / ".lock")
 
 
 def check_not_in_use(folder: Path) -> None:
     """Raise InUse if another process writes to `folder`, before the text is prepared for nothing."""
-    if os.access(folder / ".lock", os.W_OK):
+    if (folder / ".lock").exists():
         with locked(folder):
             pass
-
-
-# --- run.json --------------------------------------------------------------------------------------------------------
 
 
 def write_run_file(path: Path, run: dict[str, Any]) -> None:
@@ -85,15 +71,13 @@ def write_run_file(path: Path, run: dict[str, Any]) -> None:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """The contents of a run.json. Raises ValueError if it is missing, damaged, edited or of another version."""
+    """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
     try:
         run = load_json(path)
     except (OSError, ValueError):
         run = None
     require(is_a(run, dict), f"{path} is missing or damaged")
-    if run.get("format") != FORMAT:
-        version = "a later" if is_a(run.get("format"), int) and run["format"] > FORMAT else "an earlier"
-        raise ValueError(f"{path} was written by {version} version of this program, whose format is not {FORMAT}")
+    require(run.get("format") == FORMAT, f"{path} was written by another version: its format is not {FORMAT}")
     found = run.pop(CHECKSUM, None)
     require(found == _checksum(run), f"{path} is damaged or was edited; pass changed options as flags instead")
     check_fields(run["model"] | run["training"], str(path))
@@ -101,10 +85,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[str, Any]:
-    """The run.json of a run that is resumed at `step`: it keeps its first command and lists those that resumed it.
-
-    If the machine has changed, a line on standard error says so.
-    """
+    """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
     there, here = ({"torch": each["versions"].get("torch")} | each for each in (earlier, run))
     machine = ("device", "instruction_set", "torch")
     moved = [f"{name} {there[name]}, now {here[name]}" for name in machine if there[name] != here[name]]
@@ -118,9 +99,6 @@ def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[s
 
 def _checksum(run: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(run).encode()).hexdigest()
-
-
-# --- logs ------------------------------------------------------------------------------------------------------------
 
 
 class Log:
@@ -161,27 +139,17 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
     return [(int(step), sample) for step, sample in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def last_sample(folder: Path) -> str:
-    """The newest sample of the run in `folder`, or nothing if there is none."""
-    samples = read_samples(folder)
-    return samples[-1][1] if samples else ""
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, or none if there is no such file. A truncated last line is ignored.
-
-    Raises ValueError, naming file and line, for anything but rows of numbers in the order of their steps.
-    """
+    """The rows of a `metrics.jsonl`, or none. A truncated last line is ignored. Raises ValueError for other damage."""
     rows: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             row = None
         valid = is_a(row, dict[str, Any]) and is_a(row.get("step"), int)
         valid = valid and all(value is None or isinstance(value, int | float) for value in row.values())
-        valid = valid and ("val_loss" in row) == ("val_bpb" in row) and not (rows and row["step"] < rows[-1]["step"])
         require(valid, f"{path} is damaged: line {number} is not a row of the log; repair or remove the file")
         rows.append(row)
     return rows
@@ -192,19 +160,8 @@ def has_evaluation(folder: Path, step: int) -> bool:
     return any(row["step"] == step and "val_loss" in row for row in read_rows(folder / "metrics.jsonl"))
 
 
-# --- trackers --------------------------------------------------------------------------------------------------------
-
-
-def check_tracker(kind: str) -> None:
-    """Raise ValueError if the package that `make_tracker` needs is not installed."""
-    if kind != "none" and find_spec(kind) is None:
-        raise ValueError(f"--log {kind} needs the package {kind}: pip install {kind}")
-
-
 def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
-    """A function that passes rows on to TensorBoard, to Weights & Biases (offline with WANDB_MODE=offline), or drops
-    them.
-    """
+    """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any."""
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

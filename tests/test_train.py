@@ -22,7 +22,7 @@ from norms.placement import PLACEMENTS, supports
 from optim import learning_rate
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.run import resolve_run
-from runtime.run_dir import last_sample
+from runtime.run_dir import read_samples
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
@@ -98,7 +98,7 @@ def test_val_bpb_matches_float64_log_probabilities(command):
         nats -= float(log_probabilities.gather(1, window[1:, None]).sum())
     byte_count = sum(1 for token in ids[1:].tolist() if token < 256)  # end-of-document tokens have no bytes
     assert read_metrics(run)[-1]["val_bpb"] == pytest.approx(nats / math.log(2) / byte_count, rel=1e-6)
-    assert last_sample(run).startswith(run_settings.data.tokenizer.decode(ids[:16].tolist()))
+    assert read_samples(run)[-1][1].startswith(run_settings.data.tokenizer.decode(ids[:16].tolist()))
 
 
 def test_gradient_accumulation_matches_the_whole_batch(command):

@@ -13,6 +13,7 @@ import torch
 
 from config import check_sizes, require
 from data.batches import evaluation_batches
+from data.prepare import prepare
 from experiments.ablation.factors import resolve_factors
 from experiments.ablation.grid import MAX_SEEDS, Cell, Grid, Outcomes, cells, resolve_arms, settings_digest
 from experiments.ablation.outcome import Arm
@@ -25,7 +26,6 @@ from model import Llama
 from runtime.checkpoint import load_pretrained
 from runtime.process import bad_input
 from runtime.report import figure, markdown, page, save_plot, settings_list
-from runtime.run import prepare_text
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
 
 
@@ -69,7 +69,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         folder=folder,
         settings=settings,
         train_flags=train_flags,
-        data=prepare_text(replace(model_config, context=context), config),
+        data=prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), context),
         jobs=flags.jobs or (max(1, torch.get_num_threads() // flags.threads) if config.device == "cpu" else 1),
         threads=flags.threads,
         devices=devices,

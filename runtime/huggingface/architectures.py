@@ -121,20 +121,6 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-# --- ours to theirs --------------------------------------------------------------------------------------------------
-
-
-def architecture_of(config: ModelConfig) -> str:
-    """The model_type that computes what `config` does. Raises Inexpressible, which says why there is none."""
-    differences = {model_type: _differences(config, each) for model_type, each in ARCHITECTURES.items()}
-    nearest = min(differences, key=lambda model_type: len(differences[model_type]))
-    if differences[nearest]:
-        name = ARCHITECTURES[nearest].name.removesuffix("ForCausalLM")
-        reason = f"{name}, the nearest, has {', '.join(differences[nearest])}"
-        raise Inexpressible(f"no architecture of Hugging Face computes this: {reason}")
-    return nearest
-
-
 def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
     scale = architecture.embedding_scale(config.dim)
     theirs: dict[str, Any] = {"scaled_embedding": False, "embedding_scale": f"{scale:.6g}"}
@@ -146,13 +132,14 @@ def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def to_theirs(config: ModelConfig) -> dict[str, Any]:
-    """The fields of Hugging Face's configuration that say what the model computes.
-
-    Raises Inexpressible, which says why, if there is no such architecture.
-    """
-    model_type = architecture_of(config)
-    architecture, settings = ARCHITECTURES[model_type], asdict(config)
-    theirs: dict[str, Any] = {"model_type": model_type, "architectures": [architecture.name]}
+    """The fields of Hugging Face's configuration that say what the model computes. Raises Inexpressible if none can."""
+    differences = {model_type: _differences(config, each) for model_type, each in ARCHITECTURES.items()}
+    nearest = min(differences, key=lambda model_type: len(differences[model_type]))
+    architecture, settings = ARCHITECTURES[nearest], asdict(config)
+    if differences[nearest]:
+        reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences[nearest])}"
+        raise Inexpressible(f"no architecture of Hugging Face computes this: {reason}")
+    theirs: dict[str, Any] = {"model_type": nearest, "architectures": [architecture.name]}
     theirs |= {name: settings[ours] for name, ours in SIZES.items()}
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
@@ -162,9 +149,6 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
     theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | partial
     return theirs | {name: value for name, (value, _) in architecture.fixed(config).items()}
-
-
-# --- theirs to ours --------------------------------------------------------------------------------------------------
 
 
 def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:

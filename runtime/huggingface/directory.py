@@ -25,7 +25,7 @@ from runtime.huggingface.weights import (
     stored_tensors,
     weight_files,
 )
-from runtime.plugins import NotImported, import_records, warn_of_imports
+from runtime.plugins import import_records, warn_of_imports
 
 CONFIG = "config.json"
 FORMAT = 1  # of our part of config.json and of the names of weights; increase it whenever they change
@@ -34,9 +34,6 @@ TENSORS_PER_LAYER = 7  # at least: its matrices
 MAX_ROPE_BYTES = 1 << 25  # of the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer of others, which only `load_tokenizer` imports
 TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PRETRAINED)
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
@@ -62,14 +59,8 @@ def stored_state(model: Llama) -> dict[str, Tensor]:
     return state
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
-    """The configuration, and the kind of our tokenizer if it is known.
-
-    Raises ValueError, naming file and field, for what is damaged or not supported.
-    """
+    """The configuration, and the kind of our tokenizer if it is known. A ValueError names file and field."""
     path = directory / CONFIG
     try:
         described = load_json(path)
@@ -79,27 +70,21 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         require(is_a(described, dict), "it is not a JSON object")
         if described.get(OWN) is None:
             return from_theirs(described), None
-        config, kind = _read_own(described[OWN])
+        own = described[OWN]
+        require(is_a(own, dict), f"{OWN} is damaged")
+        version = own.get("format")
+        require(version == FORMAT, f"another version of normal-llama wrote it, in format {version!r} and not {FORMAT}")
+        require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
+        check_fields(own["model"], OWN)
+        warn_of_imports(own)
+        config = ModelConfig(**own["model"])
         if described.get("model_type") != OWN_TYPE:
             theirs = from_theirs(described)
             if theirs != from_theirs(to_theirs(config)):
                 config = theirs  # others have changed their fields, which say what is stored
-        return config, kind
-    except NotImported:
-        raise
+        return config, own["tokenizer"]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _read_own(own: Any) -> tuple[ModelConfig, str]:
-    """Our part of a config.json. Raises ValueError, naming the field, if it is damaged or of another format."""
-    require(is_a(own, dict), f"{OWN} is damaged")
-    version = own.get("format")
-    require(version == FORMAT, f"another version of normal-llama wrote it, in format {version!r} and not {FORMAT}")
-    require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
-    check_fields(own["model"], OWN)
-    warn_of_imports(own)
-    return ModelConfig(**own["model"]), own["tokenizer"]
 
 
 def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> Llama:
@@ -121,18 +106,13 @@ def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.
     return model
 
 
-def check_context(config: ModelConfig, weight_bytes: int, where: str) -> None:
-    """Raise ValueError, beginning with `where`, if the rotary table is large, and larger than the weights."""
-    size = 4 * config.context * config.head_dim
-    message = f"{where} {config.context}, for which RoPE needs {size / 1e9:.2f} GB, more than the weights"
-    require(size <= max(MAX_ROPE_BYTES, weight_bytes), message)
-
-
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
     files = weight_files(directory)
-    check_context(config, sum(path.stat().st_size for path in files), f"{directory / CONFIG} has a context of")
+    most = max(MAX_ROPE_BYTES, sum(path.stat().st_size for path in files))
+    fits = 4 * config.context * config.head_dim <= most
+    require(fits, f"{directory / CONFIG} has a context of {config.context}, whose RoPE is larger than the weights")
     layers, tensors = config.layers, len(stored_tensors(*files))
     fits = layers * TENSORS_PER_LAYER <= tensors
     require(fits, f"{directory / CONFIG} describes {layers} layers, and the weights are {tensors} tensors")
@@ -142,10 +122,7 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
 
 
 def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
-    """The stored tensor of each name in `stored_state(model)`, none of which is read yet.
-
-    Raises ValueError, naming a difference, if the files do not match the model.
-    """
+    """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
     found, expected = stored_tensors(*weight_files(directory)), stored_state(model)
     names = {hugging_face_name(name, model.config): name for name in expected}
     found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}  # of transformers < 4.32

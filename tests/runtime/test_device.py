@@ -11,7 +11,6 @@ from runtime.device import (
     deterministic,
     pick_device,
     pick_dtype,
-    prefers_bfloat16,
     product_times,
     to_device,
 )
@@ -22,7 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(("milliseconds", "chosen"), [(0.3, "bfloat16"), (0.19, "float32"), (0.05, "float32")])
 def test_auto_takes_bfloat16_on_a_cpu_only_where_it_is_much_faster(milliseconds, chosen, monkeypatch):
     monkeypatch.setattr(device, "product_times", lambda: [milliseconds / 1e3, 0.2 / 1.5 / 1e3])
-    assert prefers_bfloat16(CPU) == (chosen == "bfloat16") and pick_dtype("auto", CPU) is getattr(torch, chosen)
+    assert pick_dtype("auto", CPU) is getattr(torch, chosen)
     assert pick_dtype("bfloat16", CPU) is torch.bfloat16 and pick_dtype("float32", CPU) is torch.float32
 
 
@@ -37,7 +36,7 @@ def test_products_are_timed_once_and_leave_the_threads_alone():
 @pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_auto_takes_bfloat16_on_a_card_from_ampere_on(capability, has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert prefers_bfloat16(CUDA) == has
+    assert pick_dtype("auto", CUDA) is (torch.bfloat16 if has else torch.float32)
 
 
 def test_a_device_is_described_with_its_threads():

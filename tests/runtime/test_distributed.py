@@ -20,9 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from config import ModelConfig, TrainConfig
 from generate import Sampling
 from runtime import distributed
 from runtime.checkpoint import find_checkpoint
+from runtime.run import check_options
 from runtime.run_dir import locked
 
 ROOT = Path(__file__).parents[2]
@@ -226,11 +228,11 @@ def test_what_several_ranks_refuse(monkeypatch):
     for device in ("cuda:1", "mps"):
         with pytest.raises(ValueError, match=f"--device {device}: each rank needs its own GPU"):
             distributed.check_device(torch.device(device))
-    distributed.check_batch(6, 3, 2)
-    distributed.check_batch(6, 6, 2)  # a rank's share, in one micro-batch
+    check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=3), 2)
+    check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=6), 2)  # a rank's share
     for batch, micro in ((7, 7), (1, 1), (12, 4)):
         with pytest.raises(ValueError, match=f"{batch} does not divide into 2 ranks with --micro-batch-size {micro}"):
-            distributed.check_batch(batch, micro, 2)
+            check_options(ModelConfig(), TrainConfig(batch_size=batch, micro_batch_size=micro), 2)
     with pytest.raises(ValueError, match="--shard needs several ranks"):
         distributed.resolve_shard(True, True, "float32", 1)
     with pytest.raises(ValueError, match="--shard needs --dtype float32 or bfloat16"):

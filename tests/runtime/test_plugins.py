@@ -51,7 +51,7 @@ def forget() -> None:
     for module in [name for name in sys.modules if name.startswith("imported_")]:
         del sys.modules[module]
     plugins.IMPORTED.clear()
-    plugins._warn.cache_clear()
+    plugins.WARNED.clear()
 
 
 def call(command: str) -> None:

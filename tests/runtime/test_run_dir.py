@@ -23,8 +23,7 @@ def test_a_file_is_replaced_and_not_overwritten(tmp_path):
     "old, new, message",
     [
         ("16", "17", "is damaged or was edited; pass changed options as flags instead"),
-        ('"format": 1', '"format": 2', "was written by a later version of this program, whose format is not 1"),
-        ('"format": 1,', "", "was written by an earlier version of this program, whose format is not 1"),
+        ('"format": 1', '"format": 2', "was written by another version: its format is not 1"),
         ('"model"', "model", "is missing or damaged"),
         ("{", "[" * 10**6, "is missing or damaged"),
     ],
@@ -60,7 +59,7 @@ def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 2, 4]
 
 
-@pytest.mark.parametrize("line", ["3", '{"step": "4"}', '{"step": 1}', '{"step": 4, "lr": "x"}', '{"step": 4', "\x00"])
+@pytest.mark.parametrize("line", ["3", '{"step": "4"}', '{"step": 4, "lr": "x"}', '{"step": 4', "\x00"])
 def test_a_damaged_log_names_its_line(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "train_loss": 1.0}\n' + line)
