@@ -15,7 +15,7 @@ from files import is_a, one_line
 from norms import KINDS, build_norm, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
-MAX_SIZE = 2**31 - 1  # of any dimension: file formats and C++ use 32-bit integers
+MAX_SIZE = 2**31 - 1  # of any dimension: file formats use 32-bit integers
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -23,29 +23,29 @@ NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
-    """A dataclass field that is also a flag. `argument` is passed on to argparse."""
+    """A dataclass field that is also a flag. Extra keywords go to `add_argument`."""
     metadata = {"help": help, **argument}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def _dashed(name: str) -> str:
-    """The flag of a field, without the leading dashes."""
-    return {"norm_args": "norm-arg"}.get(name, name.replace("_", "-"))
+def flag_name(field: str) -> str:
+    """The flag that sets a field, such as "--norm-arg"."""
+    return "--" + {"norm_args": "norm-arg"}.get(field, field.replace("_", "-"))
 
 
 def _check_choices(config: Any) -> None:
     for option in dataclasses.fields(config):
         choices, value = option.metadata.get("choices"), getattr(config, option.name)
         if choices and value not in choices:
-            raise ValueError(f"unknown --{_dashed(option.name)} {value!r}; choose from {', '.join(choices)}")
+            raise ValueError(f"unknown {flag_name(option.name)} {value!r}; choose from {', '.join(choices)}")
 
 
 def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
     """Raise ValueError, naming the flag, unless each field is None or from 1 to `most`."""
     for name in names:
-        value, flag = getattr(config, name), f"--{_dashed(name)}"
+        value, flag = getattr(config, name), flag_name(name)
         require(value is None or value >= 1, f"{flag} must be at least 1, not {value}")
         require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
@@ -110,7 +110,7 @@ class ModelConfig:
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         for name in ("rope_theta", "embedding_scale"):
             value = getattr(self, name)
-            require(0 < value < math.inf, f"--{_dashed(name)} must be a positive number, not {value}")
+            require(0 < value < math.inf, f"{flag_name(name)} must be a positive number, not {value}")
         if self.rope_scaling:
             factor, low, high, original = (self.rope_scaling.get(name, math.nan) for name in ROPE_SCALING)
             valid = 0 < factor < math.inf and 0 < low < high < math.inf and 0 < original < math.inf
@@ -193,7 +193,7 @@ class TrainConfig:
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed"):
             value = getattr(self, name)
-            require(0 <= value < math.inf, f"--{_dashed(name)} must be 0 or more and finite, not {value}")
+            require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
         require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
         require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
@@ -229,8 +229,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Changing an option on the right resets that on the left to its default. The micro-batch size is reset only if it no
-# longer divides the batch size, and the warmup only if it was the default for the steps before.
+# If a flag changes an option on the right, the option on the left returns to its default. The micro-batch size does so
+# only if it no longer divides the batch size, and the warmup only if it was the default for the steps before.
 FOLLOWS = {
     "hidden_dim": {"dim"},
     "kv_heads": {"heads"},
@@ -294,7 +294,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
             argument["help"] += f" (default: {default})"
         if option.name in hidden:
             argument["help"] = argparse.SUPPRESS
-        parser.add_argument(f"--{_dashed(option.name)}", **argument)
+        parser.add_argument(flag_name(option.name), **argument)
 
 
 def check_fields(given: dict[str, Any], source: str) -> None:
@@ -315,9 +315,9 @@ def configs_from(
 ) -> tuple[ModelConfig, TrainConfig]:
     """Combine defaults, then the fields `of_run` or else the preset (`small` on a GPU), then flags.
 
-    `of_run` are the fields in a run.json: of `--config`, or of the run that is continued. `pretrained` are those of the
-    model of `--init-from` and its kind of tokenizer. They replace those of a preset, and flags may repeat them, shorten
-    the context and set the dropout.
+    of_run: the options in a run.json, of `--config` or `--resume`.
+    pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
+        repeat them, shorten the context or change the dropout.
 
     Raises ValueError for values that are incompatible.
     """
@@ -364,7 +364,7 @@ def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None
     for name, value in pretrained.items():
         require(
             name in NOT_PRETRAINED or given[name] == value,
-            f"--{_dashed(name)} {given[name]} contradicts --init-from, which has {value}; leave it out",
+            f"{flag_name(name)} {given[name]} contradicts --init-from, which has {value}; leave it out",
         )
     longest = pretrained["context"]
     require(given["context"] <= longest, f"--context {given['context']} is longer than that of --init-from, {longest}")

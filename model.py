@@ -257,7 +257,7 @@ class LayerCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def mask(self, new: int) -> Tensor | None:
-        """Which of the S tokens each of the last `new` may attend to, (new, S). None if `new` is 1: it may all."""
+        """Which of the S tokens each of the last `new` may attend to, (new, S). None, for all, if `new` is 1."""
         total, device = self.length, self.keys.device
         return None if new == 1 else torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
@@ -300,7 +300,7 @@ class Embedding(nn.Embedding):
 class ScaledEmbedding(nn.Module):
     """An embedding times a constant, as in Gemma, or times a learned scalar, √dim at the start (arXiv 2503.10622).
 
-    It is no `nn.Embedding`, so that tools that merge an adapter into the weight, which would be scaled, refuse it.
+    Not an `nn.Embedding`, so tools that merge adapters reject it: merging would ignore the scale.
     """
 
     def __init__(self, config: ModelConfig):

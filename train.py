@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
-from config import Parser, add_flags, require
+from config import Parser, add_flags, flag_name, require
 from data.batches import evaluation_batches, training_batch
 from generate import Sampling, sample_text
 from model import Llama
@@ -51,7 +51,7 @@ from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
 from runtime.run_dir import Log, check_run_dir, continued, has_evaluation, locked, make_tracker, write_run_file
 
 LOG_EVERY = 10  # steps between log entries of the training loss
-EVAL_BATCH_TOKENS = 1 << 12  # tokens per forward pass of an evaluation, or a micro-batch if that is more
+EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
-    fixed = ", ".join(f"--{name.replace('_', '-')}" for name in FIXED_ON_RESUME)
+    fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -133,6 +133,7 @@ class Trainer:
             self.started -= state["seconds"]
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
+        self.first = self.step  # of this process
         self.evaluated = resume and distributed.from_main(has_evaluation, run.folder, self.step)  # at this step
 
     def train(self) -> None:
@@ -163,7 +164,7 @@ class Trainer:
         self.print_summary()
 
     def due(self, every: int) -> bool:
-        """Whether something is due at this step that is done at every `every`-th and at the last one."""
+        """True every `every` steps and at the last step."""
         return self.step % every == 0 or self.step == self.run.config.steps
 
     def update(self, lr: float) -> None:
@@ -273,7 +274,8 @@ class Trainer:
         if not distributed.is_main():
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
-        speed = len(losses) * tokens_per_step / (time.perf_counter() - self.lap_started)
+        timed_steps = min(len(losses), self.step - self.first)  # not those before a resume
+        speed = timed_steps * tokens_per_step / (time.perf_counter() - self.lap_started)
         self.log.add(
             step=self.step,
             tokens=self.step * tokens_per_step,
@@ -302,7 +304,7 @@ class Trainer:
         self.log.add_sample(self.step, sample)
         row = {"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}
         save_plot(plot_loss([*self.log.rows, row], run.data.val_gzip_bpb), run.folder / "loss.png")
-        self.log.add(**row)  # the last, since a resumed run repeats an evaluation that has no row
+        self.log.add(**row)  # written last: a resumed run repeats any evaluation without a row
         self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
 
     def save(self) -> None:

@@ -1,1 +1,0 @@
-"""Text to batches: `sources` finds files, `corpus` splits documents, `tokenizer` encodes, `batches` cuts windows."""

@@ -58,7 +58,7 @@ def read_models(options: PlanConfig, train_flags: dict[str, Any]) -> argparse.Na
 
 
 def bench_plan(config: argparse.Namespace, device: torch.device) -> Report:
-    """Estimate memory and speed of a training step on a GPU, for every preset or for what flags of train.py say."""
+    """Estimate memory and speed of a training step on a GPU, for every preset or for train.py's flags."""
     card = CARDS[config.card]
     return {
         "cards": f"{config.ranks} × {config.card.upper()}, {card.memory / GIB:.1f} GiB each",

@@ -96,5 +96,5 @@ def _argument_types(kind: str) -> dict[str, Any]:
         raise ValueError(f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
     constructor = KINDS[kind].__init__
     hints = get_type_hints(constructor)
-    names = list(inspect.signature(constructor).parameters)[2:]
-    return {name: hints.get(name, str) for name in names if name != "site"}
+    arguments = list(inspect.signature(constructor).parameters.values())[2:]
+    return {each.name: hints.get(each.name, type(each.default)) for each in arguments if each.name != "site"}

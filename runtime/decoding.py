@@ -67,7 +67,7 @@ class CompiledLlama(Llama):
         return [StaticCache(self.config.context, length) for _ in self.layers]
 
     def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
-        """See `Llama.next_logits`. The caller sees to it that the tokens fit into the context."""
+        """See `Llama.next_logits`. The caller must ensure that the tokens fit into the context."""
         first = cache[0]
         assert isinstance(first, StaticCache)
         step = self.step if tokens.shape[1] == 1 and first.filled else super().next_logits

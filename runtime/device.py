@@ -107,7 +107,7 @@ def compile_by_default(device: torch.device, steps: int, step_flops: float) -> b
 def set_up_cpu() -> None:
     """Settings of this process for computing on a CPU. Call it before any other function of torch."""
     torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer
-    torch.set_num_threads(torch.get_num_threads())  # as `product_times` does: products must not depend on its call
+    torch.set_num_threads(torch.get_num_threads())  # as `product_times` does, so results are the same
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         # Keep freed memory: returning it to the kernel and faulting it in again costs up to a third of a step.
         libc.mallopt(-4, 0)  # M_MMAP_MAX

@@ -1,6 +1,6 @@
 """Training on several ranks, the processes of `torchrun`: what they agree on, and a model they train together.
 
-In one process there is no process group, and every function here does what one process does.
+Without torchrun there is no process group, and every function is a no-op or returns its input.
 Small values are exchanged between the CPUs, over Gloo, so that no agreement waits for a GPU. Gradients and weights are
 exchanged between the devices, over NCCL or Gloo.
 """

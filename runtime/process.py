@@ -99,7 +99,7 @@ class _Lossy(io.FileIO):
 
 
 def survive_closed_output(may_close: Sequence[str]) -> None:
-    """Continue when the streams `may_close` have no reader any more. What the locale cannot encode is escaped."""
+    """Keep running after the streams `may_close` are closed. Characters the locale cannot encode are escaped."""
     for name in may_close:
         stream = getattr(sys, name)
         if stream and stream is getattr(sys, f"__{name}__"):  # not a notebook's

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from config import ModelConfig, TrainConfig, configs_from, require
+from config import ModelConfig, TrainConfig, configs_from, flag_name, require
 from data.prepare import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
@@ -59,7 +59,7 @@ def resolve_run(flags: argparse.Namespace) -> Run:
 
 
 def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
-    """The run, of which nothing is written yet. The cheap checks come first.
+    """Resolve the run without writing anything. Cheap checks run first.
 
     A restart by torchrun continues the run in --out if the same launch has started it, or starts a run.
     """
@@ -113,7 +113,10 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     require(bool(installed), f"--log {config.log} needs the package {config.log}: pip install {config.log}")
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     step_flops = 6 * model_config.weights * config.batch_size * model_config.context
-    compiled = compile_by_default(device, config.steps, step_flops) if config.compile is None else config.compile
+    compiled = config.compile
+    if compiled is None:
+        recomputed = config.recompute and not TRAITS[model_config.norm].causal_in_training  # not supported compiled
+        compiled = compile_by_default(device, config.steps, step_flops) and not recomputed
     shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
     config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model_config, config, ranks)
@@ -121,14 +124,14 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
-    """Raise ValueError unless so many ranks can train this model with these options."""
+    """Raise ValueError if this model and these options cannot be trained on `ranks` ranks."""
     norm, traits = model_config.norm, TRAITS[model_config.norm]
     if config.compile and config.recompute and not traits.causal_in_training:
         raise ValueError(f"--recompute and --compile do not work together with --norm {norm}")
     if not traits.per_token and config.micro_batch_size * model_config.context < 2:
         raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:
-        raise ValueError(f"--norm {norm} trains on one rank: others would have other statistics")
+        raise ValueError(f"--norm {norm} supports only one rank: its statistics are not synchronized")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
         shares = f"{ranks} ranks with --micro-batch-size {micro}"
@@ -139,7 +142,7 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     """Print options that differ. Raise ValueError if they cannot change, or if the checkpoints are missing."""
     fixed, changed, there = [], [], run["model"] | run["training"]
     for name, here in (asdict(model_config) | asdict(config)).items():
-        flag = f"--{name.replace('_', '-')} {shown(there[name])}"
+        flag = f"{flag_name(name)} {shown(there[name])}"
         if there[name] == here:
             continue
         if name in run["model"] or name in FIXED_ON_RESUME:

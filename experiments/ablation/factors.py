@@ -3,7 +3,7 @@
 from argparse import Namespace
 from itertools import product
 
-from config import FIELDS, require
+from config import FIELDS, flag_name, require
 from experiments.ablation.grid import NOT_COMPARED
 from experiments.ablation.outcome import Arm
 from norms import KINDS
@@ -28,6 +28,6 @@ def resolve_factors(flags: Namespace) -> list[Arm]:
     for name, levels in factors.items():
         flag = OWN_FLAG.get(name, f"--factor {name}")
         require(all(levels) and len(set(levels)) == len(levels), f"{flag} takes values that differ, not {levels}")
-        single = f"--{name.replace('_', '-')}"
+        single = flag_name(name)
         require(not hasattr(flags, name), f"{single} is for a single run; list all values with {flag}")
     return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]

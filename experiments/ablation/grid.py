@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 import train
-from config import ModelConfig, TrainConfig, require
+from config import ModelConfig, TrainConfig, flag_name, require
 from data.prepare import Prepared
 from experiments.ablation.outcome import Arm, Outcome, best_lr, read_outcome
 from experiments.ablation.processes import last_line, start_process
@@ -80,7 +80,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
 
 
 def compared(model: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
-    """The options that runs of an arm share, of which a card's index is none."""
+    """The options that must match between runs of an arm. The GPU index is ignored."""
     device = training["device"].partition(":")[0]
     options = model | training | {"device": device}
     return {name: options[name] for name in options if name not in NOT_COMPARED}
@@ -135,7 +135,7 @@ class Grid:
                 there = compared(run["model"], run["training"])
                 here = compared(asdict(model_config), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
                 changed = [
-                    f"--{option.replace('_', '-')} {there.get(option)}, not {value}"
+                    f"{flag_name(option)} {there.get(option)}, not {value}"
                     for option, value in here.items()
                     if there.get(option) != value
                 ]

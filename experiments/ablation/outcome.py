@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from config import FIELDS, require
+from config import FIELDS, flag_name, require
 
 BySeed = Mapping[int, float]
 
@@ -34,7 +34,7 @@ class Arm:
         """Its flags of `train.py`. Raises ValueError for a bad truth value."""
         flags = []
         for factor, value in self.factors:
-            flag = f"--{factor.replace('_', '-')}"
+            flag = flag_name(factor)
             if factor == "norm":
                 value, _, norm_args = value.partition(":")
                 flags += [f"--norm-arg={pair}" for pair in norm_args.split(",") if pair]

@@ -38,10 +38,6 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def no_gain(role: str, depth: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class Placement:
     """What a placement says about the whole model. `connection` builds the residual connection at one site."""
@@ -50,14 +46,14 @@ class Placement:
     final_norm: Callable[[MakeNorm], nn.Module] = with_final_norm  # builds the module between stream and head
     init_stream: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
     init: str = "normal"  # the default of --init
-    init_gain: Callable[[str, int], float] = no_gain  # scales the draw of a weight by role (see model.ROLES) and depth
+    init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by model.ROLES
     depth_scaled: bool = True  # whether --depth-scaled-init applies
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
     min_layers: int = 1
     without_norm: bool = False  # supported with --norm none
     own_norm: bool = False  # N is fixed: supported with the default of --norm only
     extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
-    after_step: Callable[[nn.Module], None] | None = None  # on the drawn weights and after each step
+    after_step: Callable[[nn.Module], None] | None = None  # called after initialization and after each step
 
 
 # Depth-scaled init is off if the placement scales by depth itself, or if a norm after the sublayer undoes it.
@@ -102,7 +98,7 @@ def check_placement(name: str, layers: int, norm: str, norm_args: dict[str, Any]
             f"--placement {name} needs --layers {placement.min_layers} or more: it has two kinds of blocks"
         )
     if placement.own_norm and (norm_args or not supports(name, norm)):
-        raise Unsupported(f"--placement {name} has a norm of its own; leave out --norm and --norm-arg")
+        raise Unsupported(f"--placement {name} has a built-in norm; leave out --norm and --norm-arg")
     if not supports(name, norm):
         choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.without_norm)
         raise Unsupported(f"--norm none is not supported with --placement {name}; choose {choices}")

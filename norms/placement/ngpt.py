@@ -70,7 +70,7 @@ class UnitQuery(nn.Module):
 class ScaledLinear(nn.Module):
     """s ⊙ W x with the weight of `linear`; s is learned, stored as `stored` at the start.
 
-    It is no `nn.Linear`, so that tools that merge an adapter into W, which s would scale, refuse it.
+    Not an `nn.Linear`, so tools that merge adapters reject it: merging would ignore the scale.
     """
 
     def __init__(self, linear: nn.Linear, stored: float, factor: float):
