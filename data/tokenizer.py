@@ -172,18 +172,14 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
-    """Load the tokenizer saved in `directory`. Raises ValueError if it is missing or damaged."""
+    """Load the tokenizer of our own that is in `directory`. Raises ValueError if it is missing or damaged."""
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
-    if kind == SentencePieceTokenizer.kind:
-        path = directory / "tokenizer.model"
-        try:
-            return SentencePieceTokenizer(path.read_bytes())
-        except (OSError, RuntimeError):
-            raise ValueError(f"{path}: not a readable SentencePiece model") from None
-    from data.pretrained import PretrainedTokenizer  # imported here because it takes time, and few runs need it
-
-    return PretrainedTokenizer(directory)
+    path = directory / "tokenizer.model"
+    try:
+        return SentencePieceTokenizer(path.read_bytes())
+    except (OSError, RuntimeError):
+        raise ValueError(f"{path}: not a readable SentencePiece model") from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:

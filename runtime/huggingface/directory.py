@@ -32,7 +32,7 @@ FORMAT = 1  # of our part of config.json and of the names of weights; increase i
 DTYPES = ("F32", "BF16", "F16")
 TENSORS_PER_LAYER = 7  # at least: its matrices
 MAX_ROPE_BYTES = 1 << 25  # of the table of rotary positions, unless the weights are larger
-PRETRAINED = "pretrained"  # a tokenizer of others, which only `load_tokenizer` imports
+PRETRAINED = "pretrained"  # a tokenizer of others
 TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PRETRAINED)
 
 
@@ -148,7 +148,12 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     config, kind = read_config(directory)
     if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
         kind = PRETRAINED  # transformers saves a tokenizer.json in its place
-    tokenizer = load_tokenizer(kind, directory)
+    if kind == PRETRAINED:
+        from data.pretrained import PretrainedTokenizer  # imported here because it takes time, and few runs need it
+
+        tokenizer: Tokenizer = PretrainedTokenizer(directory)
+    else:
+        tokenizer = load_tokenizer(kind, directory)
     padding = config.vocab_size // 32 if kind == PRETRAINED else 0  # some round the vocabulary up
     require(
         config.vocab_size - padding <= tokenizer.vocab_size <= config.vocab_size,
