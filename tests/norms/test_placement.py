@@ -284,8 +284,8 @@ def test_norms_are_built_with_their_site():
     [
         ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
         ({"placement": "post", "norm": "none"}, "--norm none is not supported with --placement post; choose "),
-        ({"placement": "ngpt", "norm": "layernorm"}, "ngpt has a norm of its own; leave out --norm and --norm-arg"),
-        ({"placement": "ngpt", "norm_args": {"eps": 1e-5}}, "ngpt has a norm of its own; leave out --norm"),
+        ({"placement": "ngpt", "norm": "layernorm"}, "ngpt has a built-in norm; leave out --norm and --norm-arg"),
+        ({"placement": "ngpt", "norm_args": {"eps": 1e-5}}, "ngpt has a built-in norm; leave out --norm"),
     ],
     ids=str,
 )
