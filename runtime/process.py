@@ -32,8 +32,7 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
-    if "OMP_WAIT_POLICY" not in os.environ:  # libgomp's threads spin for long; beside other processes that costs most
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # libgomp's threads spin longer, which slows a busy machine down
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     survive_closed_output(may_close)
 

@@ -1,1 +1,0 @@
-"""Directories that `transformers` can open, written and read: configuration, names of weights, files of weights."""
