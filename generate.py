@@ -8,7 +8,7 @@ Shapes in comments: B samples, T tokens, V token ids.
 if __name__ == "__main__":  # before the imports, which take seconds
     from runtime.process import start
 
-    start(may_close=["stderr"])  # a closed standard output ends the command
+    start(may_close=["stderr"], spins=20000)  # a closed standard output ends it; threads wait from token to token
 
 import codecs
 import hashlib
@@ -77,7 +77,9 @@ class Options(Sampling):
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of matrix products; auto is the faster of bfloat16 and float32", choices=DTYPES)
-    fast: bool = option(None, "use the kernels in fast/ (default: on a CPU without --compile, if they can be built)")
+    fast: bool = option(
+        None, "compute tokens with the C code in fast/ (default: on a CPU without --compile, if it can)"
+    )
     compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for it")
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Options(Sampling):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from runtime.acceleration import accelerate, resolve_fast  # training, which samples too, needs neither
+    from runtime.acceleration import accelerate_decoding  # training, which samples too, needs neither
     from runtime.decoding import compile_decoding
 
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
@@ -100,16 +102,14 @@ def main(arguments: list[str] | None = None) -> None:
             options = Options(**flags)
             device = pick_device(options.device)
             dtype = pick_dtype(options.dtype, device)
-            fast = resolve_fast(options.fast, device, options.dtype, options.compile)
             prompt = read_prompt(options.prompt)
             checkpoint, model, tokenizer = open_checkpoint(options.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)
-        format = str(dtype).removeprefix("torch.") + measured_products() + (" with fast kernels" if fast else "")
-        print(f"{checkpoint} on {device} in {format}", file=sys.stderr)
-        cast_matrices(model, dtype)
-        if fast:
-            accelerate(model)
+            cast_matrices(model, dtype)
+            decoder = accelerate_decoding(model, options.samples, device, options.compile, options.fast)
+        format = str(dtype).removeprefix("torch.") + measured_products()
+        print(f"{checkpoint} on {device} in {format}{decoder}", file=sys.stderr)
         if options.compile:
             compile_decoding(model)
         with autocast(device, dtype):

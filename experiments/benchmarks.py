@@ -22,7 +22,7 @@ from generate import Sampling, cast_matrices, stream_ids
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
-from runtime.acceleration import accelerate, resolve_fast
+from runtime.acceleration import accelerate
 from runtime.device import autocast, peak_memory, pick_device, pick_dtype
 from train import flops_per_token
 
@@ -197,13 +197,11 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
-    for name in (
-        ["plain", "fast"] if resolve_fast(None, device, str(config.dtype).removeprefix("torch.")) else ["plain"]
-    ):
+    for name in ("plain", "fast"):
         model = Llama(config.model).to(device).eval()
         cast_matrices(model, config.dtype)
-        if name == "fast":
-            accelerate(model)
+        if name == "fast" and (device.type != "cpu" or accelerate(model, config.samples)):
+            break
         for samples in sorted({1, config.samples}):
             calls[f"{name} {samples}"] = partial(generate_tokens, model, config.dtype, tokens, samples)
     seconds = time_alternately(calls, config.rounds, device)

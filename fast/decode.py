@@ -1,129 +1,175 @@
-"""One new token of each of a few sequences, in inference mode: the parts of the model that use the kernels.
+"""Generation with `decode.c`: after the prompt, one call of C computes a token of each sequence, in inference mode.
 
-Decoding is memory-bound: each token reads every weight once. Weights are fp32 or bf16, everything else fp32. A function
-returns None if the kernels do not support a module or its tensors; `model.py` then computes it.
-
-Shapes: B sequences, C features, H query heads, K heads of keys and values, D features of a head.
+It serves the reference architecture, RMSNorm and pre-norm, in fp32 or with matrices in bf16. A model that differs in
+anything from a new one, a norm, a hook, an adapter, runs plain, and so does everything but `next_logits`.
 """
 
+import ctypes
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
 
-from fast.native import PADDING, kernels, supported
-from model import Attention, LayerCache, Linear, Llama, RopeTable, SwiGLU
+from config import ModelConfig
+from fast.native import load
+from model import LayerCache, Llama
 
-MAX_ROWS = {torch.float32: 32, torch.bfloat16: 16}  # tokens, by weight; torch's products are faster for more
+MAX_BATCH = 32  # as in decode.c; torch's products are faster for more
+DTYPES = torch.float32, torch.bfloat16  # of the matrices
+PADDING = 16  # floats of the widest vector
+
+NUMBERS = int, float, str  # attributes that are compared
+REFERENCES: dict[str, dict[str, Any]] = {}
+
+# How many modules, parameters and buffers have been set anywhere: one of an accelerated model may have been replaced.
+registrations = [0]
 
 
-class FastAttention(Attention):
-    def forward(self, x: Tensor, rope: RopeTable, cache: LayerCache | None = None) -> Tensor:
-        y = None if cache is None else attention(self, x, rope, cache)
-        return super().forward(x, rope, cache) if y is None else y
+def count(*arguments: Any) -> None:
+    registrations[0] += 1
 
 
-class FastSwiGLU(SwiGLU):
-    def forward(self, x: Tensor) -> Tensor:
-        y = mlp(self, x)
-        return super().forward(x) if y is None else y
+nn_module.register_module_module_registration_hook(count)
+nn_module.register_module_parameter_registration_hook(count)
+nn_module.register_module_buffer_registration_hook(count)
+
+# Whether there are hooks for all modules, as of profilers. It is private: if it is gone, everything runs plain.
+any_global_hook: Any = getattr(nn_module, "_has_any_global_hook", lambda: True)
+
+
+def accelerate(model: Llama, samples: int = 1) -> str | None:
+    """From now on, C computes the tokens after a prompt, for so many samples. Returns why it cannot, or None."""
+    reason = load()[1] or difference(model)
+    if model.lm_head.weight.dtype not in DTYPES or samples > MAX_BATCH:
+        reason = f"it needs --dtype float32 or bfloat16, and at most {MAX_BATCH} samples"
+    if reason is None:
+        model.__class__ = FastLlama
+    return reason
+
+
+class Cache(list[LayerCache]):
+    """The cache of `FastLlama`. `step` continues it: None before the first token, False if only plain code can."""
+
+    step: Any = None
 
 
 class FastLlama(Llama):
+    def new_cache(self) -> Cache:
+        return Cache(super().new_cache())
+
     def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
-        x = self.hidden(tokens, cache)[:, -1]  # B C
-        y = linear(x, self, "lm_head")
-        return self.lm_head(x) if y is None else y  # B V
+        logits = None
+        started = isinstance(cache, Cache) and cache.step is not False and cache[0].length
+        if started and torch.is_inference_mode_enabled() and not any_global_hook():
+            if cache.step is None or cache.step.stamp(cache) != cache.step.planned:
+                cache.step = plan(self, cache)
+            logits = cache.step(tokens, cache) if cache.step else None
+        return super().next_logits(tokens, cache) if logits is None else logits
 
 
-def unchanged(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a call of `module` is `kind.forward` and nothing else: no LoRA, parametrization or hooks."""
-    if type(module) is not kind or module._forward_hooks or module._forward_pre_hooks:
+def product_dtype() -> torch.dtype:
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+
+
+def difference(model: Llama) -> str | None:
+    """The first module that is not as in a new pre-norm LLaMA with RMSNorm, in evaluation mode; None if all are."""
+    found, expected = described(model), dict(reference(model.config))
+    for name, module in found.items():
+        if expected.pop(name, None) != module:
+            return f"{name or 'the model'} is not as in LLaMA: {model.get_submodule(name)}".partition("\n")[0]
+    return f"{next(iter(expected))} is missing" if expected else None
+
+
+def reference(config: ModelConfig) -> dict[str, Any]:
+    """What is expected of a model's modules, with the sizes and the eps of `config`. It is kept, for every prompt."""
+    if repr(config) not in REFERENCES:
+        eps = config.norm_args.get("eps", 1e-6)
+        sizes = {"scaled_embedding": False, "embedding_scale": 1.0, "norm_args": {"eps": eps}}
+        with torch.device("meta"):
+            model = Llama(replace(config, norm="rmsnorm", placement="pre", qk_norm="none", **sizes)).eval()
+        REFERENCES[repr(config)] = described(model)
+    return REFERENCES[repr(config)]
+
+
+def described(model: Llama) -> dict[str, Any]:
+    """For each module its class, numbers and names, how many hooks and children it has, and its tensors' shapes."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        facts: dict[str, Any] = {name: tensor.shape for name, tensor in tensors}
+        for name, value in vars(module).items():
+            facts["." + name] = len(value) if isinstance(value, dict) else value if isinstance(value, NUMBERS) else None
+        found[path] = Llama if type(module) is FastLlama else type(module), facts
+    return found
+
+
+def plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    kinds = Tensor, nn.Parameter, nn.Buffer
+    contiguous = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    return contiguous and tensor.dtype is dtype and type(tensor) in kinds
+
+
+def plan(model: Llama, cache: Cache) -> "Step | bool":
+    """The step that continues `cache`, or False if decode.c cannot."""
+    if difference(model) or [type(kept) for kept in cache] != [LayerCache] * len(model.layers):
         return False
-    return "forward" not in module.__dict__
+    config, dtype, layers = model.config, product_dtype(), []
+    for block, kept in zip(model.layers, cache, strict=True):
+        linears = [getattr(block.self_attn, f"{name}_proj") for name in ("q", "k", "v", "o")]
+        linears += [getattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+        norms = [block.attention_residual.norm.weight, block.mlp_residual.norm.weight]
+        layers.append([*norms, *(linear.weight for linear in linears), kept.keys, kept.values])
+    vectors = [model.embed_tokens.weight, model.rope.cos, model.rope.sin, model.final_norm.weight]
+    shape = len(cache[0].keys), config.kv_heads, config.context, config.head_dim
+    supported = (
+        dtype in DTYPES
+        and shape[0] <= MAX_BATCH
+        and all(tensor.shape == shape for layer in layers for tensor in layer[-2:])
+        and all(plain(tensor, torch.float32) for tensor in chain(vectors, *(layer[:2] for layer in layers)))
+        and all(plain(tensor, dtype) for tensor in chain([model.lm_head.weight], *(layer[2:] for layer in layers)))
+    )
+    return supported and Step(model, cache, [*vectors, model.lm_head.weight], layers)
 
 
-def weights_of(x: Tensor, module: nn.Module, names: tuple[str, ...], *others: Tensor) -> list[Any] | None:
-    """The weights, of one dtype, of the named linear modules inside `module`; None if the kernels do not support
-    them, `others`, or the product with the rows of x, or if there is a bias or dropout.
-    """
-    children: dict[str, Any] = module._modules
-    if "dropout" in children and (not unchanged(children["dropout"], nn.Dropout) or children["dropout"].training):
-        return None
-    linears = [children[name] for name in names]
-    if not all(unchanged(linear, Linear) and linear.bias is None for linear in linears):
-        return None
-    weights = [linear.weight for linear in linears]
-    dtype = weights[0].dtype
-    if not supported(x, *weights, *others) or any(weight.dtype is not dtype for weight in weights):
-        return None
-    if x.dtype is not torch.float32 or not 0 < x.numel() <= MAX_ROWS[dtype] * x.shape[-1]:
-        return None
-    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not dtype:
-        return None
-    return weights
+class Step:
+    """One token of each sequence: the table of sizes and pointers that decode.c reads, and what it was made from."""
 
+    def __init__(self, model: Llama, cache: Cache, tensors: list[Tensor], layers: list[list[Tensor]]):
+        self.model, config, self.batch = model, model.config, len(cache[0].keys)
+        heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
+        sizes = self.batch, config.layers, config.dim, heads, kv_heads, width, config.hidden_dim, config.context
+        scores = heads * (config.context + PADDING)
+        scratch = config.dim, config.dim, heads * width, kv_heads * width, kv_heads * width, heads * width, scores
+        self.scratch = [torch.empty(self.batch * size) for size in (*scratch, config.hidden_dim)]
+        # Detached, they keep the memory alive if a parameter's data is replaced.
+        self.tensors = [tensor.detach() for tensor in (*tensors, *self.scratch, *chain(*layers))]
+        values = [tensors[-1].dtype is torch.bfloat16, *sizes, config.vocab_size, *map(Tensor.data_ptr, self.tensors)]
+        self.table, self.eps = (ctypes.c_int64 * len(values))(*values), model.final_norm.eps
+        self.context, self.vocab_size = config.context, config.vocab_size
+        self.weights = [*tensors, *chain(*(layer[:-2] for layer in layers))]
+        self.planned = self.stamp(cache)
 
-def linear(x: Tensor, module: nn.Module, name: str) -> Tensor | None:
-    """The linear module of that name, applied to x."""
-    weights = weights_of(x, module, (name,))
-    if weights is None or weights[0].shape[1] != x.shape[-1]:
-        return None
-    outputs, inputs = weights[0].shape
-    y = x.new_empty(*x.shape[:-1], outputs)
-    pointers = x.data_ptr(), weights[0].data_ptr(), y.data_ptr()
-    kernels().linear(x.numel() // inputs, inputs, outputs, weights[0].dtype is torch.bfloat16, *pointers)
-    return y
+    def stamp(self, cache: Cache) -> tuple:
+        """Changes when a hook is added, or a module, a weight or the cache is replaced. Values may change in place."""
+        pointers = [
+            *map(Tensor.data_ptr, self.weights),
+            *(x.data_ptr() for kept in cache for x in (kept.keys, kept.values)),
+        ]
+        lengths = {kept.length for kept in cache}
+        return RemovableHandle.next_id, registrations[0], pointers, len(lengths), product_dtype(), self.model.training
 
-
-def mlp(module: nn.Module, x: Tensor) -> Tensor | None:
-    """down(silu(gate(x)) · up(x))."""
-    weights = weights_of(x, module, ("gate_proj", "up_proj", "down_proj"))
-    if weights is None:
-        return None
-    gate, up, down = weights
-    (hidden, inputs), outputs = gate.shape, len(down)
-    if (x.shape[-1], up.shape, down.shape[1]) != (inputs, gate.shape, hidden):
-        return None
-    rows = x.numel() // inputs
-    y, scratch = x.new_empty(*x.shape[:-1], outputs), x.new_empty(2 * rows * hidden)
-    pointers = (tensor.data_ptr() for tensor in (x, *weights, scratch, y))
-    kernels().mlp(rows, inputs, hidden, outputs, gate.dtype is torch.bfloat16, *pointers)
-    return y
-
-
-def attention(module: Any, x: Tensor, rope: RopeTable, cache: LayerCache) -> Tensor | None:
-    """Attention of one new token, x B 1 C, to those in the cache and itself."""
-    if type(cache) is not LayerCache or x.shape[1] != 1 or not 0 < cache.length < cache.context:
-        return None
-    if not (unchanged(module.rotated_q_norm, nn.Identity) and unchanged(module.rotated_k_norm, nn.Identity)):
-        return None
-    cached = cache.keys, cache.values, *rope
-    weights = weights_of(x, module, ("q_proj", "k_proj", "v_proj", "o_proj"), *cached)
-    if weights is None:
-        return None
-    (q_width, inputs), kv_width, outputs = weights[0].shape, len(weights[1]), len(weights[3])
-    batch, dim, (cos, sin) = len(x), module.head_dim, rope
-    heads, kv_heads = q_width // dim, kv_width // dim
-    shapes = [(batch, 1, inputs), (heads * dim, inputs), *[(kv_heads * dim, inputs)] * 2, (outputs, heads * dim)]
-    shapes += [*[(batch, kv_heads, cache.context, dim)] * 2, *[(1, dim // 2)] * 2]
-    if [tensor.shape for tensor in (x, *weights, *cached)] != shapes or heads % kv_heads:
-        return None
-    if cache.keys.dtype is not cache.values.dtype or not cos.dtype is sin.dtype is torch.float32:
-        return None
-    bf16, q_size, kv_size = weights[0].dtype is torch.bfloat16, batch * q_width, batch * kv_width
-    qkv, scratch = x.new_empty(q_size + 2 * kv_size), x.new_empty(batch * heads * (2 * dim + cache.context + PADDING))
-    q, k, v = (qkv.data_ptr() + 4 * start for start in (0, q_size, q_size + kv_size))
-    pointers = (tensor.data_ptr() for tensor in (x, *weights[:3]))
-    kernels().project(batch, inputs, q_width, kv_width, bf16, *pointers, q, k, v)
-    norms = module.q_norm, module.k_norm, module.v_norm
-    if not all(unchanged(norm, nn.Identity) for norm in norms):
-        parts = (part.view(batch, 1, -1, dim) for part in qkv.split((q_size, kv_size, kv_size)))
-        normed = [norm(part).contiguous() for norm, part in zip(norms, parts, strict=True)]
-        q, k, v = (part.data_ptr() for part in normed)
-    y = x.new_empty(batch, 1, outputs)
-    sizes = batch, heads, kv_heads, dim, cache.context, cache.length, outputs
-    pointers = (tensor.data_ptr() for tensor in (cos, sin, cache.keys, cache.values, weights[3], scratch, y))
-    kernels().attend(*sizes, cache.keys.dtype is torch.bfloat16, bf16, dim**-0.5, q, k, v, *pointers)
-    cache.length += 1
-    return y
+    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor | None:
+        """Logits (B, V) after `tokens` (B, 1), or None if C does not take them."""
+        seen, tokens = cache[0].length, tokens.contiguous()
+        if not plain(tokens, torch.int64) or tokens.shape != (self.batch, 1) or seen >= self.context:
+            return None
+        logits = torch.empty(self.batch, self.vocab_size)
+        if not load()[0].decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
+            return None
+        for kept in cache:
+            kept.length += 1
+        return logits

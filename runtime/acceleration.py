@@ -1,35 +1,32 @@
-"""Loads the optional CPU kernels in fast/ for generation. Delete that package and everything still works."""
+"""Attaches the optional C code in fast/ for generation. Delete that package and everything still works."""
 
 import torch
 
+from model import Llama
+
 try:
-    from fast import accelerate, unavailable
+    from fast import accelerate
 except ImportError as error:
     if error.name != "fast":
         raise
 
-    def accelerate(model: torch.nn.Module) -> torch.nn.Module:
-        return model
-
-    def unavailable() -> str | None:
+    def accelerate(model: Llama, samples: int = 1) -> str | None:
         return "the package fast/ is missing"
 
 
-def resolve_fast(wanted: bool | None, device: torch.device, dtype: str = "auto", compiled: bool = False) -> bool:
-    """Whether to use the kernels: by default, if they can be. Raises ValueError if they are `wanted` and cannot."""
-    if wanted is False:
-        return False
+def accelerate_decoding(model: Llama, samples: int, device: torch.device, compiled: bool, wanted: bool | None) -> str:
+    """Let C compute the tokens after a prompt if it can. Returns what to print about it.
+
+    Raises ValueError if it is `wanted` and cannot. None is the default: if it can.
+    """
+    if wanted is False or (wanted is None and (compiled or device.type != "cpu")):
+        return ""
     if device.type != "cpu":
-        reason: str | None = "they need --device cpu"
-    elif dtype == "float16":
-        reason = "they need --dtype float32 or bfloat16"
+        reason: str | None = "it needs --device cpu"
     elif compiled:
-        reason = "they need --no-compile"
+        reason = "it needs --no-compile"
     else:
-        reason = unavailable()
+        reason = accelerate(model, samples)
     if wanted and reason:
-        raise ValueError(f"the kernels of --fast cannot be used: {reason}; use --no-fast")
-    return reason is None
-
-
-__all__ = ["accelerate", "resolve_fast", "unavailable"]
+        raise ValueError(f"--fast: {reason}; use --no-fast")
+    return f", plain: {reason}" if reason else ", tokens computed by fast/"

@@ -27,12 +27,16 @@ SAME_STOP = 1.0  # seconds
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
-def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Prepare the process of a command. It continues when the streams `may_close` are closed."""
+def start(may_close: Sequence[str] = ("stdout", "stderr"), spins: int = 1000) -> None:
+    """Prepare the process of a command. It continues when the streams `may_close` are closed.
+
+    spins: how long libgomp's threads wait for each other before they sleep. Its own value is far longer, and slows
+        a busy machine down several times.
+    """
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # libgomp's threads spin longer, which slows a busy machine down
+    os.environ.setdefault("GOMP_SPINCOUNT", str(spins))
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     survive_closed_output(may_close)
 

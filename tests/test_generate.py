@@ -411,7 +411,7 @@ INVALID_FLAGS = {
     "--seed -1": "--seed must be 0 or more, not -1",
     "--tokens 48": "--tokens 48 after a prompt of 1 tokens exceeds the model's context of 48; use at most 47",
     "--device abacus": "--device 'abacus': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
-    "--fast --compile": "the kernels of --fast cannot be used: they need --no-compile; use --no-fast",
+    "--fast --compile": "--fast: it needs --no-compile; use --no-fast",
 }
 
 

@@ -79,7 +79,7 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "stream_ids", stream_ids)
-    monkeypatch.setattr(benchmarks, "resolve_fast", lambda wanted, device, dtype: True)
+    monkeypatch.setattr(benchmarks, "accelerate", lambda model, samples: None)
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3", tmp_path / "report.json")
     timed["reading"]()
