@@ -36,7 +36,8 @@ def start(may_close: Sequence[str] = ("stdout", "stderr"), spins: int = 1000) ->
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
-    os.environ.setdefault("GOMP_SPINCOUNT", str(spins))
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(spins))
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     survive_closed_output(may_close)
 
