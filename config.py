@@ -211,8 +211,8 @@ LARGE: dict[str, Any] = dict(vocab_size=32000, optimizer="adamw", eval_every=100
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
-        dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, momentum=0.95,
-        steps=3000, eval_every=500, save_every=500, eval_tokens=1 << 20,
+        dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, micro_batch_size=32, lr=5e-3,
+        momentum=0.95, steps=3000, eval_every=500, save_every=500, eval_tokens=1 << 20,
     ),
     "124m": LARGE | dict(
         dim=768, layers=12, heads=12, hidden_dim=2048, context=1024,
@@ -312,17 +312,21 @@ def configs_from(
     device: str,
     of_run: dict[str, Any] | None = None,
     pretrained: dict[str, Any] | None = None,
+    memory: float = math.inf,
 ) -> tuple[ModelConfig, TrainConfig]:
     """Combine defaults, then the fields `of_run` or else the preset (`small` on a GPU), then flags.
 
     of_run: the options in a run.json, of `--config` or `--resume`.
     pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
         repeat them, shorten the context or change the dropout.
+    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
     Raises ValueError for values that are incompatible.
     """
     require(not (flags.preset and flags.config), "use either --preset or --config, not both")
     given = of_run or PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
+    if not of_run and memory < 12e9 and "micro_batch_size" in given:
+        given = given | {"micro_batch_size": max(1, given["micro_batch_size"] // 2)}
     if pretrained:
         chosen = {name: given[name] for name in NOT_PRETRAINED if of_run}
         given = given | pretrained | chosen

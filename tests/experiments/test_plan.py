@@ -11,7 +11,7 @@ import torch
 import bench
 from config import PRESETS
 from experiments.plan import Trace, estimate
-from runtime.device import CARDS
+from runtime.cards import CARDS
 
 GIB = 2**30
 SMALL = "--preset tiny --layers 1 --vocab-size 512 --optimizer adamw"
