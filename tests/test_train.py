@@ -337,16 +337,48 @@ def test_resuming_restores_the_float16_loss_scale(command, monkeypatch):
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.down_proj.weight"])
 def test_an_overflow_in_one_weight_skips_every_optimizer(name, text, tmp_path):
-    """In float16: of AdamW's weights or of Muon's. The scale of the loss is halved, and the next step changes all."""
+    """In float16: of AdamW's weights or of Muon's. The scale of the loss is halved, and no momentum has changed."""
     flags = f"{SIZES} --dtype float16 --clip 0 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}"
     trainer = train.Trainer(resolve_run(train.parse(flags.split())))
-    handle = trainer.model.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
-    before, scale = [weight.clone() for weight in trainer.weights], trainer.scaler.get_scale()
-    trainer.update(1e-3)
-    assert all(map(torch.equal, trainer.weights, before)) and trainer.scaler.get_scale() == scale / 2
-    handle.remove()
-    trainer.update(1e-3)
-    assert not any(map(torch.equal, trainer.weights, before))
+
+    def tensors() -> list[Tensor]:
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        return [x.clone() for x in (*trainer.weights, *(value for state in states for value in state.values()))]
+
+    for good_steps in range(2):  # before the first, there is no momentum
+        before, scale = tensors(), trainer.scaler.get_scale()
+        handle = trainer.model.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
+        trainer.update(1e-3)
+        assert len(before) >= len(trainer.weights) * (1 + good_steps) and all(map(torch.equal, tensors(), before))
+        assert trainer.scaler.get_scale() == scale / 2
+        handle.remove()
+        trainer.update(1e-3)
+        assert not any(map(torch.equal, trainer.weights, before))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_losses_in_float16_are_those_in_float64_up_to_rounding(optimizer, text, tmp_path):
+    """The bound is what rounding the inputs and outputs of all matrices to float16 changes in float64, four times."""
+
+    def losses(dtype: torch.dtype, rounded: bool = False) -> Tensor:
+        flags = f"{SIZES} --optimizer {optimizer} --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}"
+        trainer = train.Trainer(resolve_run(train.parse([*flags.split(), "--dtype", str(dtype)[6:]])))
+        if dtype == torch.float32:
+            trainer.model.double()
+        for module in trainer.model.modules():
+            if rounded and isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(lambda module, inputs: (to_float16(inputs[0]),))
+                module.register_forward_hook(lambda module, inputs, output: to_float16(output))
+        for trainer.step in range(8):
+            trainer.update(0.01)
+        return torch.stack(trainer.unread)[:, 0].double()
+
+    def to_float16(x: Tensor) -> Tensor:
+        return x + (x.half().double() - x).detach()
+
+    expected, half, rounded = losses(torch.float32), losses(torch.float16), losses(torch.float32, rounded=True)
+    assert expected[0] > 1.5 * expected[-1]
+    assert 1e-5 < (half - expected).abs().max() < 4 * (rounded - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("clip, dtype", [(0.01, "float32"), (0.01, "float16"), (0, "float32")])
