@@ -250,13 +250,6 @@ def test_scales_of_the_embedding_are_multiplied_and_head_dim_sets_the_width_of_h
     assert torch.equal(model.embed_tokens.weight, Llama(SMALL).embed_tokens.weight)  # the same draw
 
 
-def test_rotate_is_complex_multiplication():
-    x = torch.randn(2, 9, 3, 8, generator=torch.Generator().manual_seed(0))
-    got = rotate(x, precompute_freqs_cis(8, 9, 30.0))
-    for b, t, h in np.ndindex(2, 9, 3):
-        np.testing.assert_allclose(got[b, t, h], rotated(x[b, t, h].double().numpy(), t, 30.0), atol=1e-6)
-
-
 def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
     x = torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     table = precompute_freqs_cis(16, 40)

@@ -9,22 +9,21 @@ import torch
 
 import train
 from runtime import cards, run
-from runtime.cards import BEFORE_AMPERE, CARDS, find_card, unused_gpu
+from runtime.cards import BEFORE_AMPERE, CARDS, unused_gpu
 from runtime.device import peak_flops, pick_device, pick_dtype
 
-CUDA, CU126 = torch.device("cuda"), "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
+CU126 = "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
 KERNEL = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 14:37:44 UTC 2024\nGCC version: 12.2.0"
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Add a file to a machine that has neither a GPU nor a compiler; if it has a text to print, as a command."""
+    """Adds a file to a machine that has neither a GPU nor a compiler."""
 
-    def add(name: str, text: str = "", prints: str | None = None) -> None:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text if prints is None else f"#!/bin/sh\necho '{prints}'\n")
-        path.chmod(0o755)
+    def add(name: str, text: str = "") -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
 
     monkeypatch.setattr(cards, "Path", lambda *names: tmp_path.joinpath(*(name.lstrip("/") for name in names)))
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
@@ -38,7 +37,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, install: Callable) -> Callable[..., None]:
-    """Let torch have these cards, on a machine with a compiler."""
+    """Lets torch have such cards, on a machine with what compiling needs."""
 
     def add(capability: tuple[int, int], memory: float = 24e9, count: int = 1) -> None:
         found = {"is_available": True, "device_count": count, "get_device_capability": capability}
@@ -60,39 +59,29 @@ def error_of(flags: str, capsys: pytest.CaptureFixture) -> str:
     return capsys.readouterr().err
 
 
-# --- a GPU that torch does not use -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "cuda, driver, files, said",
+    "cuda, file, text, said",
     [
-        (None, "551.86", {}, f"(CUDA none) does not use this machine's NVIDIA GPU (driver 551.86): {CU126}\n"),
-        (None, "581.29", {}, CU126.replace("cu126", "cu130")),
-        (None, "472.12", {}, "(driver 472.12): update the driver\n"),
-        ("13.0", "535.183.01", {}, f"(driver 535.183.01): update the driver to 580 or later, or {CU126}\n"),
+        (None, "nvidia-smi", "551.86", f"(CUDA none) does not use this machine's NVIDIA GPU (driver 551.86): {CU126}"),
+        (None, "nvidia-smi", "581.29", CU126.replace("cu126", "cu130")),
+        (None, "nvidia-smi", "472.12", "(driver 472.12): update the driver"),
+        ("13.0", "nvidia-smi", "535.183.01", f"(driver 535.183.01): update the driver to 580 or later, or {CU126}"),
+        ("13.0", "proc/driver/nvidia/version", KERNEL, "(driver 470.256.02): update the driver to 580 or later"),
         (
             "13.0",
-            "",
-            {"proc/driver/nvidia/version": KERNEL},
-            "(driver 470.256.02): update the driver to 580 or later\n",
-        ),
-        (
-            "13.0",
+            "nvidia-smi",
             "580.65.06",
-            {},
-            "(CUDA 13.0) does not use this machine's NVIDIA GPU (driver 580.65.06): does nvidia-",
+            "(CUDA 13.0) does not use this machine's NVIDIA GPU (driver 580.65.06): do",
         ),
-        ("12.6", "NVIDIA-SMI has failed", {}, "(driver unknown): does nvidia-smi list it?\n"),
-        (None, "", {"dev/kfd": ""}, "this machine's AMD GPU: pytorch.org/get-started has ROCm\n"),
+        ("12.6", "nvidia-smi", "has failed", "(driver unknown): does nvidia-smi list it?"),
+        (None, "dev/kfd", "", "torch 2.13.0+cpu does not use this machine's AMD GPU: pytorch.org/get-started has ROCm"),
     ],
 )
-def test_a_gpu_that_torch_does_not_use_is_named(cuda, driver, files, said, install, capsys, monkeypatch):
+def test_a_gpu_that_torch_does_not_use_is_named(cuda, file, text, said, install, capsys, monkeypatch):
     """Once where `auto` takes the CPU, and as the error of `--device cuda`. Not if the user has hidden it."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    for name, text in files.items():
-        install(name, text)
-    if driver:
-        install("nvidia-smi", prints=driver)
+    assert unused_gpu() == ""
+    install(file, f"#!/bin/sh\necho {text}" if file == "nvidia-smi" else text)
     assert [pick_device("auto").type for _ in range(2)] == ["cpu", "cpu"]
     printed = capsys.readouterr().err
     assert printed == f"warning: {unused_gpu()}\n" and said in printed
@@ -102,22 +91,13 @@ def test_a_gpu_that_torch_does_not_use_is_named(cuda, driver, files, said, insta
         assert unused_gpu() == ""
 
 
-def test_nothing_is_said_where_there_is_no_gpu(install, capsys):
-    assert pick_device("auto").type == "cpu" and capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
 def test_a_card_older_than_this_build_of_torch_is_refused_with_one_that_has_it(device, card, capsys):
     card((7, 0))
-    said = (
-        f"error: NVIDIA card has compute capability 7.0, and torch 2.13.0+cpu needs 7.5: {CU126}, or use --device cpu\n"
-    )
-    assert error_of(f"--device {device}", capsys) == said
+    said = f"NVIDIA card has compute capability 7.0, and torch 2.13.0+cpu needs 7.5: {CU126}, or use --device cpu"
+    assert error_of(f"--device {device}", capsys) == f"error: {said}\n"
     card((7, 5))
     assert pick_device(device).type == "cuda"
-
-
-# --- what the default run takes from the card ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,13 +118,12 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
     assert model.dim == 384
 
 
-def test_auto_is_float32_where_training_is_sharded_without_bfloat16(card, monkeypatch):
-    parsed = {flag: train.parse([flag]) for flag in ("--shard", "--no-shard")}
-    card((7, 5), count=2)
+def test_auto_is_float32_where_there_is_no_loss_scale_and_on_mps(card, monkeypatch):
+    sharded, whole = train.parse(["--shard"]), train.parse(["--no-shard"])
     monkeypatch.setattr(run.distributed, "world_size", lambda: 2)
-    assert [run.resolve(flags)[1].dtype for flags in parsed.values()] == ["float32", "float16"]
-    card((8, 0), count=2)
-    assert run.resolve(parsed["--shard"])[1].dtype == "bfloat16"
+    for capability, dtypes in (((7, 5), ["float32", "float16"]), ((8, 0), ["bfloat16", "bfloat16"])):
+        card(capability, count=2)
+        assert [run.resolve(flags)[1].dtype for flags in (sharded, whole)] == dtypes
     assert pick_dtype("auto", torch.device("mps")) is torch.float32
 
 
@@ -168,31 +147,21 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     assert resolved(2000) == (False, f"{line}Python's headers, which are not in {tmp_path}/include\n")
 
 
-# --- data sheets -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_limits_of_cards_are_in_the_same_units(card):
+def test_limits_of_cards_are_in_the_same_units():
     """So many FLOPs for each byte of its memory's bandwidth have the cards of these years."""
-    limits = CARDS[card]
-    assert 65 < limits.flops / limits.bandwidth < 500 and 8e9 <= limits.memory < 200e9
-    ratio = limits.flops / limits.float32  # of tensor cores to the others; 2 on GeForce
-    assert 1.9 < ratio < 2.1 if card.startswith("rtx") else 3.9 < ratio < 31
+    for name, card in CARDS.items():
+        assert 65 < card.flops / card.bandwidth < 500 and 8e9 <= card.memory < 200e9, name
+        assert 1.9 < card.flops / card.float32 < (2.1 if name.startswith("rtx") else 31), name
+    assert set(BEFORE_AMPERE) < set(CARDS)
 
 
 def test_a_card_is_found_by_its_name_in_cuda(monkeypatch):
-    """A slower or faster one with a similar name is not."""
-    teraflops = {
-        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": None, "NVIDIA L4": 121,
-        "NVIDIA L40S": 362, "NVIDIA GeForce GTX 1080": None, "Tesla T4": 65, "Tesla V100-PCIE-16GB": 112,
-        "Tesla V100-SXM2-32GB": 125, "NVIDIA A10": 125, "NVIDIA A10G": None, "NVIDIA B200": 2250,
-        "NVIDIA GeForce RTX 4060 Ti": 44.1, "NVIDIA GeForce RTX 4060": 30.2, "NVIDIA GeForce RTX 4090": 165,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4090 D": None,
-        "NVIDIA GeForce RTX 3080 Ti": None, "NVIDIA GeForce RTX 4080 SUPER": None, "NVIDIA GeForce RTX 5070": 61.7,
-    }  # fmt: skip
-    for name, peak in teraflops.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        expected = peak and pytest.approx(1e12 * peak)
-        assert peak_flops(CUDA, torch.float16) == peak_flops(CUDA, torch.bfloat16) == expected, name
-        assert peak_flops(CUDA, torch.float32) is None
-    assert set(BEFORE_AMPERE) < set(CARDS) and find_card("NVIDIA A100-SXM4-40GB") is CARDS["a100"]
+    """Not one of another speed with a similar name."""
+    names: dict[str, float] = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "L4": 121, "L40S": 362, "T4": 65, "A10": 125}
+    names |= {"V100-PCIE-16GB": 112, "GeForce RTX 4060": 30.2, "GeForce RTX 4060 Ti": 44.1, "GeForce RTX 4090": 165}
+    others = ["GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "GeForce RTX 4080 SUPER", "GeForce RTX 3080 Ti"]
+    for name, peak in (names | dict.fromkeys(["H100 NVL", "A10G", "GeForce GTX 1080", *others])).items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
+        for dtype in (torch.float16, torch.bfloat16):
+            assert peak_flops(torch.device("cuda"), dtype) == (peak and pytest.approx(1e12 * peak)), name
+        assert peak_flops(torch.device("cuda"), torch.float32) is None
