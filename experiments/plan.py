@@ -48,7 +48,8 @@ def read_models(options: PlanConfig, train_flags: dict[str, Any]) -> argparse.Na
         flags = argparse.Namespace(**train_flags | {"preset": preset})
         model, config = configs_from(flags, "cuda", memory=CARDS[options.card].memory)
         if config.dtype == "auto":
-            config = replace(config, dtype="float16" if options.card in BEFORE_AMPERE else "bfloat16")
+            older = "float32" if config.shard and options.ranks > 1 else "float16"
+            config = replace(config, dtype=older if options.card in BEFORE_AMPERE else "bfloat16")
         check_options(model, config, options.ranks)
         shard = resolve_shard(config.shard, "shard" in train_flags and config.shard, config.dtype, options.ranks)
         plans[preset or flags.config or "small"] = model, config, options.card, options.ranks, shard

@@ -127,4 +127,6 @@ def test_the_largest_preset_fits_the_cards_that_the_help_names():
 
 
 def test_without_flags_every_preset_is_planned():
-    assert list(bench.make_config(bench.parse(["plan", "--ranks", "8"])).plans) == list(PRESETS)
+    for card, half, sharded in (("h100", "bfloat16", "bfloat16"), ("t4", "float16", "float32")):
+        plans = bench.make_config(bench.parse(["plan", "--ranks", "8", "--card", card])).plans
+        assert list(plans) == list(PRESETS) and plans["small"][1].dtype == half and plans["7b"][1].dtype == sharded
