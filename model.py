@@ -260,9 +260,8 @@ class LayerCache:
 
     def mask(self, new: int) -> Tensor | None:
         """Which tokens each of `new` uncached ones may attend to, (new, S). None if `new` is 1 or nothing is cached."""
-        if new == 1 or self.length == 0:
-            return None
-        return torch.ones(new, self.length + new, dtype=torch.bool, device=self.keys.device).tril(self.length)
+        past, device = self.length, self.keys.device
+        return torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past) if past and new > 1 else None
 
 
 # --- gradient checkpointing ------------------------------------------------------------------------------------------
