@@ -167,7 +167,7 @@ class TrainConfig:
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option("auto", "dtype of matrix products; auto is the faster of bfloat16 and float32", choices=DTYPES)
+    dtype: str = option("auto", "of matrix products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     tf32: bool = option(False, "allow TF32 in float32 products on a GPU: faster, with 10 bits of mantissa")
     deterministic: bool = option(False, "deterministic kernels: slower; a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
@@ -205,14 +205,14 @@ class TrainConfig:
 
 FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
 
-# What differs from the defaults above, which are the preset `tiny`. By `bench.py plan`, `small` and `124m` fit on a
-# GPU of 24 GB, `1b` on one of 80 GB, and `7b`, LLaMA's shape with twice its context, on 8 of 80 GB.
+# What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
+# needs dropout: without, it overfits (results/overfitting.md).
 LARGE: dict[str, Any] = dict(vocab_size=32000, optimizer="adamw", eval_every=1000, save_every=1000, eval_tokens=1 << 20)
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
-        dim=384, layers=6, heads=6, context=512, vocab_size=8192, batch_size=64, lr=5e-3, momentum=0.95,
-        steps=3000, eval_every=500, save_every=500, eval_tokens=1 << 20,
+        dim=384, layers=6, heads=6, context=512, vocab_size=8192, dropout=0.2,
+        batch_size=64, micro_batch_size=32, lr=5e-3, momentum=0.95, steps=1000, eval_tokens=1 << 20,
     ),
     "124m": LARGE | dict(
         dim=768, layers=12, heads=12, hidden_dim=2048, context=1024,
@@ -266,8 +266,8 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
     parser.add_argument(
         "--preset",
         choices=PRESETS,
-        help="preset options (default: tiny on a CPU, small elsewhere); small and 124m need a GPU of 24 GB, 1b one of "
-        "80 GB, 7b 8 of 80 GB",
+        help="preset options (default: tiny on a CPU, small elsewhere); small needs a GPU of 4 GB, 124m one of 16 GB, "
+        "1b one of 80 GB, 7b 8 of 80 GB",
     )
     parser.add_argument("--config", metavar="RUN.JSON", help="configuration of an earlier run to start from")
     add_options(parser.add_argument_group("model"), ModelConfig, hidden)
@@ -312,17 +312,21 @@ def configs_from(
     device: str,
     of_run: dict[str, Any] | None = None,
     pretrained: dict[str, Any] | None = None,
+    memory: float = math.inf,
 ) -> tuple[ModelConfig, TrainConfig]:
     """Combine defaults, then the fields `of_run` or else the preset (`small` on a GPU), then flags.
 
     of_run: the options in a run.json, of `--config` or `--resume`.
     pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
         repeat them, shorten the context or change the dropout.
+    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
     Raises ValueError for values that are incompatible.
     """
     require(not (flags.preset and flags.config), "use either --preset or --config, not both")
     given = of_run or PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
+    if not of_run and memory < 12e9 and "micro_batch_size" in given:
+        given = given | {"micro_batch_size": max(1, given["micro_batch_size"] // 2)}
     if pretrained:
         chosen = {name: given[name] for name in NOT_PRETRAINED if of_run}
         given = given | pretrained | chosen

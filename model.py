@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim, self.grouped = config.head_dim, config.kv_heads < config.heads
+        self.head_dim, self.group = config.head_dim, config.heads // config.kv_heads
         self.q_proj = Linear(config.dim, config.heads * config.head_dim)
         self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim)
@@ -130,11 +130,13 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B H T D, B K T D twice
         mask, dropout = None, self.dropout.p if self.training else 0.0
         if cache is not None:
-            k, v = cache.extend(k, v)  # B K S D
             mask = cache.mask(q.shape[2])
-        y = F.scaled_dot_product_attention(  # softmax(q kᵀ / √D + mask) v
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=cache is None, enable_gqa=self.grouped
-        )  # B H T D
+            k, v = cache.extend(k, v)  # B K S D
+        causal = cache is None or (mask is None and q.shape[2] > 1)  # where nothing was cached before
+        if self.group > 1:  # enable_gqa has no fused kernel on older GPUs, in fp32, or with a mask
+            k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))  # B H S D
+        # softmax(q kᵀ / √D + mask) v, B H T D
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # B T C
 
 
@@ -257,9 +259,9 @@ class LayerCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def mask(self, new: int) -> Tensor | None:
-        """Which of the S tokens each of the last `new` may attend to, (new, S). None, for all, if `new` is 1."""
-        total, device = self.length, self.keys.device
-        return None if new == 1 else torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+        """Which tokens each of `new` uncached ones may attend to, (new, S). None if `new` is 1 or nothing is cached."""
+        past, device = self.length, self.keys.device
+        return torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past) if past and new > 1 else None
 
 
 # --- gradient checkpointing ------------------------------------------------------------------------------------------

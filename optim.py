@@ -98,8 +98,7 @@ class Muon(Optimizer):
 def orthogonalize(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Approximately U Vᵀ for each matrix U S Vᵀ, by a Newton-Schulz iteration.
 
-    Computed in `dtype`. The matrices have one shape or its transpose, and are
-    multiplied as one batch.
+    Computed in `dtype`. The matrices have one shape or its transpose, and are multiplied as one batch.
     """
     a, b, c = NEWTON_SCHULZ
     wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]

@@ -34,15 +34,7 @@ from runtime.checkpoint import (
     save_checkpoint,
     weight_hashes,
 )
-from runtime.device import (
-    autocast,
-    deterministic,
-    measured_products,
-    peak_flops,
-    peak_memory,
-    set_up_cpu,
-    to_device,
-)
+from runtime.device import autocast, deterministic, measured_products, peak_flops, peak_memory, set_up_cpu, to_device
 from runtime.huggingface.directory import open_model, read_model
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
@@ -50,6 +42,7 @@ from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
 from runtime.run_dir import Log, check_run_dir, continued, has_evaluation, locked, make_tracker, write_run_file
 
+PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
@@ -124,6 +117,7 @@ class Trainer:
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
         self.step, self.started = 0, time.perf_counter()
+        self.printed = self.started
         self.unread: list[Tensor] = []  # loss and gradient norm of each step since `read_losses`, on the device
         self.losses: list[float] = []  # of each step since the last row of the log
         if checkpoint:
@@ -152,6 +146,8 @@ class Trainer:
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
                 self.step += 1
+                if config.compile and self.step == self.first + 1 and distributed.is_main():
+                    self.bar.write(f"first step, with compilation: {time.perf_counter() - self.lap_started:.0f} s")
                 if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                     self.log_training()
                 signum = distributed.all_reduce_max(stop[0] if stop else 0)
@@ -237,7 +233,7 @@ class Trainer:
         keep_copies(run.folder)
         tracker = make_tracker(run.config.log, run.folder, description)
         self.log = Log(run.folder, self.step, tracker)
-        named = {"compile": ", compiled", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
+        named = {"compile": ", with torch.compile", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
         modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
@@ -290,10 +286,13 @@ class Trainer:
             shown["MFU"] = f"{speed * flops_per_token(self.model) / peak:.1%}"
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(self.step - self.bar.n)
+        if self.bar.disable and time.perf_counter() - self.printed >= PRINT_EVERY:  # not a terminal
+            self.printed = time.perf_counter()
+            self.bar.write(f"step {self.step}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
 
     def log_evaluation(self) -> None:
         run = self.run
-        val_loss, val_bpb = evaluate(self.model, run, self.loss)
+        val_loss, val_bpb = evaluate(self.model, run, self.parallel.loss)
         if not math.isfinite(val_loss):
             raise NotFinite("validation loss is", self.step)
         prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
@@ -332,9 +331,12 @@ class Trainer:
         if not distributed.is_main():
             return
         run, last = self.run, self.log.rows[-1]
+        best_bpb, best_step = min((row["val_bpb"], row["step"]) for row in self.log.rows if "val_bpb" in row)
         gzip_bpb = run.data.val_gzip_bpb
         write_report(run.folder, gzip_bpb)
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
+        if best_step != last["step"]:
+            print(f"the best val_bpb was {best_bpb:.4f}, at step {best_step}; more --dropout or fewer --steps may help")
         print(f"done in {self.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
         print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")

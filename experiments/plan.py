@@ -22,16 +22,12 @@ from config import FIELDS, PRESETS, ModelConfig, TrainConfig, configs_from, opti
 from experiments.benchmarks import Report, accumulate_gradients, update
 from model import Llama
 from optim import make_optimizers
-from runtime.device import CARDS
+from runtime.cards import BEFORE_AMPERE, CARDS
 from runtime.distributed import resolve_shard
 from runtime.run import check_options
 from train import flops_per_token
 
 GIB = 2**30
-FLOAT32_FLOPS = {  # from the data sheets, without tensor cores; with TF32, half of bf16's on all of these cards
-    "a100": 19.5e12, "h100-pcie": 51e12, "h100": 67e12, "h200": 67e12,
-    "l4": 30.3e12, "l40s": 91.6e12, "rtx-3090": 35.6e12, "rtx-4090": 82.6e12,
-}  # fmt: skip
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # saves for backward what flash attention saves on CUDA
 
 
@@ -50,7 +46,10 @@ def read_models(options: PlanConfig, train_flags: dict[str, Any]) -> argparse.Na
     plans = {}
     for preset in [train_flags["preset"]] if given else PRESETS:
         flags = argparse.Namespace(**train_flags | {"preset": preset})
-        model, config = configs_from(flags, "cuda")
+        model, config = configs_from(flags, "cuda", memory=CARDS[options.card].memory)
+        if config.dtype == "auto":
+            older = "float32" if config.shard and options.ranks > 1 else "float16"
+            config = replace(config, dtype=older if options.card in BEFORE_AMPERE else "bfloat16")
         check_options(model, config, options.ranks)
         shard = resolve_shard(config.shard, "shard" in train_flags and config.shard, config.dtype, options.ranks)
         plans[preset or flags.config or "small"] = model, config, options.card, options.ranks, shard
@@ -78,10 +77,10 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     shape = min(config.micro_batch_size, rows), model_config.context
     micro_batches = rows // shape[0]
     passes = min(2, micro_batches)  # the others are like the second
-    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype)
     peak_flops = CARDS[card].flops
-    if dtype == torch.float32:
-        peak_flops = peak_flops / 2 if config.tf32 else FLOAT32_FLOPS[card]
+    if dtype == torch.float32:  # with TF32, half of bfloat16's on all of these cards
+        peak_flops = peak_flops / 2 if config.tf32 and card not in BEFORE_AMPERE else CARDS[card].float32
     sdpa = F.scaled_dot_product_attention
     with (
         # A CPU has flash attention as CUDA has, but without dropout.
@@ -90,7 +89,7 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     ):
         model = Llama(model_config)
         model.recompute = config.recompute
-        optimizers = make_optimizers(model, replace(config, dtype=str(dtype).removeprefix("torch.")))
+        optimizers = make_optimizers(model, config)
         tokens = torch.zeros(shape, dtype=torch.int64)
         accumulate_gradients(model.loss, tokens, tokens, dtype)
         update(optimizers)  # creates the optimizers' state

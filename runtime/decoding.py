@@ -31,18 +31,24 @@ class StaticCache(nn.Module, LayerCache):
         self.register_buffer("length", length)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens, B K T D. Returns those of the whole context, B K S D."""
-        if not self.filled:
+        """Write the keys and values of new tokens, B K T D. Returns those of the whole context, B K S D.
+
+        Those of the first tokens are returned as they are: the rest of the context is empty.
+        """
+        first = not self.filled
+        if first:
             batch, heads, _, head_dim = k.shape
             self.keys, self.values = (x.new_zeros(batch, heads, self.context, head_dim) for x in (k, v))
             self.filled = True
         positions = self.length + torch.arange(k.shape[2], device=k.device)
         self.keys.index_copy_(2, positions, k)
         self.values.index_copy_(2, positions, v)
-        return self.keys, self.values
+        return (k, v) if first else (self.keys, self.values)
 
-    def mask(self, new: int) -> Tensor:
-        """Which positions each of the last `new` tokens may attend to, (new, S)."""
+    def mask(self, new: int) -> Tensor | None:
+        """Which positions each of `new` tokens may attend to, (new, S). None if nothing is cached: it is causal."""
+        if not self.filled:
+            return None
         positions = torch.arange(self.context, device=self.length.device)
         return positions <= self.length + positions[:new, None]
 

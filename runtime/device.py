@@ -5,39 +5,15 @@ import ctypes
 import os
 import platform
 import re
-import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from timeit import timeit
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU's limits, from its vendor's data sheet."""
-
-    flops: float  # dense bf16 FLOP/s
-    bandwidth: float  # of the device memory, in bytes/s
-    memory: float  # in bytes
-
-
-CARDS = {  # by a part of their names in CUDA, except for case and hyphens
-    "a100": Card(312e12, 2.039e12, 80e9),
-    "h100-pcie": Card(756e12, 2.0e12, 80e9),
-    "h100": Card(989e12, 3.35e12, 80e9),
-    "h200": Card(989e12, 4.8e12, 141e9),
-    "l4": Card(121e12, 0.3e12, 24e9),
-    "l40s": Card(362e12, 0.864e12, 48e9),
-    "rtx-3090": Card(71e12, 0.936e12, 24e9),
-    "rtx-4090": Card(165e12, 1.008e12, 24e9),
-}
 FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
 # `torch.compile` takes about a minute, which shorter runs do not amortize.
 COMPILE_STEPS = 500  # of a run on CUDA
@@ -48,28 +24,37 @@ def pick_device(name: str) -> torch.device:
     """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto"."""
     if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
         raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
+    from runtime import cards
+
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device in available if available[device])
+        if name == "cpu" and (reason := cards.unused_gpu()):
+            cards.warn(f"warning: {reason}")
     kind, _, index = name.partition(":")
     if not available[kind]:
-        raise ValueError(f"--device {name}: torch {torch.__version__} finds no such device; try --device cpu")
+        reason = (kind == "cuda" and cards.unused_gpu()) or f"torch {torch.__version__} finds no such device"
+        raise ValueError(f"--device {name}: {reason}; try --device cpu")
     if index and int(index) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device {name}: the last of this machine's GPUs is cuda:{count - 1}")
-    return torch.device(name)
+    device = torch.device(name)
+    if kind == "cuda":
+        cards.check_capability(device)
+    return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: `name`, or for "auto" the faster of bfloat16 and float32. A CPU is timed."""
+def pick_dtype(name: str, device: torch.device, shard: bool = False) -> torch.dtype:
+    """The dtype of matrix products: `name`, or for "auto" what is fast on `device`. A CPU is timed."""
     if name != "auto":
         return getattr(torch, name)
-    faster = True
     if device.type == "cuda":
-        faster = torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported asks the current device
-    elif device.type == "cpu":
+        if torch.cuda.get_device_capability(device) >= (8, 0):  # is_bf16_supported asks the current device
+            return torch.bfloat16
+        return torch.float32 if shard else torch.float16  # sharded training has no loss scale
+    if device.type == "cpu":
         float32, bfloat16 = product_times()
-        faster = float32 >= FASTER * bfloat16
-    return torch.bfloat16 if faster else torch.float32
+        return torch.bfloat16 if float32 >= FASTER * bfloat16 else torch.float32
+    return torch.float32  # MPS: bfloat16 is emulated on M1 and M2, and slower on later ones
 
 
 @cache
@@ -96,12 +81,10 @@ def measured_products() -> str:
 
 
 def compile_by_default(device: torch.device, steps: int, step_flops: float) -> bool:
-    """Whether a run of `steps`, each with so many FLOPs, uses `torch.compile` unless told otherwise."""
+    """Whether a run of `steps`, each with so many FLOPs, is long enough for `torch.compile`."""
     if device.type == "cuda":
-        return steps >= COMPILE_STEPS and find_spec("triton") is not None
-    header = Path(sysconfig.get_path("include"), "Python.h")  # Inductor's C++ code includes it
-    compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
-    return device.type == "cpu" and steps * step_flops >= COMPILE_FLOPS and header.exists() and compiler is not None
+        return steps >= COMPILE_STEPS
+    return device.type == "cpu" and steps * step_flops >= COMPILE_FLOPS
 
 
 def set_up_cpu() -> None:
@@ -151,9 +134,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The GPU's peak in FLOP/s in half precision, or None if it is unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    cards = [card for card in CARDS if re.search(rf"\b{card}\b(?!-nvl)", name)]
-    return CARDS[max(cards, key=len)].flops if cards else None
+    from runtime.cards import find_card
+
+    card = find_card(torch.cuda.get_device_name(device))
+    return card.flops if card else None
 
 
 def peak_memory(device: torch.device) -> int:

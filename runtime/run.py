@@ -1,6 +1,7 @@
 """The run that flags describe: a new one, or one to continue or evaluate."""
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -96,6 +97,8 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
 
 def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
     """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
+    from runtime.cards import missing_for_compile, warn
+
     given = pretrained = None
     if run := earlier or (read_run_file(Path(flags.config)) if flags.config else None):
         warn_of_imports(run)
@@ -106,17 +109,22 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
         model, _ = open_model(directory)
         pretrained = asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
     device = pick_device(getattr(flags, "device", "auto"))
-    model_config, config = configs_from(flags, device.type, given, pretrained)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    model_config, config = configs_from(flags, device.type, given, pretrained, memory)
     device, ranks = pick_device(config.device), distributed.world_size()
     distributed.check_device(device)
     installed = config.log == "none" or find_spec(config.log)
     require(bool(installed), f"--log {config.log} needs the package {config.log}: pip install {config.log}")
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    step_flops = 6 * model_config.weights * config.batch_size * model_config.context
+    dtype = str(pick_dtype(config.dtype, device, config.shard and ranks > 1)).removeprefix("torch.")
     compiled = config.compile
     if compiled is None:
+        step_flops = 6 * model_config.weights * config.batch_size * model_config.context
         recomputed = config.recompute and not TRAITS[model_config.norm].causal_in_training  # not supported compiled
         compiled = compile_by_default(device, config.steps, step_flops) and not recomputed
+    if compiled and (missing := missing_for_compile(device)):
+        require(not config.compile, f"--compile needs {missing}; or use --no-compile")
+        warn(f"not compiled: torch.compile needs {missing}")
+        compiled = False
     shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
     config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model_config, config, ranks)

@@ -20,6 +20,7 @@ from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_r
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
+from runtime.decoding import compile_decoding
 from runtime.huggingface.weights import hugging_face_name
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
@@ -173,6 +174,26 @@ def test_logits_are_causal(norm, placement):
     assert (before[:, 5:] != after[:, 5:]).any(-1).all()
 
 
+def test_which_attention_is_called(monkeypatch):
+    """All heads have keys and values of their own, as fused kernels need, and only tokens after cached ones a mask."""
+    calls, attention = list[tuple](), torch.nn.functional.scaled_dot_product_attention
+
+    def record(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
+        calls.append((q.shape[2], *k.shape[1:3], attn_mask is not None, is_causal))
+        return attention(q, k, v, attn_mask, dropout_p, is_causal)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    model = random_weights_model(dataclasses.replace(SMALL, layers=1))
+    cache = model.new_cache()
+    model(TOKENS)
+    for part in TOKENS.split([5, 2, 1], dim=1):
+        model(part, cache)
+    compile_decoding(model)
+    model.next_logits(TOKENS, model.new_cache())
+    whole = (8, SMALL.heads, 8, False, True)
+    assert calls == [whole, (5, 4, 5, False, True), (2, 4, 7, True, False), (1, 4, 8, False, False), whole]
+
+
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
@@ -227,13 +248,6 @@ def test_scales_of_the_embedding_are_multiplied_and_head_dim_sets_the_width_of_h
     assert shapes["self_attn.k_proj.weight"] == (10 * SMALL.kv_heads, SMALL.dim)
     assert model(tokens).shape == (1, 2, SMALL.vocab_size)
     assert torch.equal(model.embed_tokens.weight, Llama(SMALL).embed_tokens.weight)  # the same draw
-
-
-def test_rotate_is_complex_multiplication():
-    x = torch.randn(2, 9, 3, 8, generator=torch.Generator().manual_seed(0))
-    got = rotate(x, precompute_freqs_cis(8, 9, 30.0))
-    for b, t, h in np.ndindex(2, 9, 3):
-        np.testing.assert_allclose(got[b, t, h], rotated(x[b, t, h].double().numpy(), t, 30.0), atol=1e-6)
 
 
 def test_rotate_computes_in_fp32_and_returns_the_input_dtype():

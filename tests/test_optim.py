@@ -1,6 +1,5 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
-import copy
 import dataclasses
 
 import pytest
@@ -41,11 +40,12 @@ def muon_by_svd(weight, gradients, lr, decay, momentum):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_muon_matches_the_svd_formula(dtype, tolerance):
-    """Newton-Schulz rounds 15 products, in bf16 by 2⁻⁹ each (measured: 0.010 to 0.012)."""
+    """Newton-Schulz rounds 15 products, in bf16 by 2⁻⁹ each (measured: 0.010 to 0.012). The rate is the schedule's."""
     shapes = [(24, 24), (24, 40), (40, 24), (24, 24), (40, 24), (8, 24)]
     starts = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]
     weights = [torch.nn.Parameter(start.clone()) for start in starts]
-    muon = Muon([{"params": weights, "weight_decay": 0.02}], 0.05, momentum=0.85, dtype=dtype)
+    muon = Muon([{"params": weights, "weight_decay": 0.02}], 0.5, momentum=0.85, dtype=dtype)
+    muon.param_groups[0]["lr"] = 0.05
     gradients = take_random_steps(muon, weights)
     for number, start in enumerate(starts):
         steps = [step[number].double() for step in gradients]
@@ -100,36 +100,7 @@ def test_weight_decay_and_optimizer_of_each_parameter():
             assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
 
 
-def test_weight_decay_follows_the_schedule():
-    """A gradient of 0 leaves the decay alone, here after the learning rate has fallen to a fifth."""
-    for optimizer in ("muon", "adamw"):
-        model = Llama(dim=8, layers=1)
-        weight = model.layers[0].get_parameter("mlp.up_proj.weight")
-        before, weight.grad = weight.detach().clone(), torch.zeros_like(weight)
-        for each in make_optimizers(model, TrainConfig(optimizer=optimizer, lr=0.5, weight_decay=0.3)):
-            for group in each.param_groups:
-                group["lr"] = 0.1
-            each.step()
-        torch.testing.assert_close(weight.detach(), before * (1 - 0.1 * 0.3))
-
-
 def test_weights_without_grad_are_not_updated():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     Muon([{"params": [weight], "weight_decay": 0.3}], lr=0.05, momentum=0.9).step()
     assert torch.equal(weight, torch.ones(4, 4))
-
-
-def test_muon_state_dict_round_trip():
-    """state_dict, load_state_dict and add_param_group work as in any torch optimizer."""
-    first, second = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
-    saved, restored = (Muon([{"params": [w], "weight_decay": 0.1}], lr=0.05, momentum=0.9) for w in (first, second))
-    take_random_steps(saved, [first])
-    second.data.copy_(first.data)
-    restored.load_state_dict(copy.deepcopy(saved.state_dict()))
-    take_random_steps(saved, [first], seed=1)
-    take_random_steps(restored, [second], seed=1)
-    assert torch.equal(first, second)
-    third = torch.nn.Parameter(torch.ones(4, 6))
-    restored.add_param_group({"params": [third], "weight_decay": 0.0})
-    take_random_steps(restored, [second, third])
-    assert not torch.equal(third, torch.ones(4, 6))

@@ -84,6 +84,16 @@ def test_run_learns_and_writes_all_files(command, capsys):
     assert "gzip -9 on the whole validation text:" in capsys.readouterr().out
 
 
+def test_the_summary_names_the_best_evaluation_if_it_is_not_the_last(command, capsys, monkeypatch):
+    values = iter([(2.0, 3.0), (1.0, 1.5), (1.2, 1.75), (1.0, 1.0)])
+    monkeypatch.setattr(train, "evaluate", lambda *args: next(values))
+    command("--steps 6 --eval-every 2")
+    printed = capsys.readouterr().out
+    assert "\nval_bpb 1.7500; gzip" in printed and "\nthe best val_bpb was 1.5000, at step 4;" in printed
+    command("--resume --steps 8 --eval-every 2")
+    assert "the best" not in capsys.readouterr().out
+
+
 def test_val_bpb_matches_float64_log_probabilities(command):
     """val_bpb against a float64 sum over the windows, computed from the logits. The sample begins as the text does."""
     run = command("--steps 3")
@@ -109,30 +119,20 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
             assert expected[name] == pytest.approx(actual[name], rel=1e-4)
 
 
-@pytest.mark.parametrize("name, other", [("seed", "1"), ("recompute", "")])
-def test_an_option_of_the_trainer_takes_effect(name, other, text, tmp_path):
-    """The seed changes initial weights and batches. Gradient checkpointing keeps less for the backward pass."""
-    weights, batches, kept = [], [], []
-    for flags in ("", f"--{name} {other}"):
-        common = f"{SIZES} --layers 6 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'} {flags}"
+def test_recomputation_keeps_less_for_the_backward_pass(text, tmp_path):
+    kept = []
+    for flag in ("--no-recompute", "--recompute"):
+        common = f"{SIZES} --layers 6 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'} {flag}"
         trainer, sizes = train.Trainer(resolve_run(train.parse(common.split()))), list[int]()
-
-        def loss(inputs, targets, loss=trainer.loss):
-            batches.append(inputs)
-            return loss(inputs, targets)
 
         def keep(tensor, sizes=sizes):
             sizes.append(tensor.nbytes)
             return tensor
 
-        trainer.loss = loss
-        weights.append(trainer.model.get_parameter("layers.0.mlp.up_proj.weight").detach())
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             trainer.accumulate_gradients()
         kept.append(sum(sizes))
-    same = name == "recompute"
-    assert torch.equal(*weights) is same and torch.equal(*batches) is same
-    assert (kept[1] < kept[0] / 2) is same
+    assert kept[1] < kept[0] / 2
 
 
 def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
@@ -167,8 +167,11 @@ def test_every_norm_and_placement_trains_from_the_same_weights_on_the_same_batch
     loss = Llama.loss
     seen: list[str] = []
 
+    def hashed(tokens, targets):
+        return hashlib.sha256(tokens.numpy().tobytes() + targets.numpy().tobytes()).hexdigest()
+
     def record_batch(model, tokens, targets):
-        seen.append(hashlib.sha256(tokens.numpy().tobytes() + targets.numpy().tobytes()).hexdigest())
+        seen.append(hashed(tokens, targets))
         return loss(model, tokens, targets)
 
     monkeypatch.setattr(Llama, "loss", record_batch)
@@ -187,8 +190,10 @@ def test_every_norm_and_placement_trains_from_the_same_weights_on_the_same_batch
         trainer.read_losses()
         assert trainer.losses[-1] < trainer.losses[0] < 1.2 * math.log(257), (kind, placement)
         batches.add(tuple(seen))
-    assert len(batches) == 1
+    assert len(batches) == 1 and seen[3] == hashed(*train.training_batch(trainer.run.data.train, 5, 3, range(8), 32))
     assert len(set(batches.pop())) == 12  # each step has a different batch
+    by_seed = Llama(trainer.run.model_config, 5).layers[0].get_parameter("mlp.up_proj.weight")
+    torch.testing.assert_close(initial_weights[-1]["model.layers.0.mlp.up_proj.weight"], by_seed)
     for (_, placement), weights in zip(ARMS[1:], initial_weights[1:], strict=True):
         expected = initial_weights[0]
         if placement == "ngpt":
@@ -261,32 +266,21 @@ def test_learning_rate_schedules():
 
 @pytest.mark.parametrize("flags, on", [("--tf32 --deterministic", True), ("", False)])
 def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, monkeypatch):
-    """They are recorded and said. Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
+    """They are said. Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
     seen = []
 
-    def record(owner, name):
-        call = getattr(owner, name)
+    def record(*args):
+        seen.append((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
 
-        def recorded(*args):
-            seen.append((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
-            return call(*args)
-
-        monkeypatch.setattr(owner, name, recorded)
-
-    record(train.Trainer, "accumulate_gradients")
-    record(train, "sample_text")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(train, "learning_rate", lambda *args: record() or 1e-3)
+    monkeypatch.setattr(train, "sample_text", lambda *args: record() or "")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # which the run leaves alone
     before = torch.get_float32_matmul_precision()
-    try:
-        run = command(f"--steps 1 {flags}")
-        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if on else None)
-    finally:
-        torch.set_float32_matmul_precision(before)
-        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    assert seen == [("high" if on else "highest", each) for each in (on, False)]
+    command(f"--steps 1 {flags}")
+    torch.set_float32_matmul_precision(before)
+    precision = "high" if on else "highest"
+    assert seen == [(precision, on), (precision, on), (precision, False)]
     assert not torch.are_deterministic_algorithms_enabled()
-    settings = json.loads((run / "run.json").read_text())["training"]
-    assert settings["tf32"] is settings["deterministic"] is on
     assert (", TF32 allowed, deterministic; the run is" in capsys.readouterr().out) is on
 
 
@@ -337,16 +331,48 @@ def test_resuming_restores_the_float16_loss_scale(command, monkeypatch):
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.down_proj.weight"])
 def test_an_overflow_in_one_weight_skips_every_optimizer(name, text, tmp_path):
-    """In float16: of AdamW's weights or of Muon's. The scale of the loss is halved, and the next step changes all."""
+    """In float16: of AdamW's weights or of Muon's. The scale of the loss is halved, and no momentum has changed."""
     flags = f"{SIZES} --dtype float16 --clip 0 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}"
     trainer = train.Trainer(resolve_run(train.parse(flags.split())))
-    handle = trainer.model.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
-    before, scale = [weight.clone() for weight in trainer.weights], trainer.scaler.get_scale()
-    trainer.update(1e-3)
-    assert all(map(torch.equal, trainer.weights, before)) and trainer.scaler.get_scale() == scale / 2
-    handle.remove()
-    trainer.update(1e-3)
-    assert not any(map(torch.equal, trainer.weights, before))
+
+    def tensors() -> list[Tensor]:
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        return [x.clone() for x in (*trainer.weights, *(value for state in states for value in state.values()))]
+
+    for good_steps in range(2):  # before the first, there is no momentum
+        before, scale = tensors(), trainer.scaler.get_scale()
+        handle = trainer.model.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
+        trainer.update(1e-3)
+        assert len(before) >= len(trainer.weights) * (1 + good_steps) and all(map(torch.equal, tensors(), before))
+        assert trainer.scaler.get_scale() == scale / 2
+        handle.remove()
+        trainer.update(1e-3)
+        assert not any(map(torch.equal, trainer.weights, before))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_losses_in_float16_are_those_in_float64_up_to_rounding(optimizer, text, tmp_path):
+    """The bound is what rounding the inputs and outputs of all matrices to float16 changes in float64, four times."""
+
+    def losses(dtype: torch.dtype, rounded: bool = False) -> Tensor:
+        flags = f"{SIZES} --optimizer {optimizer} --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}"
+        trainer = train.Trainer(resolve_run(train.parse([*flags.split(), "--dtype", str(dtype)[6:]])))
+        if dtype == torch.float32:
+            trainer.model.double()
+        for module in trainer.model.modules():
+            if rounded and isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(lambda module, inputs: (to_float16(inputs[0]),))
+                module.register_forward_hook(lambda module, inputs, output: to_float16(output))
+        for trainer.step in range(8):
+            trainer.update(0.01)
+        return torch.stack(trainer.unread)[:, 0].double()
+
+    def to_float16(x: Tensor) -> Tensor:
+        return x + (x.half().double() - x).detach()
+
+    expected, half, rounded = losses(torch.float32), losses(torch.float16), losses(torch.float32, rounded=True)
+    assert expected[0] > 1.5 * expected[-1]
+    assert 1e-5 < (half - expected).abs().max() < 4 * (rounded - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("clip, dtype", [(0.01, "float32"), (0.01, "float16"), (0, "float32")])

@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 assert "torch" not in sys.modules, "the library must be loaded before torch"
@@ -91,8 +92,11 @@ def is_pinned(tensor: Tensor) -> bool:
     return getattr(tensor, "is_on_pinned_memory", False)
 
 
+PLACEHOLDERS: dict[torch.dtype, Any] = {torch.bool: False, torch.int64: 0}
+
+
 def placeholder(tensor: Tensor) -> Any:
-    return {torch.bool: False, torch.int64: 0}.get(tensor.dtype, 0.5)
+    return PLACEHOLDERS.get(tensor.dtype, 0.5)
 
 
 def line_of_ours() -> str:
@@ -150,4 +154,5 @@ torch.cuda.current_device = lambda: 0
 torch.cuda.is_bf16_supported = lambda including_emulation=True: True
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.cuda.get_device_name = lambda device=None: "NVIDIA H100 80GB HBM3"
+torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(total_memory=16e9)  # type: ignore[assignment,return-value]
 torch.cuda._lazy_init = lambda: None

@@ -6,7 +6,7 @@ FOLDER holds text.txt. Prints {part: {case: {"error": text or null, "waits": [[w
 """
 
 # isort: off
-from fake_card import fake_card, on_card, on_real_data
+from fake_card import PLACEHOLDERS, fake_card, on_card, on_real_data
 
 # isort: on
 import json
@@ -21,6 +21,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import generate
@@ -141,12 +142,30 @@ def generate_cells() -> dict[str, Any]:
     return {str(cell): outcome(generation, f"--dtype {cell[0]}", *cell[1:]) for cell in cells}
 
 
+def default_step(capability: tuple[int, int]) -> dict[str, Any]:
+    """A step in the dtype that `auto` takes on such a card, and which calls of attention it makes."""
+    calls, attention = [], F.scaled_dot_product_attention
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        same_heads = q.shape[1] == k.shape[1] == v.shape[1]
+        calls.append({"dtype": str(q.dtype), "same_heads": same_heads} | {k: options[k] for k in sorted(options)})
+        return attention(q, k, v, **options)
+
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        patch.dict(PLACEHOLDERS, {torch.bool: True}),  # float16 reads whether the gradient is finite
+        patch.object(F, "scaled_dot_product_attention", record),
+    ):
+        return outcome(training_step, "") | {"calls": calls}
+
+
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "planted": planted,
     "train bfloat16": lambda: train_cells("bfloat16"),
     "train float32": lambda: train_cells("float32"),
     "evaluate": lambda: {dtype: outcome(evaluation, f"--dtype {dtype}") for dtype in DTYPES},
     "generate": generate_cells,
+    "default": lambda: {str(capability): default_step(capability) for capability in ((7, 5), (9, 0))},
 }
 
 if __name__ == "__main__":

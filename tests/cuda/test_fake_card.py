@@ -88,3 +88,12 @@ def test_generation_waits_once_for_each_token(results):
     assert len(results["generate"]) == 8
     assert not failures(results["generate"], allowed=1)
     assert all(wait == COPY_FROM for case in results["generate"].values() for wait, _ in case["waits"])
+
+
+@pytest.mark.parametrize(("capability", "dtype", "waits"), [("(7, 5)", "float16", 1), ("(9, 0)", "bfloat16", 0)])
+def test_the_default_step_of_a_card(capability, dtype, waits, results):
+    """Float16 waits once, to read whether the gradient has overflowed. Attention is what fused kernels support."""
+    case = results["default"][capability]
+    assert case["error"] is None and len(case["waits"]) == waits, case
+    call = {"dtype": f"torch.{dtype}", "same_heads": True, "attn_mask": None, "dropout_p": 0.2, "is_causal": True}
+    assert case["calls"] == [call] * 2  # blocks

@@ -11,7 +11,7 @@ import torch
 import bench
 from config import PRESETS
 from experiments.plan import Trace, estimate
-from runtime.device import CARDS
+from runtime.cards import CARDS
 
 GIB = 2**30
 SMALL = "--preset tiny --layers 1 --vocab-size 512 --optimizer adamw"
@@ -127,4 +127,6 @@ def test_the_largest_preset_fits_the_cards_that_the_help_names():
 
 
 def test_without_flags_every_preset_is_planned():
-    assert list(bench.make_config(bench.parse(["plan", "--ranks", "8"])).plans) == list(PRESETS)
+    for card, half, sharded in (("h100", "bfloat16", "bfloat16"), ("t4", "float16", "float32")):
+        plans = bench.make_config(bench.parse(["plan", "--ranks", "8", "--card", card])).plans
+        assert list(plans) == list(PRESETS) and plans["small"][1].dtype == half and plans["7b"][1].dtype == sharded

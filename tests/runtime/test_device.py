@@ -4,16 +4,7 @@ import pytest
 import torch
 
 from runtime import device
-from runtime.device import (
-    CARDS,
-    compile_by_default,
-    describe,
-    deterministic,
-    pick_device,
-    pick_dtype,
-    product_times,
-    to_device,
-)
+from runtime.device import describe, deterministic, pick_device, pick_dtype, product_times, to_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -33,30 +24,8 @@ def test_products_are_timed_once_and_leave_the_threads_alone():
     assert all(1e-6 < value < 10 for value in seconds)
 
 
-@pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_auto_takes_bfloat16_on_a_card_from_ampere_on(capability, has, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert pick_dtype("auto", CUDA) is (torch.bfloat16 if has else torch.float32)
-
-
 def test_a_device_is_described_with_its_threads():
     assert describe(CPU).endswith(f"(cpu, {torch.get_num_threads()} threads)") and torch.get_num_threads() == 1
-
-
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_limits_of_cards_are_in_the_same_units(card):
-    """So many FLOPs for each byte of its memory's bandwidth have the cards of these years."""
-    assert 70 < card.flops / card.bandwidth < 500 and 20e9 < card.memory < 200e9
-
-
-def test_long_runs_are_compiled_by_default_where_there_is_a_compiler(monkeypatch, tmp_path):
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr("sysconfig.get_path", lambda name: tmp_path)
-    for found in (True, False):
-        monkeypatch.setattr(device, "find_spec", lambda name, found=found: found or None)
-        monkeypatch.setattr("shutil.which", lambda name, found=found: found or None)
-        assert compile_by_default(CUDA, 500, 1e9) == found and not compile_by_default(CUDA, 499, 1e9)
-        assert compile_by_default(CPU, 10_000, 1e10) == found and not compile_by_default(CPU, 500, 1e10)
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:01", "cpu:0", "CPU", "cuda:1\n"])

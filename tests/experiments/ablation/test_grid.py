@@ -123,7 +123,7 @@ def test_unsupported_arms_are_skipped_with_the_reason(capsys):
 def test_the_dtype_is_measured_once_and_kept_when_the_ablation_continues(resolve, monkeypatch):
     measured = iter([torch.bfloat16, torch.float32])
 
-    def pick(name: str, device: torch.device) -> torch.dtype:
+    def pick(name: str, device: torch.device, shard: bool) -> torch.dtype:
         return next(measured) if name == "auto" else getattr(torch, name)
 
     monkeypatch.setattr("runtime.run.pick_dtype", pick)

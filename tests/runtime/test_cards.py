@@ -1,0 +1,167 @@
+"""Machines and cards that are not here, pretended by their files, commands, names, capabilities and memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train
+from runtime import cards, run
+from runtime.cards import BEFORE_AMPERE, CARDS, unused_gpu
+from runtime.device import peak_flops, pick_device, pick_dtype
+
+CU126 = "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
+KERNEL = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 14:37:44 UTC 2024\nGCC version: 12.2.0"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Adds a file to a machine that has neither a GPU nor a compiler."""
+
+    def add(name: str, text: str = "") -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    monkeypatch.setattr(cards, "Path", lambda *names: tmp_path.joinpath(*(name.lstrip("/") for name in names)))
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "include")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    cards.warn.cache_clear()
+    return add
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, install: Callable) -> Callable[..., None]:
+    """Lets torch have such cards, on a machine with what compiling needs."""
+
+    def add(capability: tuple[int, int], memory: float = 24e9, count: int = 1) -> None:
+        found = {"is_available": True, "device_count": count, "get_device_capability": capability}
+        found |= {"get_device_name": "NVIDIA card", "get_device_properties": SimpleNamespace(total_memory=memory)}
+        for name, value in (found | {"get_arch_list": ["sm_75", "sm_80", "sm_120", "compute_120"]}).items():
+            monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(cards, "find_spec", lambda name: name == "triton")
+
+    install("gcc")
+    install("include/Python.h")
+    return add
+
+
+def error_of(flags: str, capsys: pytest.CaptureFixture) -> str:
+    with pytest.raises(SystemExit) as ended:
+        train.main(flags.split())
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "cuda, file, text, said",
+    [
+        (None, "nvidia-smi", "551.86", f"(CUDA none) does not use this machine's NVIDIA GPU (driver 551.86): {CU126}"),
+        (None, "nvidia-smi", "581.29", CU126.replace("cu126", "cu130")),
+        (None, "nvidia-smi", "472.12", "(driver 472.12): update the driver"),
+        ("13.0", "nvidia-smi", "535.183.01", f"(driver 535.183.01): update the driver to 580 or later, or {CU126}"),
+        ("13.0", "proc/driver/nvidia/version", KERNEL, "(driver 470.256.02): update the driver to 580 or later"),
+        (
+            "13.0",
+            "nvidia-smi",
+            "580.65.06",
+            "(CUDA 13.0) does not use this machine's NVIDIA GPU (driver 580.65.06): do",
+        ),
+        ("12.6", "nvidia-smi", "has failed", "(driver unknown): does nvidia-smi list it?"),
+        (None, "dev/kfd", "", "torch 2.13.0+cpu does not use this machine's AMD GPU: pytorch.org/get-started has ROCm"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_use_is_named(cuda, file, text, said, install, capsys, monkeypatch):
+    """Once where `auto` takes the CPU, and as the error of `--device cuda`. Not if the user has hidden it."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert unused_gpu() == ""
+    install(file, f"#!/bin/sh\necho {text}" if file == "nvidia-smi" else text)
+    assert [pick_device("auto").type for _ in range(2)] == ["cpu", "cpu"]
+    printed = capsys.readouterr().err
+    assert printed == f"warning: {unused_gpu()}\n" and said in printed
+    assert error_of("--device cuda", capsys) == f"error: --device cuda: {unused_gpu()}; try --device cpu\n"
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert unused_gpu() == ""
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
+def test_a_card_older_than_this_build_of_torch_is_refused_with_one_that_has_it(device, card, capsys):
+    card((7, 0))
+    said = f"NVIDIA card has compute capability 7.0, and torch 2.13.0+cpu needs 7.5: {CU126}, or use --device cpu"
+    assert error_of(f"--device {device}", capsys) == f"error: {said}\n"
+    card((7, 5))
+    assert pick_device(device).type == "cuda"
+
+
+@pytest.mark.parametrize(
+    "capability, memory, flags, expected",
+    [
+        ((7, 5), 15.8e9, "", ("float16", 64, 32, True)),
+        ((8, 6), 12.6e9, "", ("bfloat16", 64, 32, True)),
+        ((8, 9), 8.6e9, "", ("bfloat16", 64, 16, True)),
+        ((8, 9), 8.6e9, "--micro-batch-size 64 --steps 499", ("bfloat16", 64, 64, False)),
+        ((12, 0), 8.6e9, "--batch-size 24", ("bfloat16", 24, 24, True)),
+    ],
+)
+def test_the_default_run_fits_the_card(capability, memory, flags, expected, card):
+    """Its global batch, and so the rows of a step, are the same on all cards."""
+    card(capability, memory)
+    model, config = run.resolve(train.parse(flags.split()))
+    assert (config.dtype, config.batch_size, config.micro_batch_size, config.compile) == expected
+    assert model.dim == 384
+
+
+def test_auto_is_float32_where_there_is_no_loss_scale_and_on_mps(card, monkeypatch):
+    sharded, whole = train.parse(["--shard"]), train.parse(["--no-shard"])
+    monkeypatch.setattr(run.distributed, "world_size", lambda: 2)
+    for capability, dtypes in (((7, 5), ["float32", "float16"]), ((8, 0), ["bfloat16", "bfloat16"])):
+        card(capability, count=2)
+        assert [run.resolve(flags)[1].dtype for flags in (sharded, whole)] == dtypes
+    assert pick_dtype("auto", torch.device("mps")) is torch.float32
+
+
+@pytest.mark.parametrize("device, compiler", [("cuda", "clang"), ("cpu", "g++")])
+def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, capsys, monkeypatch, tmp_path):
+    """Else a line says what is missing, and `--compile` is an error."""
+    card((8, 0))
+    monkeypatch.setattr("sys.platform", "linux")
+    (tmp_path / "gcc").unlink()
+    flags, line = f"--device {device} --dtype float32 --preset small", "not compiled: torch.compile needs "
+
+    def resolved(steps: int) -> tuple[bool | None, str]:
+        cards.warn.cache_clear()
+        return run.resolve(train.parse(f"{flags} --steps {steps}".split()))[1].compile, capsys.readouterr().err
+
+    assert resolved(2000)[1].startswith(f"{line}a compiler: ") and resolved(9) == (False, "")
+    assert error_of(f"{flags} --compile", capsys).startswith("error: --compile needs a compiler: ")
+    install(compiler)
+    assert resolved(2000) == (True, "")
+    (tmp_path / "include/Python.h").unlink()
+    assert resolved(2000) == (False, f"{line}Python's headers, which are not in {tmp_path}/include\n")
+
+
+def test_limits_of_cards_are_in_the_same_units():
+    """So many FLOPs for each byte of its memory's bandwidth have the cards of these years."""
+    for name, card in CARDS.items():
+        assert 65 < card.flops / card.bandwidth < 500 and 8e9 <= card.memory < 200e9, name
+        assert 1.9 < card.flops / card.float32 < (2.1 if name.startswith("rtx") else 31), name
+    assert set(BEFORE_AMPERE) < set(CARDS)
+
+
+def test_a_card_is_found_by_its_name_in_cuda(monkeypatch):
+    """Not one of another speed with a similar name."""
+    names: dict[str, float] = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "L4": 121, "L40S": 362, "T4": 65, "A10": 125}
+    names |= {"V100-PCIE-16GB": 112, "GeForce RTX 4060": 30.2, "GeForce RTX 4060 Ti": 44.1, "GeForce RTX 4090": 165}
+    others = ["GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "GeForce RTX 4080 SUPER", "GeForce RTX 3080 Ti"]
+    for name, peak in (names | dict.fromkeys(["H100 NVL", "A10G", "GeForce GTX 1080", *others])).items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
+        for dtype in (torch.float16, torch.bfloat16):
+            assert peak_flops(torch.device("cuda"), dtype) == (peak and pytest.approx(1e12 * peak)), name
+        assert peak_flops(torch.device("cuda"), torch.float32) is None
