@@ -17,10 +17,11 @@ import sys
 from config import Parser, add_flags
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
+from files import lock_file
 from norms.placement import PLACEMENTS
 from runtime.plugins import import_first
 from runtime.process import bad_input, exit_codes
-from runtime.run_dir import locked
+from runtime.run_dir import LOCK
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
         with bad_input():
             ablation = resolve_ablation(flags, train_flags)
         folder = ablation.grid.folder
-        with locked(folder):
+        with lock_file(folder / LOCK):
             run_ablation(ablation, shlex.join(["python", "ablate.py", *arguments]))
     print(f"see {folder}/report.html or {folder}/table.md")
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from config import Parser, add_flags, flag_name, require
 from data.batches import evaluation_batches, training_batch
+from files import lock_file
 from generate import Sampling, sample_text
 from model import Llama
 from norms.placement import PLACEMENTS
@@ -40,7 +41,7 @@ from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
-from runtime.run_dir import Log, check_run_dir, continued, has_evaluation, locked, make_tracker, write_run_file
+from runtime.run_dir import LOCK, Log, check_run_dir, continued, has_evaluation, make_tracker, write_run_file
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         if flags.eval_only:
             evaluate_only(run)
             return
-        with distributed.held_by_main(locked(run.folder)):
+        with distributed.held_by_main(lock_file(run.folder / LOCK)):
             with bad_input():
                 distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
                 distributed.from_main(clear_unfinished, run.folder)

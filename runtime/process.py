@@ -30,8 +30,7 @@ SAME_STOP = 1.0  # seconds
 def start(may_close: Sequence[str] = ("stdout", "stderr"), spins: int = 1000) -> None:
     """Prepare the process of a command. It continues when the streams `may_close` are closed.
 
-    spins: how long libgomp's threads wait for each other before they sleep. Its own value is far longer, and slows
-        a busy machine down several times.
+    libgomp's threads look for each other `spins` times before they sleep. Its own number slows a busy machine down.
     """
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:

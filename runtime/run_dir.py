@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from config import check_fields, require
 from files import explained, is_a, load_json, lock_file, write_atomically
 
 RUNS_FOLDER = Path("runs")
+LOCK = ".lock"  # in a folder that one process at a time may write to
 FORMAT = 1  # of run.json; increase it whenever its fields change
 CHECKSUM = "sha256"  # of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
@@ -36,7 +36,7 @@ def check_run_dir(folder: Path, exists: bool) -> None:
         raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")
     if has_run and not exists:
         raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
-    others = {path.name for path in folder.glob("*")} - {".lock", "run.json.part"}
+    others = {path.name for path in folder.glob("*")} - {LOCK, "run.json.part"}
     require(exists or not others, f"--out {folder} is not empty; choose a new folder")
 
 
@@ -53,15 +53,10 @@ def make_run_dir(out: Path | None, name: str) -> Path:
         number += 1
 
 
-def locked(folder: Path) -> AbstractContextManager[None]:
-    """Keep other processes from writing to `folder`. Raises InUse if one already does."""
-    return lock_file(folder / ".lock")
-
-
 def check_not_in_use(folder: Path) -> None:
     """Raise InUse if another process writes to `folder`, before the text is prepared for nothing."""
-    if (folder / ".lock").exists():
-        with locked(folder):
+    if (folder / LOCK).exists():
+        with lock_file(folder / LOCK):
             pass
 
 

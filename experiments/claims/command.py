@@ -9,10 +9,10 @@ from experiments.claims.claim import SCALES
 from experiments.claims.document import to_markdown
 from experiments.claims.measure import Lab
 from experiments.claims.results import draw, read_entries, run_claim
-from files import write_atomically
+from files import lock_file, write_atomically
 from runtime.device import pick_device
 from runtime.process import bad_input
-from runtime.run_dir import RUNS_FOLDER, locked
+from runtime.run_dir import LOCK, RUNS_FOLDER
 
 CLAIMS = {claim.name: claim for claim in (*training.CLAIMS, *quick.CLAIMS)}
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
         flags.runs.mkdir(parents=True, exist_ok=True)
     if not flags.report:
         lab = Lab(flags.runs, flags.jobs, devices, flags.cache_dir)
-        with locked(flags.runs):
+        with lock_file(flags.runs / LOCK):
             for claim in chosen:
                 judgment = run_claim(claim, scale, lab, flags.results)
                 print(f"{claim.statement}: {judgment.verdict} ({judgment.ours}; {judgment.reason})", flush=True)

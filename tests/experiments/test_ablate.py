@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import ablate
-from runtime.run_dir import locked
+from files import lock_file
+from runtime.run_dir import LOCK
 
 FLAGS = (
     "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
@@ -85,7 +86,7 @@ def test_a_command_that_cannot_be_run_says_why_in_one_line(flags, code, named, f
         log.write_text(content + "garbage\n")
     before = (folder / "command.txt").read_text()
     try:
-        with pytest.raises(SystemExit) as exit, locked(folder) if code == 4 else nullcontext():
+        with pytest.raises(SystemExit) as exit, lock_file(folder / LOCK) if code == 4 else nullcontext():
             ablate.main([*arguments, *flags.format(other=tmp_path).split()])
     finally:
         log.write_text(content)

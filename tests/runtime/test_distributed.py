@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 
 import train
 from config import ModelConfig, TrainConfig
+from files import lock_file
 from generate import Sampling
 from runtime import distributed
 from runtime.checkpoint import find_checkpoint
 from runtime.run import check_options
-from runtime.run_dir import locked
+from runtime.run_dir import LOCK
 
 ROOT = Path(__file__).parents[2]
 COMMON = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32 "
@@ -126,7 +127,7 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     (folder / "in-use").mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with locked(folder / "in-use"):
+    with lock_file(folder / "in-use" / LOCK):
         done = subprocess.run([*launcher, __file__, folder], env=environment, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
