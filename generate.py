@@ -76,7 +76,7 @@ class Options(Sampling):
     )
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option("auto", "dtype of matrix products; auto is the faster of bfloat16 and float32", choices=DTYPES)
+    dtype: str = option("auto", "of matrix products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     fast: bool = option(
         None, "compute tokens with the C code in fast/ (default: on a CPU without --compile, if it can)"
     )
