@@ -24,7 +24,10 @@ DEPTH_RUN = (
 DEPTH_LRS = (3e-4, 1e-3, 3e-3)
 
 # 27 million parameters, 65 million tokens: about 10 minutes on an H100.
-GPU_RUN = "--preset small --dropout 0 --optimizer adamw --steps 2000 --eval-every 200 --save-every 2000 --dtype bfloat16 --compile"
+GPU_RUN = (
+    "--preset small --dropout 0 --optimizer adamw --steps 2000 --eval-every 200 --save-every 2000 --dtype bfloat16 "
+    "--compile"
+)
 GPU_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
 
 # For DyT and Derf, which do not rescale what they get. With the init and embedding of the other runs, the residual
