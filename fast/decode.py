@@ -51,24 +51,26 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
     return reason
 
 
+class FastLlama(Llama):
+    def new_cache(self) -> "Cache":
+        return Cache(super().new_cache())
+
+    def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
+        logits = cache.next_logits(self, tokens) if isinstance(cache, Cache) else None
+        return super().next_logits(tokens, cache) if logits is None else logits
+
+
 class Cache(list[LayerCache]):
     """The cache of `FastLlama`. `step` continues it: None before the first token, False if only plain code can."""
 
     step: Any = None
 
-
-class FastLlama(Llama):
-    def new_cache(self) -> Cache:
-        return Cache(super().new_cache())
-
-    def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
-        logits = None
-        started = isinstance(cache, Cache) and cache.step is not False and cache[0].length
-        if started and torch.is_inference_mode_enabled() and not any_global_hook():
-            if cache.step is None or cache.step.stamp(cache) != cache.step.planned:
-                cache.step = plan(self, cache)
-            logits = cache.step(tokens, cache) if cache.step else None
-        return super().next_logits(tokens, cache) if logits is None else logits
+    def next_logits(self, model: FastLlama, tokens: Tensor) -> Tensor | None:
+        if self.step is False or not self[0].length or not torch.is_inference_mode_enabled() or any_global_hook():
+            return None
+        if self.step is None or self.step.stamp(self) != self.step.planned:
+            self.step = plan(model, self)
+        return self.step(tokens, self) if self.step else None
 
 
 def product_dtype() -> torch.dtype:
@@ -88,7 +90,7 @@ def reference(config: ModelConfig) -> dict[str, Any]:
     """What is expected of a model's modules, with the sizes and the eps of `config`. It is kept, for every prompt."""
     if repr(config) not in REFERENCES:
         eps = config.norm_args.get("eps", 1e-6)
-        sizes = {"scaled_embedding": False, "embedding_scale": 1.0, "norm_args": {"eps": eps}}
+        sizes: dict[str, Any] = {"scaled_embedding": False, "embedding_scale": 1.0, "norm_args": {"eps": eps}}
         with torch.device("meta"):
             model = Llama(replace(config, norm="rmsnorm", placement="pre", qk_norm="none", **sizes)).eval()
         REFERENCES[repr(config)] = described(model)
@@ -118,12 +120,14 @@ def plan(model: Llama, cache: Cache) -> "Step | bool":
     if difference(model) or [type(kept) for kept in cache] != [LayerCache] * len(model.layers):
         return False
     config, dtype, layers = model.config, product_dtype(), []
+    block: Any
     for block, kept in zip(model.layers, cache, strict=True):
         linears = [getattr(block.self_attn, f"{name}_proj") for name in ("q", "k", "v", "o")]
         linears += [getattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
         norms = [block.attention_residual.norm.weight, block.mlp_residual.norm.weight]
         layers.append([*norms, *(linear.weight for linear in linears), kept.keys, kept.values])
-    vectors = [model.embed_tokens.weight, model.rope.cos, model.rope.sin, model.final_norm.weight]
+    final_norm: Any = model.final_norm
+    vectors = [model.embed_tokens.weight, model.rope.cos, model.rope.sin, final_norm.weight]
     shape = len(cache[0].keys), config.kv_heads, config.context, config.head_dim
     supported = (
         dtype in DTYPES
@@ -149,6 +153,8 @@ class Step:
         self.tensors = [tensor.detach() for tensor in (*tensors, *self.scratch, *chain(*layers))]
         values = [tensors[-1].dtype is torch.bfloat16, *sizes, config.vocab_size, *map(Tensor.data_ptr, self.tensors)]
         self.table, self.eps = (ctypes.c_int64 * len(values))(*values), model.final_norm.eps
+        library: Any = load()[0]
+        self.decode = library.decode
         self.context, self.vocab_size = config.context, config.vocab_size
         self.weights = [*tensors, *chain(*(layer[:-2] for layer in layers))]
         self.planned = self.stamp(cache)
@@ -168,7 +174,7 @@ class Step:
         if not plain(tokens, torch.int64) or tokens.shape != (self.batch, 1) or seen >= self.context:
             return None
         logits = torch.empty(self.batch, self.vocab_size)
-        if not load()[0].decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
+        if not self.decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
             return None
         for kept in cache:
             kept.length += 1

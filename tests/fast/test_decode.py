@@ -113,7 +113,7 @@ def test_a_row_is_the_same_alone_and_on_any_number_of_threads(settings, dtype, b
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_generated_ids_are_those_of_the_plain_model(samples, temperature, by_c):
-    settings = {"context": 210, "dim": 96, "kv_heads": 2}
+    settings: Any = {"context": 210, "dim": 96, "kv_heads": 2}
     plain, ours = make(**settings), make(**settings)
     assert accelerate(ours) is None
     options = {"tokens": 200, "temperature": temperature, "seed": 3}
@@ -202,7 +202,7 @@ CASES = [(change, first) for change in CHANGES for first in (4, 7)] + [(change, 
 @pytest.mark.parametrize("change, first", CASES)
 def test_what_is_changed_takes_effect(change, first):
     """Before the first token that C would compute, or between two: as with the plain model."""
-    found = []
+    found: list[Tensor] = []
     for model in (make(), make()):
         if found:
             accelerate(model)
