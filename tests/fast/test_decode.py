@@ -294,14 +294,9 @@ def random_case(seed: int) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5 * found[0].abs().max().item(), msg=f"seed {seed}")
 
 
-def test_random_models_and_changes():
-    for seed in range(40):
-        random_case(seed)
-
-
-@pytest.mark.slow
-def test_more_random_models_and_changes():
-    for seed in range(40, 340):
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 340), marks=pytest.mark.slow)])
+def test_random_models_and_changes(seeds):
+    for seed in seeds:
         random_case(seed)
 
 
