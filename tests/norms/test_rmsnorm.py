@@ -58,6 +58,7 @@ def test_without_gain(cast_order):
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert not norm.state_dict()
     torch.testing.assert_close(norm(x), oracle(x, {"weight": torch.ones(512)}), rtol=1e-14, atol=0)
+    assert norm(x.bfloat16()).dtype == torch.bfloat16
     norm.reset_parameters()
 
 
