@@ -1,4 +1,4 @@
-"""BatchNorm: statistics over batch and time, running statistics in evaluation, and the leak of future tokens."""
+"""BatchNorm: statistics over batch and time, and running statistics in evaluation."""
 
 import pytest
 import torch
@@ -83,18 +83,6 @@ def test_a_constant_feature_far_from_zero_gives_the_bias():
     torch.testing.assert_close(y, norm.bias.expand_as(y), rtol=0, atol=1e-6)
     torch.testing.assert_close(norm.running_mean, 0.1 * x[0].detach())
     torch.testing.assert_close(norm.running_var, torch.full((2,), 0.9))
-
-
-def test_training_leaks_future_tokens():
-    """Changing the last token of one sequence changes the output at every earlier token of every sequence."""
-    norm, x = BatchNorm(8), random(2, 6, 8, dtype=torch.float32)
-    changed = x.clone()
-    changed[0, -1] += 1
-    difference = (norm(x) - norm(changed)).abs().amax(-1)
-    assert (difference > 1e-3).all()
-    norm.eval()
-    difference = (norm(x) - norm(changed)).abs().amax(-1)
-    assert difference[0, -1] > 0 and difference.count_nonzero() == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 8), (8,)])

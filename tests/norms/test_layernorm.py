@@ -1,4 +1,4 @@
-"""LayerNorm: any normalized shape, optional gain and bias, and its relation to RMSNorm."""
+"""LayerNorm: any normalized shape, optional gain and bias."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from norms.layernorm import LayerNorm
-from norms.rmsnorm import RMSNorm
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
@@ -86,25 +85,9 @@ def test_bias_and_gain_are_optional():
     expected = oracle(x, {"weight": without_bias.weight, "bias": 0 * one})
     torch.testing.assert_close(without_bias(x), expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(bare(x), oracle(x, {"weight": one, "bias": 0 * one}), rtol=0, atol=1e-13)
+    assert bare(x.bfloat16()).dtype == torch.bfloat16
     for norm in (without_bias, bare):
         norm.reset_parameters()
-
-
-def test_equals_rmsnorm_of_the_centered_input():
-    x = random(5, 6, 64)
-    centered = x - x.mean(-1, keepdim=True)
-    layernorm = LayerNorm(64, 1e-5, elementwise_affine=False)
-    rmsnorm = RMSNorm(64, 1e-5, elementwise_affine=False)
-    torch.testing.assert_close(layernorm(x), rmsnorm(centered), rtol=0, atol=2e-15)
-    assert (layernorm(x) - rmsnorm(x)).abs().max() > 0.1
-
-
-def test_gradient_sums_to_zero_over_the_features():
-    x = random(5, 6, 64).requires_grad_()
-    norm = randomized(LayerNorm(64))
-    grad_y = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (grad,) = torch.autograd.grad(norm(x), x, grad_y)
-    assert grad.sum(-1).abs().max() < 1e-14 * 64 * grad.abs().max()
 
 
 def test_initial_values():
