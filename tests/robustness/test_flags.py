@@ -33,6 +33,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--norms nothing": (ablate.main, "nothing"),
     "claim outliers --scale cpu": (ablate.main, "claim outliers has no protocol for --scale cpu"),
     "claims --report --results reslts": (ablate.main, "--results reslts: no such directory"),
+    "claim prenorm-stability --scael quick": (ablate.main, "did you mean --scale?"),
+    "--normss rmsnorm": (ablate.main, "did you mean --norms?"),
+    "--max-tokens 3": (generate.main, "unrecognized arguments: --max-tokens 3; did you mean --tokens?"),
+    "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
     "norms --rows 0": (bench.main, "--rows must be at least 1"),
 }
 
