@@ -1,6 +1,7 @@
 """torch.compile on a CPU: the same losses, gradients and generated tokens as eager, and no needless compilation.
 
-The backend aot_eager traces forward and backward as Inductor does and runs the graphs with eager operations.
+The backend aot_eager traces forward and backward as Inductor does and runs the graphs with eager operations. `eager`
+traces the forward pass alone, in a third of the time.
 """
 
 import dataclasses
@@ -56,11 +57,13 @@ def training_step(model: Llama, loss: Callable, step: int, dtype: torch.dtype) -
     return value.detach(), {**dict(model.named_buffers()), **gradients}  # type: ignore[dict-item]
 
 
-def assert_training_matches(config: ModelConfig, recompute: bool = False, dtype: torch.dtype = torch.float32) -> None:
+def assert_training_matches(
+    config: ModelConfig, recompute: bool = False, dtype: torch.dtype = torch.float32, backend: str = "aot_eager"
+) -> None:
     """No element of a gradient or buffer differs by more than 1e-5 times the largest of its tensor."""
     torch.compiler.reset()
     eager, compiled = (random_weights_model(config, recompute) for _ in range(2))
-    loss = torch.compile(compiled.loss, backend="aot_eager", fullgraph=True)
+    loss = torch.compile(compiled.loss, backend=backend, fullgraph=True)
     for step in range(len(TOKENS)):  # PowerNorm is past its warmup at the second
         expected_loss, expected = training_step(eager, eager.loss, step, dtype)
         got_loss, got = training_step(compiled, loss, step, dtype)
@@ -74,7 +77,10 @@ def assert_training_matches(config: ModelConfig, recompute: bool = False, dtype:
 @pytest.mark.parametrize("kind, placement", CELLS)
 def test_training_matches_eager(kind, placement):
     norm_args = {"warmup": 1} if kind == "powernorm" else {}
-    assert_training_matches(ModelConfig(**SIZES, norm=kind, placement=placement, norm_args=norm_args))
+    assert_training_matches(
+        ModelConfig(**SIZES, norm=kind, placement=placement, norm_args=norm_args),
+        backend="eager" if kind == "rmsnorm" else "aot_eager",
+    )
 
 
 def test_training_with_all_options_matches_eager():

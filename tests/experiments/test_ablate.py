@@ -71,7 +71,6 @@ def test_finished_cells_are_not_trained_twice(folder, arguments, undrawn):
 @pytest.mark.parametrize(
     "flags, code, named",
     [
-        ("--steps 13", 2, "--steps 12, not 13"),
         ("", 2, "metrics.jsonl is damaged"),
         ("--out {other}", 2, "is not empty; choose another folder"),
         ("--steps 12", 4, "in use"),

@@ -80,7 +80,8 @@ def test_zero_centered_gains_are_those_of_gemma(dtype, gain_dtype):
 
 
 def test_zero_centered_gradient():
-    norm, x = RMSNorm(8, zero_centered=True).double(), torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    norm: Any = RMSNorm(8, zero_centered=True).double()
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, x), (x, norm.weight)
     )

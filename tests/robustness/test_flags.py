@@ -31,6 +31,12 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--samples 0 --checkpoint taken": (generate.main, "--samples must be at least 1"),
     "--checkpoint missing": (generate.main, "missing is not a directory; name a run"),
     "--norms nothing": (ablate.main, "nothing"),
+    "claim outliers --scale cpu": (ablate.main, "claim outliers has no protocol for --scale cpu"),
+    "claims --report --results reslts": (ablate.main, "--results reslts: no such directory"),
+    "claim prenorm-stability --scael quick": (ablate.main, "did you mean --scale?"),
+    "--normss rmsnorm": (ablate.main, "did you mean --norms?"),
+    "--max-tokens 3": (generate.main, "unrecognized arguments: --max-tokens 3; did you mean --tokens?"),
+    "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
     "norms --rows 0": (bench.main, "--rows must be at least 1"),
 }
 
@@ -54,7 +60,7 @@ def contents(folder: Path) -> set[tuple[Path, int]]:
 def test_a_wrong_flag(flags, place, ends, monkeypatch):
     monkeypatch.chdir(place)
     before, (command, message) = contents(place), REFUSED[flags]
-    of_train = [*SMALL.split(), "--data", "text.txt"] if command in (train.main, ablate.main) else []
-    code, error = ends(command, flags.split() if "--resume" in flags else [*of_train, *flags.split()])
+    whole = command in (generate.main, bench.main) or flags.startswith(("claim", "--resume"))
+    code, error = ends(command, [*([] if whole else [*SMALL.split(), "--data", "text.txt"]), *flags.split()])
     assert code == 2 and message in error and error.count("error: ") == error.count("\n") == 1, error
     assert contents(place) == before

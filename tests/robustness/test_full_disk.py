@@ -65,12 +65,3 @@ def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same)
     assert all(path.read_bytes() == content for path, content in earlier.items())
     assert ends(train.main, resume)[0] == 0
     assert same(run, runs / "4")
-
-
-def test_text_that_does_not_fit(text, tmp_path, ends):
-    """Nothing is left in the cache, and no run is started."""
-    cache, run = tmp_path / "cache", tmp_path / "run"
-    with file_size_limit(20_000):
-        code, error = ends(train.main, [*command(text, cache, run), "--steps=2"])
-    assert code == 1 and str(cache) in error.splitlines()[-1] and "Traceback" not in error
-    assert not run.exists() and {path.suffix for path in cache.iterdir()} <= {".lock"}

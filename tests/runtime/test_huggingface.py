@@ -123,10 +123,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change_weights(d, lambda w: w.update({"model.layers.0.mlp.up_proj.bias": torch.ones(24)})),
         r"has an unknown model\.layers\.0\.mlp\.up_proj\.bias",
     ),
-    "integers": (
-        lambda d: change_weights(d, lambda w: w.update({"lm_head.weight": torch.ones(257, 16, dtype=torch.int8)})),
-        r"another dtype than F32, BF16, F16 of lm_head\.weight",
-    ),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
     "another vocabulary": (lambda d: write(d, ModelConfig(**SIZES | {"vocab_size": 300})), "257 ids and the model 300"),
     "qwen3 with sliding windows": (
