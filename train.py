@@ -336,7 +336,7 @@ class Trainer:
         gzip_bpb = run.data.val_gzip_bpb
         write_report(run.folder, gzip_bpb)
         print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
-        if best_step != last["step"]:
+        if best_bpb < last["val_bpb"] - 0.01:
             print(f"the best val_bpb was {best_bpb:.4f}, at step {best_step}; more --dropout or fewer --steps may help")
         print(f"done in {self.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")

@@ -41,7 +41,7 @@ struct model {  // as `Step` in decode.py fills it in
     const void *head;                                 // (vocab, dim)
     float *x, *gained;                                // (batch, dim): the residual stream, and times the next gain
     float *q, *k, *v, *attended;                      // (batch, heads or kv_heads, head_dim)
-    float *scores, *inner;                            // (batch, heads, context + LANES), (batch, hidden)
+    float *scores, *inner;                            // (batch, heads, context), (batch, hidden)
     struct layer layer[];
 };
 
@@ -210,7 +210,7 @@ INLINE void add_scaled(int64_t bf16, int64_t dim, float scale, const void *row, 
 
 // attended[h] = softmax(keys q[h] / √D) values, of the `seen` cached tokens and the new one, which is cached here.
 static void attend(const struct model *m, const struct layer *layer, int64_t seen) {
-    int64_t dim = m->head_dim, group = m->heads / m->kv_heads, stride = m->context + LANES;
+    int64_t dim = m->head_dim, group = m->heads / m->kv_heads, stride = m->context;
 #pragma omp for schedule(static) nowait
     for (int64_t n = 0; n < m->batch * m->kv_heads; n++) {
         int64_t size = (m->bf16 ? 2 : 4) * dim;
@@ -245,7 +245,7 @@ int decode(const struct model *m, float eps, int64_t seen, const int64_t *ids, f
             m->gained[b * m->dim + i] = m->x[b * m->dim + i] * m->layer[0].attention_norm[i];
         }
     int64_t heads = m->heads * m->head_dim, kv_heads = m->kv_heads * m->head_dim;
-#pragma omp parallel if (m->dim * m->vocab > SERIAL)
+#pragma omp parallel if (m->dim * (m->vocab + m->layers * m->hidden) > SERIAL)
     {
         for (const struct layer *layer = m->layer, *end = layer + m->layers; layer < end; layer++) {
             project(m, eps, heads, layer->q, m->q);

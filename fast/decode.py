@@ -1,7 +1,8 @@
 """Generation with `decode.c`: after the prompt, one call of C computes a token of each sequence, in inference mode.
 
-It serves the reference architecture, RMSNorm and pre-norm, in fp32 or with matrices in bf16. A model that differs in
-anything from a new one, a norm, a hook, an adapter, runs plain, and so does everything but `next_logits`.
+It serves the reference architecture, RMSNorm and pre-norm, in fp32 or with matrices in bf16. A model with another norm,
+a hook, an adapter or edited code runs plain, and so does everything but `next_logits`. Between two tokens, new hooks
+and replaced modules, weights and caches are noticed; a changed mode or number counts from the next cache on.
 """
 
 import ctypes
@@ -19,8 +20,7 @@ from fast.native import load
 from model import LayerCache, Llama
 
 MAX_BATCH = 32  # as in decode.c; torch's products are faster for more
-DTYPES = torch.float32, torch.bfloat16  # of the matrices
-PADDING = 16  # floats of the widest vector
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of differences that are rounding, by the matrices' dtype
 
 NUMBERS = int, float, str  # attributes that are compared
 REFERENCES: dict[str, dict[str, Any]] = {}
@@ -44,11 +44,28 @@ any_global_hook: Any = getattr(nn_module, "_has_any_global_hook", lambda: True)
 def accelerate(model: Llama, samples: int = 1) -> str | None:
     """From now on, C computes the tokens after a prompt, for so many samples. Returns why it cannot, or None."""
     reason = load()[1] or difference(model)
-    if model.lm_head.weight.dtype not in DTYPES or samples > MAX_BATCH:
-        reason = f"it needs --dtype float32 or bfloat16, and at most {MAX_BATCH} samples"
-    if reason is None:
+    if not reason and model.lm_head.weight.dtype not in BOUNDS:
+        reason = "it needs --dtype float32 or bfloat16"
+    elif not reason and samples > MAX_BATCH:
+        reason = f"it takes at most {MAX_BATCH} samples; torch is faster for more"
+    elif not reason and not agrees(model):
+        reason = "model.py computes something else"
+    if not reason:
         model.__class__ = FastLlama
     return reason
+
+
+@torch.inference_mode()
+def agrees(model: Llama) -> bool:
+    """Whether C computes what model.py does, which may have been edited: the logits of the last of two tokens."""
+    dtype, cache = model.lm_head.weight.dtype, Cache(Llama.new_cache(model))
+    tokens = torch.zeros(1, min(2, model.config.context), dtype=torch.int64, device="cpu")
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        expected = Llama.next_logits(model, tokens, Llama.new_cache(model)).float()
+        for token in tokens.split(1, 1):
+            logits = cache.next_logits(model, token)
+            found = Llama.next_logits(model, token, cache) if logits is None else logits
+    return bool((found - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max())
 
 
 class FastLlama(Llama):
@@ -65,10 +82,13 @@ class Cache(list[LayerCache]):
 
     step: Any = None
 
-    def next_logits(self, model: FastLlama, tokens: Tensor) -> Tensor | None:
+    def __reduce__(self) -> tuple:
+        return Cache, (list(self),)  # a copy makes its own step
+
+    def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
         if self.step is False or not self[0].length or not torch.is_inference_mode_enabled() or any_global_hook():
             return None
-        if self.step is None or self.step.stamp(self) != self.step.planned:
+        if self.step is None or self.step.model is not model or self.step.stamp(self) != self.step.planned:
             self.step = plan(model, self)
         return self.step(tokens, self) if self.step else None
 
@@ -110,7 +130,7 @@ def described(model: Llama) -> dict[str, Any]:
 
 
 def plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    kinds = Tensor, nn.Parameter, nn.Buffer
+    kinds = Tensor, nn.Parameter
     contiguous = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
     return contiguous and tensor.dtype is dtype and type(tensor) in kinds
 
@@ -130,7 +150,7 @@ def plan(model: Llama, cache: Cache) -> "Step | bool":
     vectors = [model.embed_tokens.weight, model.rope.cos, model.rope.sin, final_norm.weight]
     shape = len(cache[0].keys), config.kv_heads, config.context, config.head_dim
     supported = (
-        dtype in DTYPES
+        dtype in BOUNDS
         and shape[0] <= MAX_BATCH
         and all(tensor.shape == shape for layer in layers for tensor in layer[-2:])
         and all(plain(tensor, torch.float32) for tensor in chain(vectors, *(layer[:2] for layer in layers)))
@@ -146,9 +166,9 @@ class Step:
         self.model, config, self.batch = model, model.config, len(cache[0].keys)
         heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
         sizes = self.batch, config.layers, config.dim, heads, kv_heads, width, config.hidden_dim, config.context
-        scores = heads * (config.context + PADDING)
+        scores = heads * config.context
         scratch = config.dim, config.dim, heads * width, kv_heads * width, kv_heads * width, heads * width, scores
-        self.scratch = [torch.empty(self.batch * size) for size in (*scratch, config.hidden_dim)]
+        self.scratch = [tensors[0].new_empty(self.batch * size) for size in (*scratch, config.hidden_dim)]
         # Detached, they keep the memory alive if a parameter's data is replaced.
         self.tensors = [tensor.detach() for tensor in (*tensors, *self.scratch, *chain(*layers))]
         values = [tensors[-1].dtype is torch.bfloat16, *sizes, config.vocab_size, *map(Tensor.data_ptr, self.tensors)]
@@ -173,7 +193,7 @@ class Step:
         seen, tokens = cache[0].length, tokens.contiguous()
         if not plain(tokens, torch.int64) or tokens.shape != (self.batch, 1) or seen >= self.context:
             return None
-        logits = torch.empty(self.batch, self.vocab_size)
+        logits = self.weights[0].new_empty(self.batch, self.vocab_size)  # fp32
         if not self.decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
             return None
         for kept in cache:

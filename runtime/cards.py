@@ -56,6 +56,8 @@ BEFORE_AMPERE = ("t4", "v100-pcie", "v100")  # without bfloat16 and TF32
 def find_card(name: str) -> Card | None:
     """The card whose name in CUDA is `name`; None for one that is not listed, such as a slower one for laptops."""
     name = name.lower().replace(" ", "-")
+    if "-mig-" in name:  # a part of a card
+        return None
     found = [card for card in CARDS if re.search(rf"\b{card}\b(?!-(nvl|laptop|max-q|super|ti|d)\b)", name)]
     return CARDS[max(found, key=len)] if found else None
 
@@ -68,7 +70,7 @@ BUILDS = {"12": ("cu126", 525), "13": ("cu130", 580)}
 
 def install(build: str) -> str:
     """The command for a build of this version of torch. If it did not name it, pip would keep what is installed."""
-    version = torch.__version__.partition("+")[0]
+    version = torch.__version__.partition("+")[0].partition(".dev")[0]
     return f"pip install torch=={version}+{build} --index-url https://download.pytorch.org/whl/{build}"
 
 
@@ -82,7 +84,7 @@ def warn(line: str) -> None:
 def unused_gpu() -> str:
     """Why torch does not use this machine's GPU, and what helps. Empty if it has none or the user has hidden it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not hidden and (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()):
+    if not hidden and not torch.version.hip and (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()):
         version, cuda = nvidia_driver(), torch.version.cuda or "none"
         driver, (_, needed) = int(version.partition(".")[0] or 0), BUILDS.get(cuda.partition(".")[0], ("", 0))
         builds = [install(build) for build, oldest in BUILDS.values() if driver >= oldest]
@@ -112,15 +114,17 @@ def nvidia_driver() -> str:
 
 
 def check_capability(device: torch.device) -> None:
-    """Raise ValueError if this GPU is older than those that this build of torch has kernels for."""
+    """Raise ValueError if this GPU is older or newer than those that this build of torch has kernels for."""
     if not torch.version.cuda:  # ROCm, whose cards have no such number
         return
     built = [int(number) for number in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
     major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor < min(built, default=0):
-        name, needs = torch.cuda.get_device_name(device), f"torch {torch.__version__} needs {min(built) / 10}"
-        other = f"{install('cu126')}, or use --device cpu"
-        raise ValueError(f"{name} has compute capability {major}.{minor}, and {needs}: {other}")
+    newer = major > max(built, default=999) // 10 and "compute_" not in " ".join(torch.cuda.get_arch_list())
+    if newer or 10 * major + minor < min(built, default=0):
+        supported = f"torch {torch.__version__} supports {min(built) / 10} to {max(built) / 10}"
+        other = f"{install('cu130' if newer else 'cu126')}, or use --device cpu"
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"{name} has compute capability {major}.{minor}, and {supported}: {other}")
 
 
 # --- what torch.compile needs ----------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ def missing_for_compile(device: torch.device) -> str:
         return "the package triton"
     variable, compilers = "CC", ["gcc", "clang"]  # Triton's
     if device.type != "cuda":
-        variable, compilers = "CXX", ["clang++" if sys.platform == "darwin" else "g++"]
+        variable, compilers = "CXX", [{"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")]
     if not any(map(shutil.which, [os.environ[variable]] if variable in os.environ else compilers)):
         return f"a compiler: {' or '.join(compilers)}, or one that {variable} names"
     header = Path(sysconfig.get_path("include"), "Python.h")  # which the generated code includes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from config import ModelConfig
 from fast import accelerate, decode
 from generate import cast_matrices, generate
-from model import LayerCache, Linear, Llama
+from model import LayerCache, Linear, Llama, SwiGLU
 from norms import KINDS
 from norms.placement import PLACEMENTS
 
@@ -78,6 +78,7 @@ def test_logits_against_float64(settings, dtype, bound, by_c):
     model = make(dtype, **settings)
     exact = copy.deepcopy(model).double()(TOKENS)[:, 4:]
     assert accelerate(model) is None
+    by_c.clear()
     found, cache = steps(model, dtype=dtype)
     assert by_c == [True] * 13
     assert (found[:, 1:] - exact).abs().max() <= bound * exact.abs().max()
@@ -116,6 +117,7 @@ def test_generated_ids_are_those_of_the_plain_model(samples, temperature, by_c):
     settings: Any = {"context": 210, "dim": 96, "kv_heads": 2}
     plain, ours = make(**settings), make(**settings)
     assert accelerate(ours) is None
+    by_c.clear()
     options = {"tokens": 200, "temperature": temperature, "seed": 3}
     assert torch.equal(*(generate(model, TOKENS[:samples, :4], **options) for model in (plain, ours)))
     assert by_c == [True] * 199
@@ -219,6 +221,7 @@ def test_calls_that_run_plain(by_c):
     """Ids of other types, gradients, recording, autocast that disagrees with the weights; and ids out of range."""
     plain, ours = make(), make()
     assert accelerate(ours) is None
+    by_c.clear()
     for ids in (TOKENS[:, 4:5].int(), TOKENS[:, 4:6]):
         caches = [model.new_cache() for model in (plain, ours)]
         for model, cache in zip((plain, ours), caches, strict=True):
@@ -238,7 +241,32 @@ def test_calls_that_run_plain(by_c):
     with nn.modules.module.register_module_forward_hook(lambda *arguments: None):  # as profilers do
         steps(ours)
     assert not by_c
-    assert accelerate(ours, 33) == "it needs --dtype float32 or bfloat16, and at most 32 samples"
+    assert accelerate(ours, 33) == "it takes at most 32 samples; torch is faster for more"
+
+
+def test_edited_code_runs_plain(monkeypatch):
+    """Of model.py, which people copy, and of what a placement does to the embedding."""
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
+    assert accelerate(make()) == "model.py computes something else"
+    monkeypatch.undo()
+    model = make()
+    model.init_stream = lambda x: 3 * x
+    assert accelerate(model) == "model.py computes something else"
+
+
+def test_caches_are_copied_and_handed_on(by_c):
+    """To another model, and under other defaults of torch, which the scratch memory must not follow."""
+    first, second = make(), make(norm_args={"eps": 0.1})
+    _, cache = steps(first, TOKENS[:, :6])
+    expected = [model.next_logits(TOKENS[:, 6:7], copy.deepcopy(cache)) for model in (first, second)]
+    assert accelerate(first) is None and accelerate(second) is None
+    _, cache = steps(first, TOKENS[:, :6])
+    torch.set_default_dtype(torch.bfloat16)
+    found = [model.next_logits(TOKENS[:, 6:7], copy.deepcopy(cache)) for model in (first, second)]
+    torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(second.next_logits(TOKENS[:, 6:7], cache), expected[1], rtol=0, atol=1e-5)
+    assert all(by_c)
 
 
 VARIANTS: list[dict[str, Any]] = [

@@ -92,12 +92,15 @@ def test_a_gpu_that_torch_does_not_use_is_named(cuda, file, text, said, install,
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
-def test_a_card_older_than_this_build_of_torch_is_refused_with_one_that_has_it(device, card, capsys):
+def test_a_card_that_this_build_of_torch_does_not_support_is_refused(device, card, capsys, monkeypatch):
     card((7, 0))
-    said = f"NVIDIA card has compute capability 7.0, and torch 2.13.0+cpu needs 7.5: {CU126}, or use --device cpu"
-    assert error_of(f"--device {device}", capsys) == f"error: {said}\n"
+    said = f"compute capability 7.0, and torch 2.13.0+cpu supports 7.5 to 12.0: {CU126}, or use --device cpu"
+    assert error_of(f"--device {device}", capsys) == f"error: NVIDIA card has {said}\n"
     card((7, 5))
     assert pick_device(device).type == "cuda"
+    card((12, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_50", "sm_90"])
+    assert "supports 5.0 to 9.0: pip install torch==2.13.0+cu130" in error_of(f"--device {device}", capsys)
 
 
 @pytest.mark.parametrize(
