@@ -167,7 +167,7 @@ class TrainConfig:
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option("auto", "of matrix products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
+    dtype: str = option("auto", "dtype of products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     tf32: bool = option(False, "allow TF32 in float32 products on a GPU: faster, with 10 bits of mantissa")
     deterministic: bool = option(False, "deterministic kernels: slower; a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")

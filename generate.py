@@ -8,7 +8,7 @@ Shapes in comments: B samples, T tokens, V token ids.
 if __name__ == "__main__":  # before the imports, which take seconds
     from runtime.process import start
 
-    start(may_close=["stderr"], spins=20000)  # a closed standard output ends it; threads wait from token to token
+    start(may_close=["stderr"])  # a closed standard output ends the command
 
 import codecs
 import hashlib
@@ -76,7 +76,7 @@ class Options(Sampling):
     )
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option("auto", "of matrix products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
+    dtype: str = option("auto", "dtype of products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     fast: bool = option(
         None, "compute tokens with the C code in fast/ (default: on a CPU without --compile, if it can)"
     )

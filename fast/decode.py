@@ -45,11 +45,11 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
     """From now on, C computes the tokens after a prompt, for so many samples. Returns why it cannot, or None."""
     reason = load()[1] or difference(model)
     if not reason and model.lm_head.weight.dtype not in BOUNDS:
-        reason = "it needs --dtype float32 or bfloat16"
+        reason = "fast/ needs --dtype float32 or bfloat16"
     elif not reason and samples > MAX_BATCH:
-        reason = f"it takes at most {MAX_BATCH} samples; torch is faster for more"
+        reason = f"for more than {MAX_BATCH} samples torch is faster"
     elif not reason and not agrees(model):
-        reason = "model.py computes something else"
+        reason = "model.py computes something else than fast/"
     if not reason:
         model.__class__ = FastLlama
     return reason
@@ -59,13 +59,12 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
 def agrees(model: Llama) -> bool:
     """Whether C computes what model.py does, which may have been edited: the logits of the last of two tokens."""
     dtype, cache = model.lm_head.weight.dtype, Cache(Llama.new_cache(model))
-    tokens = torch.zeros(1, min(2, model.config.context), dtype=torch.int64, device="cpu")
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         expected = Llama.next_logits(model, tokens, Llama.new_cache(model)).float()
-        for token in tokens.split(1, 1):
-            logits = cache.next_logits(model, token)
-            found = Llama.next_logits(model, token, cache) if logits is None else logits
-    return bool((found - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max())
+        Llama.next_logits(model, tokens[:, :1], cache)
+        found = cache.next_logits(model, tokens[:, 1:])
+    return found is not None and bool((found - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max())
 
 
 class FastLlama(Llama):
@@ -102,7 +101,8 @@ def difference(model: Llama) -> str | None:
     found, expected = described(model), dict(reference(model.config))
     for name, module in found.items():
         if expected.pop(name, None) != module:
-            return f"{name or 'the model'} is not as in LLaMA: {model.get_submodule(name)}".partition("\n")[0]
+            module = str(model.get_submodule(name)).partition("\n")[0].removesuffix("(")
+            return f"{name or 'the model'} is not supported: {module}"
     return f"{next(iter(expected))} is missing" if expected else None
 
 
@@ -168,14 +168,13 @@ class Step:
         sizes = self.batch, config.layers, config.dim, heads, kv_heads, width, config.hidden_dim, config.context
         scores = heads * config.context
         scratch = config.dim, config.dim, heads * width, kv_heads * width, kv_heads * width, heads * width, scores
-        self.scratch = [tensors[0].new_empty(self.batch * size) for size in (*scratch, config.hidden_dim)]
+        buffers = [tensors[0].new_empty(self.batch * size) for size in (*scratch, config.hidden_dim)]
         # Detached, they keep the memory alive if a parameter's data is replaced.
-        self.tensors = [tensor.detach() for tensor in (*tensors, *self.scratch, *chain(*layers))]
+        self.tensors = [tensor.detach() for tensor in (*tensors, *buffers, *chain(*layers))]
         values = [tensors[-1].dtype is torch.bfloat16, *sizes, config.vocab_size, *map(Tensor.data_ptr, self.tensors)]
         self.table, self.eps = (ctypes.c_int64 * len(values))(*values), model.final_norm.eps
         library: Any = load()[0]
         self.decode = library.decode
-        self.context, self.vocab_size = config.context, config.vocab_size
         self.weights = [*tensors, *chain(*(layer[:-2] for layer in layers))]
         self.planned = self.stamp(cache)
 
@@ -191,9 +190,9 @@ class Step:
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor | None:
         """Logits (B, V) after `tokens` (B, 1), or None if C does not take them."""
         seen, tokens = cache[0].length, tokens.contiguous()
-        if not plain(tokens, torch.int64) or tokens.shape != (self.batch, 1) or seen >= self.context:
+        if not plain(tokens, torch.int64) or tokens.shape != (self.batch, 1) or seen >= cache[0].context:
             return None
-        logits = self.weights[0].new_empty(self.batch, self.vocab_size)  # fp32
+        logits = self.weights[0].new_empty(self.batch, self.model.config.vocab_size)  # fp32
         if not self.decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
             return None
         for kept in cache:

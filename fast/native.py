@@ -26,7 +26,7 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     """The library, or None and the reason in a few words."""
     capability = torch.backends.cpu.get_cpu_capability()
     if sys.platform != "linux" or capability not in INSTRUCTIONS:
-        return None, f"it needs Linux and AVX2 or AVX-512; torch uses {capability}"
+        return None, f"fast/ needs Linux with AVX2 or AVX-512; torch uses {capability}"
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return None, "gcc was not found"

@@ -17,7 +17,7 @@ except ImportError as error:
 def accelerate_decoding(model: Llama, samples: int, device: torch.device, compiled: bool, wanted: bool | None) -> str:
     """Let C compute the tokens after a prompt if it can. Returns what to print about it.
 
-    `wanted` of None uses it if possible; True raises ValueError if it is not.
+    If `wanted` is None, plain PyTorch is used where C cannot be; if True, that raises ValueError.
     """
     if wanted is False or (wanted is None and (compiled or device.type != "cpu")):
         return ""

@@ -101,6 +101,7 @@ def unused_gpu() -> str:
     return ""
 
 
+@cache
 def nvidia_driver() -> str:
     """The version of the NVIDIA driver, such as 535.183.01; nothing if it does not say."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

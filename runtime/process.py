@@ -27,16 +27,13 @@ SAME_STOP = 1.0  # seconds
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
-def start(may_close: Sequence[str] = ("stdout", "stderr"), spins: int = 1000) -> None:
-    """Prepare the process of a command. It continues when the streams `may_close` are closed.
-
-    libgomp's threads look for each other `spins` times before they sleep. Its own number slows a busy machine down.
-    """
+def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
+    """Prepare the process of a command. It continues when the streams `may_close` are closed."""
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(spins))
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     survive_closed_output(may_close)
 

@@ -108,7 +108,7 @@ def test_a_row_is_the_same_alone_and_on_any_number_of_threads(settings, dtype, b
         torch.set_num_threads(threads)
         assert torch.equal(again([0, 1, 2, 3, 4]), together)
     torch.set_num_threads(before)
-    assert all(by_c)
+    assert by_c == [True] * (1 + 5 + 8 * 12)  # of `accelerate`, `steps`, and `again`
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -241,17 +241,17 @@ def test_calls_that_run_plain(by_c):
     with nn.modules.module.register_module_forward_hook(lambda *arguments: None):  # as profilers do
         steps(ours)
     assert not by_c
-    assert accelerate(ours, 33) == "it takes at most 32 samples; torch is faster for more"
+    assert accelerate(ours, 33) == "for more than 32 samples torch is faster"
 
 
 def test_edited_code_runs_plain(monkeypatch):
     """Of model.py, which people copy, and of what a placement does to the embedding."""
     monkeypatch.setattr(SwiGLU, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
-    assert accelerate(make()) == "model.py computes something else"
+    assert accelerate(make()) == "model.py computes something else than fast/"
     monkeypatch.undo()
     model = make()
     model.init_stream = lambda x: 3 * x
-    assert accelerate(model) == "model.py computes something else"
+    assert accelerate(model) == "model.py computes something else than fast/"
 
 
 def test_caches_are_copied_and_handed_on(by_c):
@@ -266,7 +266,7 @@ def test_caches_are_copied_and_handed_on(by_c):
     torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(second.next_logits(TOKENS[:, 6:7], cache), expected[1], rtol=0, atol=1e-5)
-    assert all(by_c)
+    assert by_c == [True] * 7  # two of `accelerate`, two of `steps`, and three here
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -285,7 +285,7 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_other_architectures_run_plain(settings):
     model = make(**settings)
-    assert "is not as in LLaMA" in str(accelerate(model)) and type(model) is Llama
+    assert "is not supported: " in str(accelerate(model)) and type(model) is Llama
 
 
 def random_case(seed: int) -> None:

@@ -32,6 +32,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     cards.warn.cache_clear()
+    cards.nvidia_driver.cache_clear()
     return add
 
 
