@@ -72,10 +72,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             help="values of any other option, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
         )
         add("--seeds", type=int, default=3, help="runs per arm, counting from --seed (default: 3)")
-        help = "learning rates to sweep, together with --lr, on two other seeds; each arm is reported at its best"
+        help = "learning rates to try, together with --lr, on two other seeds; each arm is reported at its optimum"
         add("--lrs", nargs="+", type=float, default=[], metavar="LR", help=help)
-        help = "learning rates that an arm may try beyond --lrs while its best is the lowest or highest (default: 0)"
-        add("--widen", type=int, default=0, metavar="RATES", help=help)
+        help = "how many more rates or seeds an arm may try until its optimum is found, such as 8 (default: 0)"
+        add("--widen", type=int, default=0, metavar="INT", help=help)
         help = "also test whether arms are as good as the baseline: within this margin of its val_bpb"
         add("--equivalence", type=float, metavar="MARGIN", help=help)
         add("--jobs", type=int, help="runs at a time on each device (default: one per core, or one on a GPU)")

@@ -3,6 +3,9 @@
 Values are typically paired differences, one per seed: an arm's loss minus the baseline's. They are assumed to be
 independent and roughly normal. A single value has no interval and no p-value: both are None. Values that are all equal
 have an interval of width 0; the p-value of "the mean is 0" is then 0, or 1 if all of them are 0.
+
+`slack` is a part of a difference that may be an artefact: what errors in two learning rates may cost. It widens the
+interval on both sides, and only what is beyond it counts for the p-value.
 """
 
 import math
@@ -12,6 +15,7 @@ from functools import cache
 from statistics import mean, stdev
 
 CONFIDENCE = 0.95  # of intervals
+POWER = 0.8  # how often an effect of the smallest detectable size is shown
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Estimate:
     half_width: float | None  # None for a single value
     n: int
     p: float | None  # two-sided, of "the mean is 0", by the one-sample t test; None for a single value
+    detectable: float | None = None  # the smallest true mean whose interval would exclude 0 in four of five experiments
 
     @property
     def low(self) -> float:
@@ -38,7 +43,7 @@ class Estimate:
         return f"{self.mean:{spec}}{half}"
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
     """The mean of `values` with its interval and the p-value of "the mean is 0"."""
     if not all(map(math.isfinite, values)):
         raise ValueError(f"statistics need finite values, not {list(values)}")
@@ -46,8 +51,10 @@ def estimate(values: Sequence[float]) -> Estimate:
     if n == 1:
         return Estimate(middle, None, 1, None)
     error = float(stdev(values)) / math.sqrt(n)
-    t = middle / error if error else math.inf if middle else 0.0
-    return Estimate(middle, t_quantile(n - 1) * error, n, t_tails(t, n - 1))
+    beyond = max(0.0, abs(middle) - slack)
+    t = beyond / error if error else math.inf if beyond else 0.0
+    half_width = t_quantile(n - 1) * error + slack
+    return Estimate(middle, half_width, n, t_tails(t, n - 1), half_width + t_quantile(n - 1, 2 * POWER - 1) * error)
 
 
 def equivalence_p(values: Sequence[float], margin: float) -> float | None:
@@ -77,27 +84,17 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return corrected
 
 
-def fisher_p(k1: int, n1: int, k2: int, n2: int) -> float:
-    """Two-sided p-value of "k1 of n1 and k2 of n2 have the same probability", by Fisher's exact test: the probability,
-    given k1 + k2, of a table that is no more likely than the observed one.
-    """
-    assert 0 <= k1 <= n1 and 0 <= k2 <= n2
-    k = k1 + k2
-    ways = [math.comb(n1, i) * math.comb(n2, k - i) for i in range(k + 1)]
-    return sum(way for way in ways if way <= ways[k1]) / sum(ways)
-
-
 def t_tails(t: float, degrees: int) -> float:
     """P(|T| > |t|) for Student's t (Abramowitz and Stegun 26.7.1)."""
     return _beta_cdf(degrees / (degrees + t * t), degrees / 2, 0.5)
 
 
 @cache
-def t_quantile(degrees: int) -> float:
-    """The t with P(|T| < t) = `CONFIDENCE`, by bisection down to neighboring floats."""
+def t_quantile(degrees: int, probability: float = CONFIDENCE) -> float:
+    """The t with P(|T| < t) = `probability`, by bisection down to neighboring floats."""
     low, high = 0.0, 20.0
     while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if t_tails(middle, degrees) > 1 - CONFIDENCE else (low, middle)
+        low, high = (middle, high) if t_tails(middle, degrees) > 1 - probability else (low, middle)
     return high
 
 

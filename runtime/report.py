@@ -56,6 +56,11 @@ def figure(plot: "Figure", alt: str) -> str:
     return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
+def folded(title: str, content: str) -> str:
+    """HTML that opens with a click on `title`."""
+    return f"<details><summary>{escape(title)}</summary>\n{content}\n</details>"
+
+
 def markdown(text: str) -> str:
     """HTML of the headings, paragraphs, tables, `code` and **bold** of Markdown."""
     return "\n".join(_block(block) for block in re.split(r"\n\s*\n", text.strip()))
@@ -126,9 +131,8 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
         "<h2>Last 20 samples</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
-        "<h2>Settings</h2>",
         preformatted(shlex.join(["python", *run["command"]])),
-        settings_list(run["model"] | run["training"] | run["versions"]),
+        folded("Settings", settings_list(run["model"] | run["training"] | run["versions"])),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
 

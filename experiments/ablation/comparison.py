@@ -1,23 +1,27 @@
 """What the runs of an ablation say: paired differences from the baseline, and interactions of factors.
 
 Both rest on the seeds with which all their runs ended and none diverged. Where these are not all seeds, the survivors
-may be the easy ones: such a statistic has no p-value, and the tables mark it.
+may be the easy ones, and where an arm's best learning rate was not found, a difference may be one of tuning: such a
+statistic has no p-value, and the tables mark it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from experiments.ablation.outcome import Arm, BySeed, paired
+from experiments.ablation.outcome import Arm, BySeed
 from experiments.statistics import Estimate, equivalence_p, estimate, holm
+
+ALPHA = 0.05
+SIGNS = 1, -1, -1, 1  # of the arms in a contrast
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A statistic over seeds, with p-values that are corrected for all findings of a table."""
+    """A statistic over seeds, with p-values that are corrected for all findings of a report."""
 
     estimate: Estimate | None  # None if no seed is left
     planned: int  # seeds it should rest on
+    tuned: bool = True  # whether the optimum of every arm in it is known
     p: float | None = None  # of "the mean is 0"
     equivalence_p: float | None = None  # of "the mean is at least the margin away from 0"
 
@@ -25,49 +29,68 @@ class Finding:
     def complete(self) -> bool:
         return self.estimate is not None and self.estimate.n == self.planned
 
+    def __str__(self) -> str:
+        """In words: what is shown of the first arm of a difference, compared with the second."""
+        if self.p is None or self.estimate is None:
+            reason = "the best learning rate was not found" if self.complete and not self.tuned else "too few runs"
+            return f"is not compared ({reason})"
+        size = f"{self.estimate.half_width:.4f}"
+        if self.p < ALPHA:
+            return f"is {'worse' if self.estimate.mean > 0 else 'better'} by {abs(self.estimate.mean):.4f} ± {size}"
+        same = self.equivalence_p is not None and self.equivalence_p < ALPHA
+        return f"{'is as good' if same else 'is indistinguishable'} ({self.estimate})"
 
-def compare(bpb: Mapping[Arm, BySeed], seeds: int, margin: float | None = None) -> dict[Arm, Finding]:
-    """The difference of each arm from the first, paired by seed. With `margin`, also tested for equivalence."""
+
+def compare(
+    bpb: Mapping[Arm, BySeed],
+    seeds: int,
+    margin: float | None = None,
+    regrets: Mapping[Arm, float | None] | None = None,
+) -> dict[Arm | str, Finding]:
+    """The difference of each arm from the first, by arm, and the interactions, by name, paired by seed.
+
+    With `margin`, differences are also tested for equivalence. `regrets` is what the error of an arm's learning rate is
+    expected to cost, None if the best rate was not found. Holm's method corrects all p-values together. One that is
+    missing counts as a comparison that found nothing: which runs diverge is chance too, so they must not make the
+    correction of the others milder.
+    """
     baseline, *others = bpb
-    return find({arm: paired(bpb[arm], bpb[baseline]) for arm in others}, seeds, margin)
+    found: dict[Arm | str, Finding] = {}
+    tests: dict[tuple[Arm | str, str], float | None] = {}
+    for key, arms in ({arm: (arm, baseline) for arm in others} | interactions(bpb)).items():
+        costs = [(regrets or {}).get(arm, 0.0) for arm in arms]
+        slack = sum(cost or 0.0 for cost in costs)
+        values = list(contrast([bpb[arm] for arm in arms]).values())
+        found[key] = Finding(estimate(values, slack) if values else None, seeds, None not in costs)
+        valid = found[key].complete and found[key].tuned
+        tests[key, "p"] = estimate(values, slack).p if valid else None
+        if margin is not None and key in others:
+            same = equivalence_p(values, margin - slack) if valid and margin > slack else None
+            tests[key, "equivalence_p"] = same
+    corrected = holm([1.0 if p is None else p for p in tests.values()])
+    known = {test: value for (test, p), value in zip(tests.items(), corrected, strict=True) if p is not None}
+    return {
+        key: replace(each, p=known.get((key, "p")), equivalence_p=known.get((key, "equivalence_p")))
+        for key, each in found.items()
+    }
 
 
-def interactions(bpb: Mapping[Arm, BySeed], seeds: int) -> dict[str, Finding]:
+def contrast(arms: Sequence[BySeed]) -> BySeed:
+    """First minus second, or the difference of two such differences, by seed, for the seeds that all have."""
+    seeds = sorted(set.intersection(*map(set, arms)))
+    return {seed: sum(sign * arm[seed] for sign, arm in zip(SIGNS, arms, strict=False)) for seed in seeds}
+
+
+def interactions(bpb: Mapping[Arm, BySeed]) -> dict[Arm | str, Sequence[Arm]]:
     """How much more (above 0) or less two changes raise val_bpb together than the sum of what each does alone.
 
     For every arm that differs from the first in two factors, if there are arms with each of these changes alone.
     """
-    baseline, values = next(iter(bpb)), {}
+    baseline = next(iter(bpb))
+    found: dict[Arm | str, Sequence[Arm]] = {}
     for arm in bpb:
         changed = [pair for pair in arm.factors if pair not in baseline.factors]
         alone = [Arm.of(**dict(baseline.factors) | dict([pair])) for pair in changed]
         if len(changed) == 2 and all(each in bpb for each in alone):
-            one, other = alone
-            name = " × ".join(Arm((pair,)).name for pair in changed)
-            values[name] = paired(paired(bpb[arm], bpb[other]), paired(bpb[one], bpb[baseline]))
-    return find(values, seeds)
-
-
-def find(values: Mapping[Any, BySeed], seeds: int, margin: float | None = None) -> dict[Any, Finding]:
-    """A finding for each set of differences. Holm's method corrects the p-values.
-
-    One without a p-value counts as a comparison that found nothing: which runs diverge is chance too, so they must not
-    make the correction of the others milder.
-    """
-    whole = {key: len(found) == seeds for key, found in values.items()}
-    means = {key: mean_of(found) for key, found in values.items()}
-    p = {key: found.p if found and whole[key] else None for key, found in means.items()}
-    equivalent = dict.fromkeys(values)
-    if margin is not None:
-        equivalent = {key: equivalence_p(list(values[key].values()), margin) if whole[key] else None for key in values}
-    corrected = [dict(zip(values, _correct(list(raw.values())), strict=True)) for raw in (p, equivalent)]
-    return {key: Finding(means[key], seeds, *(found[key] for found in corrected)) for key in values}
-
-
-def _correct(p_values: Sequence[float | None]) -> list[float | None]:
-    corrected = holm([1.0 if p is None else p for p in p_values])
-    return [None if p is None else found for p, found in zip(p_values, corrected, strict=True)]
-
-
-def mean_of(values: BySeed) -> Estimate | None:
-    return estimate(list(values.values())) if values else None
+            found[" × ".join(Arm((pair,)).name for pair in changed)] = [arm, *alone, baseline]
+    return found

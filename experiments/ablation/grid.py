@@ -22,8 +22,9 @@ from tqdm import tqdm
 import train
 from config import ModelConfig, TrainConfig, flag_name, require
 from data.prepare import Prepared
-from experiments.ablation.outcome import Arm, Outcome, best_lr, read_outcome
+from experiments.ablation.outcome import Arm, Outcome, final_bpb, read_outcome
 from experiments.ablation.processes import last_line, start_process
+from experiments.ablation.rates import Optimum, find_optimum, next_runs
 from norms.placement import Unsupported
 from runtime.plugins import check_imports, import_flags
 from runtime.process import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, stop_requests
@@ -204,29 +205,34 @@ class Grid:
 
     # Learning rates.
 
-    def selection(self, arms: Iterable[Arm], lrs: Iterable[float], first_seed: int) -> list[Cell]:
-        """The runs that select each arm's learning rate, on seeds that are not reported."""
+    def selection(self, arms: Iterable[Arm], lrs: Iterable[float], first_seed: int, seeds: int) -> list[Cell]:
+        """The runs that select learning rates, on seeds that are not reported."""
         first = first_seed + MAX_SEEDS
-        return cells(arms, lrs, range(first, first + SELECTION_SEEDS))
+        return cells(arms, lrs, range(first, first + seeds))
 
-    def select_lrs(
-        self, arms: list[Arm], lrs: list[float], first_seed: int, widen: int = 0
-    ) -> tuple[dict[Arm, float], Outcomes]:
-        """Each arm's best learning rate of `lrs`, and the runs that selected it, with up to `widen` rates beyond."""
-        tried = {arm: sorted(set(lrs)) for arm in arms}
+    def tune(
+        self, arms: list[Arm], lrs: list[float], seeds: range, widen: int = 0, first: int = SELECTION_SEEDS
+    ) -> tuple[dict[Arm, Optimum], Outcomes]:
+        """The optimum of each arm, to be reported on `seeds`, and the runs that found it.
+
+        It starts with `lrs` and `first` other seeds. Up to `widen` times, an arm gets another rate or another seed.
+        """
+        wanted: dict[Arm, tuple[list[float], int]] = dict.fromkeys(arms, (sorted(set(lrs)), first))
         found: Outcomes = {}
         for _ in range(widen + 1):
-            wanted = [cell for arm in arms for cell in self.selection([arm], tried[arm], first_seed)]
-            found |= self.run(wanted)
-            best = {arm: best_lr([found[cell] for cell in found if cell.arm == arm]) for arm in arms}
-            beyond = {arm: lr for arm in arms if (lr := next_lr(tried[arm], best[arm]))}
-            tried |= {arm: sorted([*tried[arm], lr]) for arm, lr in beyond.items()}
-        return best, found
+            asked = [self.selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items()]
+            found |= self.run([cell for chosen in asked for cell in chosen])
+            losses = {arm: losses_of(arm, found.values()) for arm in arms}
+            wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(seeds)))}
+            if not wanted:
+                break
+        return {arm: find_optimum(losses[arm]) for arm in arms}, found
 
 
-def next_lr(lrs: list[float], best: float) -> float | None:
-    """The rate beyond the end of the sorted grid `lrs` at which `best` lies, or None if it lies inside or is alone."""
-    if len(lrs) < 2 or lrs[0] < best < lrs[-1]:
-        return None
-    neighbor = lrs[1] if best == lrs[0] else lrs[-2]
-    return float(f"{best * best / neighbor:.3g}")
+def losses_of(arm: Arm, runs: Iterable[Outcome]) -> dict[float, list[float]]:
+    """val_bpb of an arm's runs, by learning rate; infinite if they diverged."""
+    losses: dict[float, list[float]] = {}
+    for run in runs:
+        if run.arm == arm:
+            losses.setdefault(run.lr, []).append(final_bpb([run]).get(run.seed, math.inf))
+    return losses

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from config import FIELDS, flag_name, require
@@ -109,17 +109,6 @@ def final_bpb(runs: Iterable[Outcome]) -> dict[int, float]:
 def paired(values: BySeed, baseline: BySeed) -> dict[int, float]:
     """`values` minus `baseline`, by seed, for the seeds that both have."""
     return {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
-
-
-def best_lr(runs: list[Outcome]) -> float:
-    """The learning rate with the fewest diverged `runs` of an arm and, to break ties, the lowest mean val_bpb."""
-
-    def rank(lr: float) -> tuple[float, float, float]:
-        at_lr = [run for run in runs if run.lr == lr]
-        bpb = final_bpb(at_lr).values()
-        return 1 - len(bpb) / len(at_lr), mean(bpb) if bpb else 0.0, lr
-
-    return min({run.lr for run in runs}, key=rank)
 
 
 def by_arm(outcomes: Iterable[Outcome]) -> dict[Arm, list[Outcome]]:

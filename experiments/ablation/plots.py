@@ -4,7 +4,7 @@ Each function gets the runs that have ended, those of the first arm first: it is
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import mean
 from typing import Any
 
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.ablation.outcome import Arm, Outcome, by_arm, final_bpb, paired
+from experiments.ablation.rates import Optimum
 from experiments.statistics import estimate
 
 LINES = ["-", "--", ":", "-."]
@@ -27,11 +28,11 @@ def looks(arms: Iterable[Arm]) -> dict[Arm, Look]:
     return {arm: {"color": f"C{i % 10}", "linestyle": LINES[i // 10 % len(LINES)]} for i, arm in enumerate(arms)}
 
 
-def plot_differences(runs: list[Outcome], title: str) -> Figure:
+def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optimum] | None = None) -> Figure:
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
     An arm with a diverged run is marked with a cross. It has no mean, nor has any arm if a run of the baseline
-    diverged: that of the remaining seeds could be too good.
+    diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals.
     """
     arms = by_arm(runs)
     baseline, *others = arms
@@ -46,7 +47,8 @@ def plot_differences(runs: list[Outcome], title: str) -> Figure:
         if diverged:
             axes.plot(1, height, transform=axes.get_yaxis_transform(), clip_on=False, color=color, **CROSS)
         if len(differences) == len(arms[arm]):
-            found = estimate(differences)
+            slack = sum(optima[each].regret or 0.0 for each in (arm, baseline)) if optima else 0.0
+            found = estimate(differences, slack)
             axes.errorbar(found.mean, height, None, found.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
     axes.set_yticks(range(len(others)), [arm.name for arm in others])

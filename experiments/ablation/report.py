@@ -5,9 +5,11 @@ from statistics import mean
 
 import torch
 
-from experiments.ablation.comparison import Finding, compare, interactions, mean_of
-from experiments.ablation.grid import SELECTION_SEEDS, Cell, Grid, Outcomes
-from experiments.ablation.outcome import Arm, final_bpb
+from experiments.ablation.comparison import Finding, compare
+from experiments.ablation.grid import Cell, Grid, Outcomes
+from experiments.ablation.outcome import Arm, BySeed, final_bpb
+from experiments.ablation.rates import POINTS, WINDOW, Optimum
+from experiments.statistics import Estimate, estimate
 from runtime.device import describe
 
 NONE = "–"
@@ -24,46 +26,63 @@ def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
         "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
         "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
         "tests for no difference (paired t test), and p of ±margin for a difference of at least the margin either way "
-        "(two one-sided t tests): there, a small one means as good as the baseline. Both are corrected for all "
-        "comparisons of a table (Holm); each interval is for one comparison. A run diverged if its loss was not "
-        "finite, or ended above that of a uniform prediction. Tokens per second are a mean over the other runs.",
+        "(two one-sided t tests): there, a small one means as good as the baseline. All p-values of this report are "
+        "corrected together (Holm); each interval is for one comparison. `detectable` is the smallest true difference "
+        "that so many seeds show in four of five experiments. A run diverged if its loss was not finite, or ended "
+        "above that of a uniform prediction. Tokens per second are a mean over the other runs.",
         f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
         "the easy ones, so their mean is not comparable and has no p.",
     ]
 
 
-def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, margin: float | None) -> list[str]:
-    """The arms of the planned `cells`, each at one learning rate, and the interactions of factors."""
+def conclusion(baseline: Arm, found: Mapping[Arm | str, Finding]) -> str:
+    """The report in a sentence."""
+    parts = [f"{arm.name} {finding}" for arm, finding in found.items() if isinstance(arm, Arm)]
+    return f"Compared with {baseline.name}: {'; '.join(parts)}." if parts else ""
+
+
+def comparison_section(
+    cells: Sequence[Cell], outcomes: Outcomes, margin: float | None, optima: Mapping[Arm, Optimum] | None = None
+) -> list[str]:
+    """The arms of the planned `cells`, each at one learning rate, and the interactions of factors.
+
+    The first block is the conclusion. `optima` are given if learning rates were searched for.
+    """
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in arms_of(cells)}
     bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
     lrs = {cell.arm: cell.lr for cell in cells}
     baseline, seeds = next(iter(bpb)), len(cells) // len(bpb)
-    differences = compare(bpb, seeds, margin)
+    found = compare(bpb, seeds, margin, {arm: optimum.regret for arm, optimum in (optima or {}).items()})
     titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
-    titles += ["lr", "val_bpb (n)", f"paired difference from {baseline.name} (n)", "p"]
+    titles += ["lr", "val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p"]
     titles += [] if margin is None else [f"p of ±{margin:g}"]
     rows = []
     for arm, ended in runs.items():
-        difference = differences.get(arm, Finding(None, seeds))
+        difference = found.get(arm, Finding(None, seeds))
         speeds = [run.tokens_per_second for run in ended if run.tokens_per_second and not run.diverged]
         row = [*(level for _, level in arm.factors), f"{lrs[arm]:g}"]
-        row += [shown(Finding(mean_of(bpb[arm]), seeds), ".4f"), shown(difference), shown_p(difference.p)]
+        row += [shown(Finding(mean_of(bpb[arm]), seeds), ".4f"), *cells_of(difference)]
         row += [] if margin is None else [shown_p(difference.equivalence_p)]
         row += [f"{sum(run.diverged for run in ended)} of {len(ended)}", f"{mean(speeds):,.0f}" if speeds else NONE]
         rows.append(row)
-    blocks = ["## Comparison", missing(cells, outcomes), table([*titles, "diverged", "tokens/s"], rows)]
-    if combined := interactions(bpb, seeds):
-        rows = [[name, shown(finding), shown_p(finding.p)] for name, finding in combined.items()]
+    text = conclusion(baseline, found)
+    blocks = [text, "## Comparison", missing(cells, outcomes), table([*titles, "diverged", "tokens/s"], rows)]
+    if combined := [[name, *cells_of(finding)] for name, finding in found.items() if isinstance(name, str)]:
         blocks += [
             f"Interactions: how much more (above 0) or less two changes of {baseline.name} raise val_bpb together than "
             "the sum of what each does alone.",
-            table(["both", "difference of differences (n)", "p"], rows),
+            table(["both", "difference of differences (n)", "detectable", "p"], combined),
         ]
     return blocks
 
 
-def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, best: Mapping[Arm, float]) -> list[str]:
-    """A row per arm and a column per learning rate. `best` is empty before all runs have ended."""
+def cells_of(finding: Finding) -> list[str]:
+    detectable = finding.estimate.detectable if finding.estimate and finding.complete else None
+    return [shown(finding), NONE if detectable is None else f"{detectable:.4f}", shown_p(finding.p)]
+
+
+def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum]) -> list[str]:
+    """A row per arm and a column per learning rate. `optima` is empty before all runs have ended."""
     lrs = sorted({cell.lr for cell in cells})
     rows = []
     for arm in arms_of(cells):
@@ -71,22 +90,34 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, best: Mapping[Arm, 
         for lr in lrs:
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
             bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
-            text = shown(Finding(mean_of(bpb), len(tried)), ".4f")
-            row.append(f"**{text}**" if lr == best.get(arm) else text)
+            row.append(shown(Finding(mean_of(bpb), len(tried)), ".4f"))
+        found = optima.get(arm)
+        row += [NONE, NONE] if found is None else [f"{found.lr:g}", shown_regret(found.regret)]
         rows.append(row)
     return [
         "## Learning rates",
         missing(cells, outcomes),
-        f"val_bpb on {SELECTION_SEEDS} seeds that are not reported. An arm's best rate (bold) has the fewest diverged "
-        "runs and then the lowest mean. One that is the lowest or the highest calls for a wider sweep (`--widen 3`).",
-        table(["arm", *(f"{lr:g}" for lr in lrs)], rows),
+        "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses "
+        f"within {WINDOW:.3f} of the lowest, of at least {POINTS} rates. The regret is what its error is expected to "
+        "cost: intervals are wider by it, and p-values count only what is beyond. Without an optimum, an arm is "
+        "reported at its best rate and has no p-value: another arm may have hit its own more closely. `--widen 8` adds "
+        "rates and seeds.",
+        table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows),
     ]
+
+
+def shown_regret(regret: float | None) -> str:
+    return "optimum not found" if regret is None else f"{regret:.4f}"
 
 
 def missing(cells: Sequence[Cell], outcomes: Outcomes) -> str:
     absent = [cell.name for cell in cells if cell not in outcomes]
     ended = f"{len(cells) - len(absent)} of {len(cells)} runs have ended"
     return f"**Partial: {ended}.** Missing: {', '.join(absent)}." if absent else ""
+
+
+def mean_of(values: BySeed) -> Estimate | None:
+    return estimate(list(values.values())) if values else None
 
 
 def arms_of(cells: Sequence[Cell]) -> list[Arm]:

@@ -15,17 +15,27 @@ from config import check_sizes, require
 from data.batches import evaluation_batches
 from data.prepare import prepare
 from experiments.ablation.factors import resolve_factors
-from experiments.ablation.grid import MAX_SEEDS, Cell, Grid, Outcomes, cells, resolve_arms, settings_digest
+from experiments.ablation.grid import (
+    MAX_SEEDS,
+    SELECTION_SEEDS,
+    Cell,
+    Grid,
+    Outcomes,
+    cells,
+    resolve_arms,
+    settings_digest,
+)
 from experiments.ablation.outcome import Arm
 from experiments.ablation.plots import plot_curves, plot_differences
 from experiments.ablation.processes import resolve_devices
+from experiments.ablation.rates import Optimum
 from experiments.ablation.report import comparison_section, introduction, sweep_section
 from experiments.probe import probe
 from files import write_atomically
 from model import Llama
 from runtime.checkpoint import load_pretrained
 from runtime.process import bad_input
-from runtime.report import figure, markdown, page, save_plot, settings_list
+from runtime.report import figure, folded, markdown, page, save_plot, settings_list
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
 
 
@@ -38,9 +48,9 @@ class Ablation:
     seeds: range  # reported
     flags: argparse.Namespace
 
-    def reported(self, best: Mapping[Arm, float]) -> list[Cell]:
+    def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
         """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
-        return [Cell(arm, best[arm], seed) for seed in self.seeds for arm in self.grid.settings if best]
+        return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.grid.settings if optima]
 
 
 def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
@@ -76,7 +86,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     )
     lrs, seeds = sorted({*flags.lrs, config.lr}), range(config.seed, config.seed + flags.seeds)
     torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
-    planned = [*cells(settings, lrs, seeds), *grid.selection(settings, lrs, config.seed)]
+    planned = [*cells(settings, lrs, seeds), *grid.selection(settings, lrs, config.seed, SELECTION_SEEDS)]
     grid.check(planned)
     grid.outcomes(planned)  # a damaged log is an error before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
@@ -88,51 +98,52 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     grid, arms, lrs, flags = ablation.grid, list(ablation.grid.settings), ablation.lrs, ablation.flags
     write_atomically(grid.folder / "command.txt", command + "\n")
     sweep: list[Cell] = []
-    best = dict.fromkeys(arms, lrs[0])
+    optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
         if len(lrs) > 1:
-            sweep, best = grid.selection(arms, lrs, ablation.seeds.start), {}
-            best, found = grid.select_lrs(arms, lrs, ablation.seeds.start, flags.widen)
+            sweep, optima = grid.selection(arms, lrs, ablation.seeds.start, SELECTION_SEEDS), {}
+            optima, found = grid.tune(arms, lrs, ablation.seeds, flags.widen)
             sweep = list(found)
-        grid.run(ablation.reported(best))
+        grid.run(ablation.reported(optima))
     finally:
-        write_report(ablation, sweep, best, command)
+        write_report(ablation, sweep, optima, command)
     if flags.probe:
-        write_probes(ablation, grid.outcomes(ablation.reported(best)))
+        write_probes(ablation, grid.outcomes(ablation.reported(optima)))
 
 
 # --- what it writes --------------------------------------------------------------------------------------------------
 
 
-def write_report(ablation: Ablation, sweep: list[Cell], best: dict[Arm, float], command: str) -> None:
+def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Optimum], command: str) -> None:
     """Write `runs.csv`, `table.md`, the plots and `report.html` about the runs that have ended.
 
-    `sweep` are the runs that select learning rates, and `best` is what they have selected: empty before all have ended.
+    `sweep` are the runs that search for learning rates, and `optima` what they found: empty before all have ended.
     """
     grid, folder, seeds = ablation.grid, ablation.grid.folder, ablation.seeds
-    reported = ablation.reported(best)
+    reported = ablation.reported(optima)
     outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
     write_csv(folder / "runs.csv", [run.row for run in outcomes.values()])
-    blocks = introduction(grid, seeds, command)
-    blocks += sweep_section(sweep, outcomes, best) if sweep else []
-    blocks += comparison_section(reported, outcomes, ablation.flags.equivalence) if reported else []
-    text = "\n\n".join(filter(None, blocks)) + "\n"
-    write_atomically(folder / "table.md", text)
+    margin = ablation.flags.equivalence
+    summary, *tables = comparison_section(reported, outcomes, margin, optima) if reported else [""]
+    tables += sweep_section(sweep, outcomes, optima) if sweep else []
+    about = introduction(grid, seeds, command)
+    write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     model_config, config = next(iter(grid.settings.values()))
     runs = [outcomes[cell] for arm in grid.settings for cell in reported if cell.arm == arm and cell in outcomes]
     title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
     figures = {}
     if runs and runs[0].arm == reported[0].arm:  # the baseline
-        figures = {"curves": plot_curves(runs, title)}
-        if len(grid.settings) > 1:
-            figures["differences"] = plot_differences(runs, title)
-    sections = [markdown(text)]
+        figures = {"differences": plot_differences(runs, title, optima)} if len(grid.settings) > 1 else {}
+        figures["curves"] = plot_curves(runs, title)
+    sections = [markdown(summary)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
         sections.append(figure(plot, alt=f"{name} of the arms"))
-    sections += ["<h2>Settings of the first arm</h2>", settings_list(asdict(model_config) | asdict(config))]
+    settings = settings_list(asdict(model_config) | asdict(config))
+    sections += [markdown("\n\n".join(filter(None, tables))), folded("How to read this", markdown("\n\n".join(about)))]
+    sections += [folded("Settings of the first arm", settings)]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
 
 

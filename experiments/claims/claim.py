@@ -1,70 +1,97 @@
-"""What a claim is: a statement with a source, what to measure at each scale, and what the claim expects of it."""
+"""What a claim is: a published sentence, what is measured at each scale, and what would count as reproducing it.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+All of it is written down, and committed, before the runs.
+"""
 
-from experiments.claims.measure import Lab, Measured, Protocol, train_grid
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-Scale = Literal["quick", "cpu", "gpu"]
-SCALES: tuple[Scale, ...] = ("quick", "cpu", "gpu")
-Verdict = Literal["confirmed", "refuted", "inconclusive at this scale"]
-OPEN: Verdict = "inconclusive at this scale"
+Row = dict[str, Any]  # JSON: {"arm": "RMSNorm", "seed": 0, "value": 1.4}, and more of a run of train.py
+Measured = dict[str, Any]  # JSON: {"runs": reported rows, ...}
+ANYTHING = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What a claim expects of a sum of arms' values, averaged over seeds. Differences are {"a": 1, "b": -1}.
+class Arm:
+    """Runs of train.py at one of: the best rate, searched for around `lr`; that of the arm `like`; or all of `lrs`.
 
-    `value` is a column of the runs, or a name in `judge.DERIVED`. Losses are in nats per token. Values whose names
-    begin with log_ are logarithms, which are reported as ratios.
+    `data` is `python`, `shakespeare`, or a number of bytes of `python`'s training text.
     """
 
-    terms: Mapping[str, float]  # coefficients by arm
-    expected: Literal["above", "below", "within", "anything"]  # within: ± the bound; anything: shown, not judged
-    bound: float = 0.0
-    value: str = "val_loss"
-    negligible: float = 0.0  # above and below: also refuted if shown to be within ± this of the bound
+    factors: Mapping[str, str]  # options of train.py: {"norm": "dyt:alpha=0.5", "optimizer": "muon"}
+    lr: float | None = None
+    like: str = ""
+    lrs: tuple[float, ...] = ()
+    data: str = "python"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is measured at a scale: every arm with each of `seeds` seeds, which all arms share."""
+
+    seeds: int
+    hours: float  # of one core, expected
+    flags: str = ""  # of train.py, shared by all arms
+    arms: Mapping[str, Arm] = field(default_factory=dict)
+    depths: tuple[int, ...] = ()  # of models at initialization
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A sum of arms' values times these coefficients, for each seed, and what is expected of its mean.
+
+    If the 95% interval lies inside `reproduced`, the claim is reproduced. If it does not overlap `expected`, the effect
+    that was set before, it is not. An effect without these is shown and not judged.
+    """
+
+    name: str
+    terms: Mapping[str, float]
+    reproduced: tuple[float, float] = ANYTHING
+    expected: tuple[float, float] = ANYTHING
+    value: str = "value"  # of the arms: a name in `judge.DERIVED`
+    ratio: bool = False  # values are logarithms: the effect is shown as a ratio
+    x: float | None = None  # where it stands in the plot of the trend
 
     @property
-    def name(self) -> str:
-        """`rmsnorm − layernorm`."""
-        signed = [
-            f"{'+' if factor > 0 else '−'} {'' if abs(factor) == 1 else f'{abs(factor):g} '}{arm}"
-            for arm, factor in self.terms.items()
-        ]
-        value = "" if self.value == "val_loss" else f" ({self.value.replace('_', ' ')})"
-        return " ".join(signed).removeprefix("+ ") + value
+    def judged(self) -> bool:
+        return self.reproduced != ANYTHING
 
-    @property
-    def statement(self) -> str:
-        """`rmsnorm − layernorm within ±0.02`."""
-        if self.expected == "anything":
-            return self.name
-        text = f"{self.name} {self.expected} {'±' if self.expected == 'within' else ''}{self.bound:g}"
-        return f"{text} and not within ±{self.negligible:.3g} of it" if self.negligible else text
+
+def difference(arm: str, baseline: str, **more: Any) -> Effect:
+    return Effect(f"{arm} − {baseline}", {arm: 1, baseline: -1}, **more)
+
+
+def slope(name: str, arms: Mapping[float, Mapping[str, float]], **more: Any) -> Effect:
+    """The least-squares slope over x of sums of arms' values: {x: {arm: coefficient}}."""
+    center = sum(arms) / len(arms)
+    spread = sum((x - center) ** 2 for x in arms)
+    terms = {arm: (x - center) / spread * sign for x, group in arms.items() for arm, sign in group.items()}
+    return Effect(name, terms, **more)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`rule` says what is compared, `comparisons` what is expected of it. Both are written before the runs."""
+    """The verdict rests on the judged effects at the first scale. If there are several, all must hold."""
 
     name: str
-    statement: str
-    source: str
-    published: str  # the published figure
-    rule: str
-    protocols: Mapping[Scale, Protocol]
-    comparisons: tuple[Comparison, ...]
-    measure: Callable[[Protocol, Lab], Measured] = train_grid
-    must_learn: tuple[str, ...] = ()  # arms of which most runs must learn more than the frequencies of the tokens
+    title: str
+    quote: str
+    source: str  # with the place of the quote in it
+    published: str  # the effect, and the setting
+    question: str  # what is asked here
+    effects: Sequence[Effect]
+    protocols: Mapping[str, Protocol]  # by scale
+    measure: Callable[..., Measured] | None = None  # at scales that train nothing
+    dashed: float | None = None  # the published effect, in the plot of the trend
+    over: str = "parameters × tokens"  # the x axis of that plot
 
-
-@dataclass(frozen=True)
-class Judgment:
-    """A verdict, the figures that it rests on with their 95% intervals, and why."""
-
-    verdict: Verdict
-    ours: str
-    reason: str
-    p: float | None = None  # of the deciding comparison, corrected for all comparisons of the claim
+    @property
+    def hash(self) -> str:
+        """Of what was written down before the runs."""
+        protocols = {scale: asdict(protocol) for scale, protocol in self.protocols.items()}
+        content = [self.name, self.quote, self.question, [asdict(each) for each in self.effects], protocols]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]

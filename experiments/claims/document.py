@@ -1,58 +1,72 @@
-"""CLAIMS.md, written from the results of all claims. Its prose, and claims of earlier versions, are in `page.md`."""
+"""CLAIMS.md and claims.html, written from the results of all claims. The prose is in `page.md`."""
 
-from itertools import groupby
+import math
 from pathlib import Path
 
-from experiments.claims.results import Entry, command
-from experiments.statistics import holm
+from experiments.claims.claim import Effect
+from experiments.claims.plot import plot
+from experiments.claims.results import Entry
+from experiments.statistics import Estimate
+from files import write_atomically
+from runtime.report import figure, markdown, page, save_plot
 
 
-def to_markdown(entries: list[Entry], results: str = "results") -> str:
-    """CLAIMS.md. `results` is the path of the results as seen from it."""
-    page = Path(__file__).with_name("page.md").read_text("utf-8")
-    not_run = [f"- {how_to_repeat(entry)}" for entry in entries if not entry.content]
-    sections = []
-    for claim, mine in groupby(entries, key=lambda entry: entry.claim):
-        sections.append(f'### <a name="{claim.name}"></a>{claim.statement}')
-        sections.append(f"Source: {claim.source}. Published: {claim.published}.")
-        expected = [each.statement for each in claim.comparisons if each.expected != "anything"]
-        sections.append(f"{claim.rule} Expected: {'; '.join(expected)}.")
-        sections += [finding(entry, results) for entry in mine if entry.content]
-    parts = {"TABLE": table(entries), "NOT RUN": "\n".join(not_run), "CLAIMS": "\n\n".join(sections)}
-    for name, text in parts.items():
-        page = page.replace(f"<!-- {name} -->", text)
-    return page
+def write_pages(entries: list[Entry], results: Path) -> None:
+    """Write a figure for each claim to `results`, which is in a folder `results`, and both pages beside that."""
+    title, _, prose = Path(__file__).with_name("page.md").read_text("utf-8").partition("\n")
+    prose = prose.replace("<!-- TABLE -->", table(entries))
+    text, html = [title, prose.strip()], [markdown(prose)]
+    for entry in entries:
+        drawn, name, section = plot(entry), entry.claim.name, "\n\n".join(paragraphs(entry))
+        save_plot(drawn, results / f"{name}.png")
+        text += [section, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
+        html += [markdown(section), figure(drawn, alt=f"effect and rates: {entry.claim.title}")]
+    top = results.parent.parent
+    write_atomically(top / "CLAIMS.md", "\n\n".join(text) + "\n")
+    write_atomically(top / "claims.html", page(title.removeprefix("# "), html))
 
 
 def table(entries: list[Entry]) -> str:
-    """The verdicts on what was run, with p-values of each claim and corrected for all claims."""
-    lines = ["| claim | verdict | scale | ours | published | p | p over all |", "|---|---|---|---|---|---|---|"]
-    done = [entry for entry in entries if entry.content]
-    for entry, p_over_all in zip(done, holm([entry.judgment.p for entry in done]), strict=True):
-        claim, judgment = entry.claim, entry.judgment
-        cells = [f"[{claim.statement}](#{claim.name})", f"*{judgment.verdict}*", entry.scale, judgment.ours]
-        cells += [claim.published, format_p(judgment.p), format_p(p_over_all)]
-        lines.append(f"| {' | '.join(cells)} |")
+    lines = ["| claim | verdict | effect | published |", "|---|---|---|---|"]
+    for entry in entries:
+        found = [
+            f"{scale}: {shown(effect, judgment.found[effect.name])}"
+            for scale, judgment in entry.judgments.items()
+            for effect in entry.claim.effects
+            if effect.judged and effect.name in judgment.found
+        ]
+        lines.append(f"| {entry.claim.title} | **{entry.verdict}** | {'; '.join(found)} | {entry.claim.published} |")
     return "\n".join(lines)
 
 
-def finding(entry: Entry, results: str) -> str:
-    """The verdict at one scale, why, and how to repeat it."""
-    environment = entry.content["environment"]
-    made_at = f", commit {environment['commit']}" if environment.get("commit") else ""  # early results lack it
-    return (
-        f"**{entry.scale}: {entry.judgment.verdict}** ({entry.judgment.reason}). "
-        f"[Figure]({results}/{entry.scale}/claims/{entry.claim.name}.png). "
-        f"{how_to_repeat(entry)} Measured on {environment['device']}, {environment['instruction_set']}, "
-        f"torch {environment['torch']}{made_at}."
-    )
+def paragraphs(entry: Entry) -> list[str]:
+    """The section of a claim, in Markdown."""
+    claim, p = entry.claim, "" if entry.p is None else f" (p = {entry.p:.2g}, corrected for all trained claims)"
+    rows = ["| effect | scale | mean ± 95% interval | smallest detectable |", "|---|---|---|---|"]
+    made = []
+    for scale, judgment in entry.judgments.items():
+        for effect in (each for each in claim.effects if each.name in judgment.found):
+            found = judgment.found[effect.name]
+            least = "–" if found.detectable is None or effect.ratio else f"{found.detectable:.2g}"
+            rows.append(f"| {effect.name} | {scale} | {shown(effect, found)} | {least} |")
+        by = entry.content[scale]["environment"]
+        reason = f"{judgment.reason}; " if judgment.reason else ""
+        made.append(
+            f"{scale}: {reason}{by['hours']:.2g} CPU hours, {by['device']}, {by['instruction_set']}, commit "
+            f"{by['commit']}, protocol {by['protocol']}."
+        )
+    return [
+        f"## {claim.title}",
+        f"**{entry.verdict}**{p}. “{claim.quote}” ({claim.source}). Published: {claim.published}.",
+        claim.question,
+        "\n".join(rows),
+        f"`python ablate.py claim {claim.name}`. {' '.join(made)}",
+    ]
 
 
-def how_to_repeat(entry: Entry) -> str:
-    minutes = entry.claim.protocols[entry.scale].minutes
-    duration = f"{60 * minutes:g} seconds" if minutes < 1 else f"{minutes:g} minutes"
-    return f"`{command(entry.claim, entry.scale)}`, about {duration}."
-
-
-def format_p(p: float | None) -> str:
-    return "–" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+def shown(effect: Effect, found: Estimate) -> str:
+    """`+0.0123 ± 0.0045 (n = 12)`, or `0.96 [0.95, 0.98] (n = 10)` for a ratio."""
+    if effect.ratio:
+        middle, low, high = map(math.exp, (found.mean, found.low, found.high))
+        return f"{middle:.3g} [{low:.3g}, {high:.3g}] (n = {found.n})"
+    return f"{found:+.3g} (n = {found.n})"

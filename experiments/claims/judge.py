@@ -1,131 +1,165 @@
-"""The verdict on a claim: each comparison is tested over seeds, all are corrected with Holm's method."""
+"""The verdict on a claim: its effects over seeds, with intervals that the errors of learning rates widen."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import mul
+from itertools import pairwise
+from statistics import mean
 
-from experiments.claims.claim import OPEN, Claim, Comparison, Judgment
-from experiments.claims.measure import Measured, Protocol, Variants
-from experiments.statistics import equivalence_p, estimate, fisher_p, holm
+import numpy as np
+
+from experiments.claims.claim import Claim, Effect, Measured, Protocol, Row
+from experiments.statistics import Estimate, estimate
 
 ALPHA = 0.05
-CLEARLY = 0.1  # nats below the unigram loss: runs that learn only the frequencies of the tokens end within 0.02 of it
-STABLE = 0.1  # nats above the best rate of the arm and seed
-
-Rows = list[Measured]
-
-
-def learned(row: Measured, measured: Measured) -> bool:
-    """Whether a run did not diverge and learned clearly more than the frequencies of the tokens."""
-    return not row["diverged"] and row["val_loss"] < measured["unigram"] - CLEARLY
-
-
-def failed(rows: Rows, measured: Measured) -> float:
-    return float(not all(learned(row, measured) for row in rows))
-
-
-def log_lr_range(rows: Rows, measured: Measured) -> float:
-    """Logarithm of the largest over the smallest stable learning rate; 0 if all runs diverged."""
-    done = [row for row in rows if not row["diverged"]]
-    best = min((row["val_loss"] for row in done), default=math.inf)
-    stable = [row["lr"] for row in done if row["val_loss"] < best + STABLE]
-    return math.log(max(stable) / min(stable)) if stable else 0.0
-
-
-# Values that are not a column of the runs, from all runs of an arm with one seed. They count runs that diverge.
-DERIVED: dict[str, Callable[[Rows, Measured], float]] = {"failed": failed, "log_lr_range": log_lr_range}
+Values = dict[str, float]  # by arm, of one seed
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What came out of a comparison."""
+class Judgment:
+    """What was found of each effect, and what follows from those that are judged."""
 
-    comparison: Comparison
-    values: list[float]  # by seed
-    figure: str
-    holds: bool  # what the values say, if p is small
-    p: float
-
-
-def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
-    """Confirmed if every comparison comes out as expected, refuted if one does not, else inconclusive."""
-    averaged = any(each.value not in DERIVED for each in claim.comparisons)
-    diverged = sum(row.get("diverged", False) for row in measured["runs"])
-    if averaged and diverged:  # the mean of the other runs would be too good
-        return Judgment(OPEN, "–", f"{diverged} of the reported runs diverged")
-    found = find(claim, protocol, measured)
-    ours = "; ".join(f"{each.comparison.name}: {each.figure}" for each in found)
-    for name in claim.must_learn:
-        rows = rows_of(measured, protocol.arms[name])
-        if sum(not learned(row, measured) for row in rows) > len(rows) / 2:
-            return Judgment(OPEN, ours, f"most runs of {name} learn nothing")
-    judged = [each for each in found if each.comparison.expected != "anything"]
-    p_values = holm([each.p for each in judged])
-    corrected = {each.comparison.statement: p for each, p in zip(judged, p_values, strict=True) if p is not None}
-    opposite = [each.comparison.statement for each in judged if not each.holds]
-    wrong = {name: p for name, p in corrected.items() if p < ALPHA and name in opposite}
-    undecided = {name: p for name, p in corrected.items() if p >= ALPHA}
-    if wrong:
-        return Judgment("refuted", ours, f"does not hold: {'; '.join(wrong)}", min(wrong.values()))
-    if undecided:
-        return Judgment(OPEN, ours, f"undecided: {'; '.join(undecided)}", max(undecided.values()))
-    return Judgment("confirmed", ours, "as expected", max(corrected.values()))
+    verdict: str
+    found: Mapping[str, Estimate]  # by effect
+    reason: str = ""
+    p: float | None = None  # of the verdict, before it is corrected for the other claims
 
 
-def find(claim: Claim, protocol: Protocol, measured: Measured) -> list[Finding]:
-    """What came out of each comparison for which at least two seeds did not diverge."""
-    found = []
-    for each in claim.comparisons:
-        arms = [by_seed(measured, protocol.arms[name], each.value) for name in each.terms]
-        seeds = sorted(set.intersection(*map(set, arms)))
-        rows = [[arm[seed] for arm in arms] for seed in seeds]
-        values = [sum(map(mul, each.terms.values(), row)) for row in rows]
-        if each.value == "failed":
-            found.append(count_failures(each, values, rows))
-        elif len(values) > 1:
-            found.append(t_test(each, values))
+def final(rows: list[Row], measured: Measured) -> Values:
+    """The value of each arm with one rate."""
+    return {row["arm"]: math.inf if row["value"] is None else row["value"] for row in rows}
+
+
+def sensitivity(rows: list[Row], measured: Measured) -> Values:
+    """How much is lost, on average over an arm's rates, to its best one. More than at the start is not lost."""
+    losses = {
+        arm: [min(final([row], measured)[arm], measured["initial"]) for row in group] for arm, group in grouped(rows)
+    }
+    return {arm: mean(group) - min(group) for arm, group in losses.items()}
+
+
+def best_rate(rows: list[Row], measured: Measured) -> Values:
+    """The lowest value over an arm's rates."""
+    return {arm: min(final([row], measured)[arm] for row in group) for arm, group in grouped(rows)}
+
+
+def speed_up(rows: list[Row], measured: Measured) -> Values:
+    """ln(steps that pre-norm needs for the loss of nGPT after n steps, over n), by "optimizer n".
+
+    Arms are named "pre muon 250" and "nGPT muon 250". The loss of pre-norm is linear in ln(steps) between its runs, and
+    beyond them as in the last piece.
+    """
+    curves: dict[tuple[str, str], dict[float, float]] = {}
+    for arm, loss in final(rows, measured).items():
+        placement, optimizer, steps = arm.split()
+        curves.setdefault((placement, optimizer), {})[math.log(int(steps))] = loss
+    found = {}
+    for (placement, optimizer), curve in curves.items():
+        points = sorted(curves["pre", optimizer].items())
+        for x, loss in curve.items() if placement == "nGPT" else ():
+            pieces = list(pairwise(points))
+            (x1, y1), (x2, y2) = next((piece for piece in pieces if piece[1][1] <= loss), pieces[-1])
+            found[f"{optimizer} {round(math.exp(x))}"] = x1 + (x2 - x1) * (y1 - loss) / (y1 - y2) - x
     return found
 
 
-def by_seed(measured: Measured, variants: Variants, value: str) -> dict[int, float]:
-    rows = rows_of(measured, variants)
-    if value not in DERIVED:
-        return {row["seed"]: row[value] for row in rows if not row.get("diverged")}
-    return {
-        seed: DERIVED[value]([row for row in rows if row["seed"] == seed], measured)
-        for seed in {row["seed"] for row in rows}
-    }
+def lowest(rows: list[Row], measured: Measured) -> Values:
+    """The lowest loss of all evaluations."""
+    return {row["arm"]: math.inf if row["best"] is None else row["best"] for row in rows}
 
 
-def rows_of(measured: Measured, variants: Variants) -> Rows:
-    return [row for row in measured["runs"] if row["arm"] in variants]
+def growth(rows: list[Row], measured: Measured) -> Values:
+    """ln(what a power law of the variance over depth leaves unexplained, over what an exponential leaves)."""
+    found = {}
+    for row in rows:
+        variances = 2 * np.log(row["residual_rms"][1:])
+        depth = np.arange(1, len(variances) + 1)
+        power, exponential = (np.polyfit(x, variances, 1, full=True)[1][0] for x in (np.log(depth), depth))
+        found[row["arm"]] = float(np.log(power / exponential))
+    return found
 
 
-def t_test(comparison: Comparison, values: list[float]) -> Finding:
-    """By two-sided t tests against the bound, and two one-sided tests (TOST) of what is within it."""
-    found, bound = estimate(values), comparison.bound
-    if comparison.expected == "within":
-        holds = abs(found.mean) <= bound
-        nearest = math.copysign(bound, found.mean)
-        p = equivalence_p(values, bound) if holds else estimate([value - nearest for value in values]).p
-    else:
-        beyond = [value - bound for value in values]
-        holds, p = (found.mean > bound) == (comparison.expected == "above"), estimate(beyond).p
-        small = equivalence_p(beyond, comparison.negligible)
-        if comparison.negligible and p is not None and small is not None and small < ALPHA <= p:
-            holds, p = False, small
-    assert p is not None  # of at least two values
-    if comparison.value.startswith("log_"):
-        middle, low, high = (math.exp(value) for value in (found.mean, found.low, found.high))
-        figure = f"{middle:.3g} [{low:.3g}, {high:.3g}]"
-    else:
-        figure = f"{found:+.4f}{' nats' if 'loss' in comparison.value else ''}"
-    return Finding(comparison, values, f"{figure} (n = {found.n})", holds, p)
+def grouped(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    return [(arm, [row for row in rows if row["arm"] == arm]) for arm in arms]
 
 
-def count_failures(comparison: Comparison, values: list[float], pairs: list[list[float]]) -> Finding:
-    """By Fisher's exact test. `pairs` has the failures of two arms by seed, each 0 or 1."""
-    ours, theirs = (round(sum(column)) for column in zip(*pairs, strict=True))
-    n, holds = len(pairs), (ours > theirs) == (comparison.expected == "above")
-    return Finding(comparison, values, f"{ours} and {theirs} of {n}", holds, fisher_p(ours, n, theirs, n))
+DERIVED: dict[str, Callable[[list[Row], Measured], Values]] = {
+    "value": final,
+    "best of all evaluations": lowest,
+    "best rate": best_rate,
+    "sensitivity": sensitivity,
+    "speed-up": speed_up,
+    "growth": growth,
+}
+
+
+def values_of(effect: Effect, measured: Measured) -> list[float] | None:
+    """The effect by seed, or None if this scale does not have its arms."""
+    found = []
+    for _, rows in sorted(by_seed(measured).items()):
+        values = DERIVED[effect.value](rows, measured)
+        if not effect.terms.keys() <= values.keys():
+            return None
+        found.append(sum(factor * values[arm] for arm, factor in effect.terms.items()))
+    return found
+
+
+def by_seed(measured: Measured) -> dict[int, list[Row]]:
+    seeds: dict[int, list[Row]] = {}
+    for row in measured["runs"]:
+        seeds.setdefault(row["seed"], []).append(row)
+    return seeds
+
+
+def regret_of(effect: Effect, protocol: Protocol, measured: Measured) -> float | None:
+    """Nats that the errors of the learning rates are expected to cost the effect. None if an optimum was not found."""
+    total = 0.0
+    for arm, factor in effect.terms.items():
+        tuned = protocol.arms[arm].like or arm if arm in protocol.arms else ""
+        if (found := measured.get("optima", {}).get(tuned)) is not None:
+            if found["regret"] is None:
+                return None
+            total += abs(factor) * found["regret"] * math.log(2)
+    return total
+
+
+def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
+    """Reproduced if all intervals lie where they should, not reproduced if one excludes what was expected."""
+    found: dict[str, Estimate] = {}
+    chances: list[float] = []  # p-values of "reproduced"
+    against: list[float] = []  # and of "not reproduced"
+    for effect in claim.effects:
+        values = values_of(effect, measured)
+        regret = regret_of(effect, protocol, measured)
+        if values is None:
+            continue
+        if not all(map(math.isfinite, values)) or regret is None:
+            if effect.judged:
+                reason = "a run diverged" if regret is not None else "no optimum was found"
+                return Judgment("undecided", found, f"{effect.name}: {reason}")
+            continue
+        found[effect.name] = estimate(values, regret)
+        if effect.judged:
+            chances.append(max(one_sided(values, regret, bound, side) for bound, side in sides(effect.reproduced)))
+            outside = [1 - one_sided(values, -regret, bound, side) for bound, side in sides(effect.expected)]
+            against.append(min(outside, default=1.0))
+    if not chances:
+        return Judgment("shown", found)
+    if min(against) < ALPHA / 2:
+        return Judgment("not reproduced at this scale", found, p=2 * min(against))
+    if max(chances) < ALPHA / 2:
+        return Judgment("reproduced at this scale", found, p=2 * max(chances))
+    return Judgment("undecided", found, p=min(1.0, 2 * min(*chances, *against)))
+
+
+def sides(region: tuple[float, float]) -> list[tuple[float, int]]:
+    """The finite bounds of a region, each with the direction in which it lies outside."""
+    return [(bound, side) for bound, side in zip(region, (-1, 1), strict=True) if math.isfinite(bound)]
+
+
+def one_sided(values: list[float], slack: float, bound: float, side: int) -> float:
+    """P-value of "the mean lies beyond `bound`", to this side, if learning rates have cost up to `slack`."""
+    beyond = estimate([side * (value - bound) + slack for value in values])
+    assert beyond.p is not None
+    return beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2

@@ -1,103 +1,158 @@
-"""What a claim measures, and the measurement that claims about training share: arms × learning rates × seeds.
+"""The measurement that claims about training share. All use of the ablation is here."""
 
-All use of the ablation is here.
-"""
-
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
-import numpy as np
 import torch
 
+from data.batches import evaluation_batches
+from data.corpus import Corpus
 from data.prepare import prepare
-from experiments.ablation.grid import Cell, Grid, cells, resolve_arms, settings_digest
-from experiments.ablation.outcome import Arm, Outcome
+from experiments.ablation.grid import Cell, Grid, Outcomes, cells, compared, resolve_arms, settings_digest
+from experiments.ablation.outcome import Arm as Factors
+from experiments.ablation.outcome import Outcome
+from experiments.ablation.rates import SPACING, Optimum
+from experiments.claims.claim import Measured, Protocol, Row
+from experiments.probe import probe
+from files import write_atomically
+from model import Llama
+from runtime.checkpoint import load_pretrained
+from runtime.device import describe
 
-WIDEN = 2  # rates beyond the grid that are tried where an arm's best rate is its lowest or highest
+WIDEN = 14  # rates and seeds that an arm may try on top until its optimum is found
 THREADS = 1  # of each run; another number changes the last digits
-KEPT = ("lr", "seed", "diverged", "val_loss", "best_val_loss", "tokens_per_second", "seconds")  # of an outcome
-
-Factors = Mapping[str, str]  # options of train.py: {"norm": "dyt:alpha=0.5", "placement": "pre"}
-Variants = Sequence[Factors]  # of an arm; the one with the lowest loss on the selection seeds is reported
-Measured = dict[str, Any]  # JSON: {"runs": [{"arm": factors, "seed": 0, "val_loss": 2.0, ...}, ...], ...}
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """What is measured. `minutes` is the expected time on the hardware of its scale."""
-
-    minutes: float
-    arms: Mapping[str, Variants]  # by name
-    flags: str = ""  # of train.py, shared by all arms
-    lrs: tuple[float, ...] = ()
-    select_lr: bool = True  # report each arm at its best rate, selected on two other seeds; else at every rate
-    seeds: tuple[int, ...] = tuple(range(5))  # the same for all arms: values are paired
+CURVE = 20  # points of a loss curve that are kept
+OUTCOME = ("diverged", "step", "val_loss", "val_bpb", "best_val_loss", "tokens_per_second", "seconds")
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Where and how runs are made. Finished runs in `folder` are reused."""
+    """Where and how runs are made. `ledger` has a line for each that has ended: with it, a measurement continues."""
 
     folder: Path
+    ledger: Path
     jobs: int = 1
-    devices: tuple[str, ...] = ("cpu",)  # runs are spread over them
+    devices: tuple[str, ...] = ("cpu",)
     cache_dir: str = ".cache"
+    first_seed: int = 0
+    commit: str | None = None
 
 
-def train_grid(protocol: Protocol, lab: Lab) -> Measured:
-    """Train every arm with every seed, at its best learning rate or at all rates.
+@dataclass(frozen=True, kw_only=True)
+class RecordedGrid(Grid):
+    """A grid that reads and writes the ledger."""
 
-    {"runs": the reported runs, "selection": runs that selected rates and variants, "unigram": see `unigram_loss`}
-    """
-    grid = make_grid(protocol, lab)
-    selection: dict[Cell, Outcome] = {}
-    if protocol.select_lr:
-        best, selection = grid.select_lrs(list(grid.settings), list(protocol.lrs), first_seed=0, widen=WIDEN)
-        chosen = [best_variant(named(variants), best, selection) for variants in protocol.arms.values()]
-        wanted = [Cell(arm, best[arm], seed) for seed in protocol.seeds for arm in chosen]
-    else:
-        wanted = cells(grid.settings, protocol.lrs, protocol.seeds)
-    return {
-        "runs": [row(outcome) for outcome in grid.run(wanted).values()],
-        "selection": [row(outcome) for outcome in selection.values()],
-        "unigram": unigram_loss(grid.data.val),
+    lab: Lab
+
+    def outcomes(self, cells: Iterable[Cell]) -> Outcomes:
+        known, found, new = read_ledger(self.lab.ledger), {}, {}
+        for cell in cells:
+            if (key := self.key(cell)) in known:
+                row = known[key]
+                found[cell] = Outcome(cell.arm, cell.lr, cell.seed, **{name: row[name] for name in OUTCOME}, log=[])
+            elif ended := super().outcomes([cell]):
+                found |= ended
+                new[key] = self.row(cell, ended[cell])
+        if new:
+            lines = [json.dumps(row) for row in (known | new).values()]
+            write_atomically(self.lab.ledger, "\n".join(lines) + "\n")
+        return found
+
+    def key(self, cell: Cell) -> str:
+        """What the run was made from."""
+        model, config = self.settings[cell.arm]
+        options = compared(asdict(model), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
+        options["data"] = self.data.corpus_hash
+        return hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
+
+    def row(self, cell: Cell, outcome: Outcome) -> Row:
+        """Its line in the ledger."""
+        losses = [[row["step"], round(row["train_loss"], 4)] for row in outcome.log if "train_loss" in row]
+        row: Row = {"key": self.key(cell), "arm": cell.arm.name, "lr": cell.lr, "seed": cell.seed}
+        row |= {name: getattr(outcome, name) for name in OUTCOME}
+        row |= {"train_loss": losses[:: max(1, len(losses) // CURVE)], "residual_rms": None}
+        if not outcome.diverged:
+            row["residual_rms"] = residual_rms(load_pretrained(self.cell_folder(cell))[0], self)
+        return row | {"commit": self.lab.commit, "device": describe(torch.device(self.lab.devices[0]))}
+
+
+def read_ledger(path: Path) -> dict[str, Row]:
+    rows = map(json.loads, path.read_text("utf-8").splitlines()) if path.exists() else []
+    return {row["key"]: row for row in rows}
+
+
+def residual_rms(model: Llama, grid: Grid) -> list[float]:
+    """RMS of the residual stream after the embedding and after each block, on one batch of validation text."""
+    batch = next(evaluation_batches(grid.data.val, model.config.context, 8))
+    return [round(block.residual_rms, 6) for block in probe(model, *batch)]
+
+
+def train(protocol: Protocol, lab: Lab) -> Measured:
+    """Train every arm with every seed, at its best learning rate or at all of its rates."""
+    grids = {arm.data: make_grid(protocol, arm.data, lab) for arm in protocol.arms.values()}
+    seeds = range(lab.first_seed, lab.first_seed + protocol.seeds)
+    optima: dict[str, Optimum] = {}
+    search: list[Row] = []
+    for name, arm in protocol.arms.items():
+        if arm.lr:
+            lrs = [float(f"{arm.lr * SPACING**power:.3g}") for power in range(-2, 3)]
+            grid, factors = grids[arm.data], Factors.of(**arm.factors)
+            best, tried = grid.tune([factors], lrs, seeds, WIDEN, first=1)
+            optima[name] = best[factors]
+            search += [to_row(name, grid, outcome, cell) for cell, outcome in tried.items()]
+    runs: list[Row] = []
+    for seed in seeds:  # of all arms in turn: a stopped measurement has pairs
+        for data, grid in grids.items():
+            wanted: dict[Cell, str] = {}
+            for name, arm in protocol.arms.items():
+                if arm.data == data:
+                    rates = arm.lrs or (optima[arm.like or name].lr,)
+                    wanted |= dict.fromkeys(cells([Factors.of(**arm.factors)], rates, [seed]), name)
+            runs += [to_row(wanted[cell], grid, run, cell) for cell, run in grid.run(list(wanted)).items()]
+    corpora = {data: grid.data.corpus_hash for data, grid in grids.items()}
+    return {"runs": runs, "search": search, "optima": {name: asdict(each) for name, each in optima.items()}} | {
+        "corpora": corpora,
+        "initial": math.log(next(iter(grids.values())).data.tokenizer.vocab_size),
     }
 
 
-def make_grid(protocol: Protocol, lab: Lab) -> Grid:
-    """The runs of a protocol. Claims with the same shared flags share a folder, and so their runs."""
-    shared = [*protocol.flags.split(), "--device", lab.devices[0], "--cache-dir", lab.cache_dir]
-    base = resolve_arms([Arm(())], shared)
-    settings = resolve_arms([arm for variants in protocol.arms.values() for arm in named(variants)], shared)
-    model_config, config = base[Arm(())]
+def to_row(name: str, grid: RecordedGrid, outcome: Outcome, cell: Cell) -> Row:
+    """A run as results have it. Its value is the last loss in nats per byte, and infinite if it diverged."""
+    recorded = read_ledger(grid.lab.ledger)[grid.key(cell)]
+    value = None if outcome.diverged else outcome.val_loss
+    row = {"arm": name, "lr": cell.lr, "seed": cell.seed, "value": value, "best": outcome.best_val_loss}
+    return row | {name: recorded[name] for name in ("seconds", "residual_rms", "commit", "device")}
+
+
+def make_grid(protocol: Protocol, data: str, lab: Lab) -> RecordedGrid:
+    """The runs of a protocol on one text. Claims with the same shared flags share a folder, and so their runs."""
+    source = data if not data.isdigit() else str(excerpt(int(data), lab))
+    shared = [*protocol.flags.split(), "--data", source, "--device", lab.devices[0], "--cache-dir", lab.cache_dir]
+    base = resolve_arms([Factors(())], shared)
+    mine = [Factors.of(**arm.factors) for arm in protocol.arms.values() if arm.data == data]
+    settings = resolve_arms(mine, shared)
+    config = next(iter(base.values()))
     torch.set_num_threads(THREADS)  # a run's description of its device includes them
-    data = prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), model_config.context)
-    return Grid(lab.folder / settings_digest(base), settings, shared, data, lab.jobs, THREADS, lab.devices)
+    text = prepare([source], config[1].tokenizer, config[0].vocab_size, Path(lab.cache_dir), config[0].context)
+    folder = lab.folder / settings_digest(base)
+    return RecordedGrid(folder, settings, shared, text, lab.jobs, THREADS, lab.devices, lab=lab)
 
 
-def named(variants: Variants) -> list[Arm]:
-    return [Arm.of(**factors) for factors in variants]
-
-
-def best_variant(variants: list[Arm], best: dict[Arm, float], selection: dict[Cell, Outcome]) -> Arm:
-    """The variant with the lowest mean loss at its best rate on the selection seeds."""
-
-    def loss(arm: Arm) -> float:
-        runs = [outcome for cell, outcome in selection.items() if (cell.arm, cell.lr) == (arm, best[arm])]
-        return mean(math.inf if run.diverged or run.val_loss is None else run.val_loss for run in runs)
-
-    return min(variants, key=loss)
-
-
-def row(outcome: Outcome) -> Measured:
-    return {"arm": dict(outcome.arm.factors)} | {name: getattr(outcome, name) for name in KEPT}
-
-
-def unigram_loss(val: np.ndarray) -> float:
-    """Loss in nats per token of a model that knows the frequencies of `val`'s tokens and nothing else."""
-    counts = np.unique(val, return_counts=True)[1]
-    return float(-(counts / counts.sum() * np.log(counts / counts.sum())).sum())
+def excerpt(size: int, lab: Lab) -> Path:
+    """A file with `size` bytes of the default corpus's training documents, and all of those for validation."""
+    path = lab.folder / f"python-{size}.jsonl"
+    if not path.exists():
+        corpus, kept = Corpus(["python"], Path(lab.cache_dir)), []
+        for document in corpus.documents("train"):
+            text = "".join(document)
+            if len(text.encode()) <= size:
+                kept.append(text)
+                size -= len(text.encode())
+        kept += ["".join(document) for document in corpus.documents("val")]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in kept))
+    return path

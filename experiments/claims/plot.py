@@ -1,27 +1,57 @@
-"""The figure of a claim."""
+"""The figure of a claim: the trend of its effect, and the loss of every arm over the learning rate."""
 
+import math
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.claims.claim import Claim
-from experiments.claims.judge import find
-from experiments.claims.measure import Measured, Protocol
-from experiments.statistics import estimate
+from experiments.ablation.rates import Optimum
+from experiments.claims.claim import Row
+from experiments.claims.results import Entry
+from experiments.claims.trained import PLACES
 
 
-def plot(claim: Claim, protocol: Protocol, measured: Measured) -> Figure:
-    """Every comparison: a dot per seed, the mean with its 95% interval, and what the claim expects."""
-    found = find(claim, protocol, measured)
-    figure = Figure(figsize=(8, 1.5 + 0.6 * len(found)), layout="constrained")
-    axes = figure.subplots()
-    for height, each in enumerate(found):
-        middle = estimate(each.values)
-        axes.plot(each.values, [height] * len(each.values), "o", color="C0", alpha=0.4)
-        axes.errorbar(middle.mean, height, xerr=middle.half_width, fmt="s", color="C1", capsize=4)
-        label = each.comparison.statement
-        axes.text(0.01, height - 0.3, label, transform=axes.get_yaxis_transform(), fontsize="small", in_layout=False)
-    axes.axvline(0, color="0.3", linewidth=1)
-    axes.set_yticks([])
-    axes.set_ylim(len(found), -1)
-    axes.set_xlabel(", ".join({each.comparison.value for each in found}))
-    figure.suptitle(claim.statement, fontsize="medium", wrap=True)
+def plot(entry: Entry) -> Figure:
+    """The upper panel has the primary effect at every scale, or the effects that have a place of their own."""
+    claim, swept = entry.claim, {scale: rows_by_rate(entry, scale) for scale in entry.content}
+    figure = Figure(figsize=(7, 7 if any(swept.values()) else 3.5), layout="constrained")
+    panels = figure.subplots(2 if any(swept.values()) else 1, squeeze=False)[:, 0]
+    shown = [each for each in claim.effects if each.x is not None] or [claim.effects[0]]
+    if not shown[0].ratio:
+        panels[0].axhline(0, color="0.4", linewidth=1)
+    if claim.dashed is not None:
+        panels[0].axhline(claim.dashed, color="C1", linestyle="--", label="published")
+        panels[0].legend()
+    for scale, judgment in entry.judgments.items():
+        place = PLACES.get(scale) or float(scale.split()[0]) if scale[0].isdigit() or scale in PLACES else 1.0
+        for effect in (each for each in shown if each.name in judgment.found):
+            found = judgment.found[effect.name]
+            low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
+            panels[0].errorbar(effect.x or place, middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
+    name = shown[0].name if len(shown) == 1 else shown[0].name.rpartition(",")[0] or "effect"
+    panels[0].set(xscale="log", yscale="log" if shown[0].ratio else "linear", xlabel=claim.over, ylabel=name)
+    for scale, arms in ((scale, arms) for scale, arms in swept.items() if arms):
+        plot_rates(panels[1], scale, arms, entry.content[scale]["measured"].get("optima", {}))
     return figure
+
+
+def rows_by_rate(entry: Entry, scale: str) -> dict[str, list[Row]]:
+    """Runs that ended, of the arms with several rates."""
+    measured, found = entry.content[scale]["measured"], dict[str, list[Row]]()
+    for row in measured["runs"] + measured.get("search", []):
+        if "lr" in row and row["value"] is not None:
+            found.setdefault(row["arm"], []).append(row)
+    return {arm: rows for arm, rows in found.items() if len({row["lr"] for row in rows}) > 1}
+
+
+def plot_rates(axes: Axes, scale: str, arms: dict[str, list[Row]], optima: dict) -> None:
+    """A dot for each run, and the parabola."""
+    for arm, rows in arms.items():
+        lrs = sorted({row["lr"] for row in rows})
+        label = f"{arm}, {scale}"
+        (dots,) = axes.plot([row["lr"] for row in rows], [row["value"] for row in rows], "o", ms=3, label=label)
+        if arm in optima and optima[arm]["regret"] is not None:
+            best = Optimum(**optima[arm])
+            axes.plot(lrs, [best.loss_at(lr) * math.log(2) for lr in lrs], color=dots.get_color(), linewidth=1)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per byte)")
+    axes.legend(fontsize="x-small")

@@ -1,65 +1,57 @@
-"""Results of claims: a JSON file and a figure for each."""
+"""Results of claims: a JSON file and a figure for each, beside a ledger of all runs."""
 
 import json
 import platform
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.claims.claim import OPEN, SCALES, Claim, Judgment, Scale
-from experiments.claims.judge import judge
-from experiments.claims.measure import Lab
-from experiments.claims.plot import plot
-from files import write_atomically
+from experiments.claims.claim import Claim
+from experiments.claims.judge import ALPHA, Judgment, judge
+from experiments.claims.measure import Lab, train
+from experiments.statistics import holm
+from files import load_json, write_atomically
 from runtime.device import describe
-from runtime.report import save_plot
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim at one scale."""
+    """A claim with its results and what follows from them, by scale, the one of the verdict first."""
 
     claim: Claim
-    scale: Scale
-    content: Mapping[str, Any]  # of the results file; empty if not run
-    judgment: Judgment
+    content: Mapping[str, Any]
+    judgments: Mapping[str, Judgment]
+    p: float | None = None  # of the verdict, corrected for all trained claims
+
+    @property
+    def verdict(self) -> str:
+        first = next(iter(self.judgments.values()))
+        return first.verdict if self.p is None or self.p < ALPHA else "undecided"
 
 
-def results_file(results: Path, claim: Claim, scale: Scale) -> Path:
-    return results / scale / "claims" / f"{claim.name}.json"
-
-
-def command(claim: Claim, scale: Scale) -> str:
-    return f"python ablate.py claim {claim.name} --scale {scale}"
-
-
-def run_claim(claim: Claim, scale: Scale, lab: Lab, results: Path) -> Judgment:
-    """Measure a claim, and write its results and its figure. Returns the verdict."""
-    protocol = claim.protocols[scale]
-    started = time.monotonic()
-    measured = claim.measure(protocol, lab)
+def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
+    """Measure a claim at a scale, and add it to its results."""
+    protocol, started = claim.protocols[scale], time.process_time()
+    measured = (train if protocol.arms or not claim.measure else claim.measure)(protocol, lab)
+    seconds = sum(row.get("seconds") or 0 for row in measured["runs"] + measured.get("search", []))
     environment = {
-        "command": command(claim, scale),
-        "commit": commit(),
+        "protocol": claim.hash,
+        "commit": lab.commit,
         "device": describe(torch.device(lab.devices[0])),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "jobs": lab.jobs,
-        "seconds": round(time.monotonic() - started),  # less where finished runs were reused
+        "hours": round((time.process_time() - started + seconds) / 3600, 3),
     }
-    content = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
-    file = results_file(results, claim, scale)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(content, indent=1) + "\n")
-    entry = read_entry(results, claim, scale)
-    draw(entry, results)
-    return entry.judgment
+    file = results / f"{claim.name}.json"
+    content = load_json(file) if file.exists() else {}
+    content[scale] = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
+    write_atomically(file, json.dumps(content) + "\n")
 
 
 def commit() -> str | None:
@@ -72,33 +64,22 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def draw(entry: Entry, results: Path) -> None:
-    """Write the figure of a result next to it."""
-    figure = plot(entry.claim, entry.claim.protocols[entry.scale], entry.content["measured"])
-    save_plot(figure, results_file(results, entry.claim, entry.scale).with_suffix(".png"))
-
-
-def read_entry(results: Path, claim: Claim, scale: Scale) -> Entry:
-    """Raises ValueError if the result is damaged, or was measured with another protocol."""
-    file, protocol = results_file(results, claim, scale), claim.protocols[scale]
-    again = f"run {command(claim, scale)} again"
-    if not file.exists():
-        return Entry(claim, scale, {}, Judgment(OPEN, "–", "not run"))
-    try:
-        content = json.loads(file.read_text("utf-8"))
-        made, runs = content["protocol"], content["measured"]["runs"]
-        same = made["flags"] == protocol.flags and made["lrs"] == list(protocol.lrs)
-        same &= {row["seed"] for row in runs} == set(protocol.seeds)
-        same &= all(any(row["arm"] in variants for row in runs) for variants in protocol.arms.values())
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged; {again}") from error
-    if not same:
-        raise ValueError(f"{file} was measured with another protocol; {again}")
-    return Entry(claim, scale, content, judge(claim, protocol, content["measured"]))
-
-
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
-    """Every claim at every scale that it has a protocol for."""
-    return [
-        read_entry(results, claim, scale) for claim in claims.values() for scale in SCALES if scale in claim.protocols
-    ]
+    """The claims that were measured at their first scale. Raises ValueError if one had another protocol."""
+    entries = []
+    for claim in claims.values():
+        file = results / f"{claim.name}.json"
+        found = load_json(file) if file.exists() else {}
+        content = {scale: found[scale] for scale in claim.protocols if scale in found}
+        for scale, made in content.items():
+            same = made["protocol"] == json.loads(json.dumps(asdict(claim.protocols[scale])))
+            if not same:
+                raise ValueError(f"{file} was measured with another protocol at scale {scale}; run the claim again")
+        if next(iter(claim.protocols)) in content:
+            judged = {scale: judge(claim, claim.protocols[scale], made["measured"]) for scale, made in content.items()}
+            entries.append(Entry(claim, content, judged))
+    trained = [entry for entry in entries if next(iter(entry.claim.protocols.values())).arms]
+    p_values = [next(iter(entry.judgments.values())).p for entry in trained]
+    corrected = holm([1.0 if p is None else p for p in p_values])
+    by_name = {entry.claim.name: p for entry, p in zip(trained, corrected, strict=True)}
+    return [replace(entry, p=by_name.get(entry.claim.name)) for entry in entries]

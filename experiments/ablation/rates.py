@@ -1,0 +1,89 @@
+"""The learning rate of each arm: the vertex of a parabola through its losses, from runs that are not reported.
+
+The best rate of a coarse grid favors the arm whose optimum the grid happens to hit. The loss over ln(rate) is close to
+a parabola near its minimum, so a few runs there find the minimum to within a fraction of the grid's spacing, and say
+what the error of the rate may cost. The arms are then compared with other seeds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from experiments.statistics import t_quantile
+
+WINDOW = 0.1 / math.log(2)  # bits per byte above the lowest loss, within which the parabola is fitted: 0.1 nats
+POINTS = 5  # rates it takes
+SPACING = 1.6  # between rates that are added
+
+Losses = Mapping[float, Sequence[float]]  # by rate, val_bpb of each seed; infinite if the run diverged
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The rate at which an arm is reported."""
+
+    lr: float
+    regret: float | None  # val_bpb that the error of `lr` is expected to cost; None if no optimum was found
+    loss: float = math.nan  # by the parabola, at `lr`
+    curvature: float = math.nan  # val_bpb per square of ln(rate)
+    noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
+
+    def loss_at(self, lr: float) -> float:
+        """val_bpb at another rate, by the parabola."""
+        return self.loss + self.curvature * math.log(lr / self.lr) ** 2
+
+
+def find_optimum(losses: Losses) -> Optimum:
+    """The vertex, if it lies among at least `POINTS` rates close to the lowest loss; else the best rate."""
+    close = close_rates(losses)
+    best = Optimum(min(sorted(losses), key=lambda lr: mean(losses[lr])), None)
+    if len(close) < POINTS or not math.isfinite(mean(losses[best.lr])):
+        return best
+    points = [(math.log(lr), loss) for lr in close for loss in losses[lr]]
+    x, y = np.array(points).T
+    middle = x.mean()  # keeps the equations well conditioned
+    terms = np.stack([(x - middle) ** 2, x - middle, np.ones_like(x)], axis=1)
+    (a, b, c), (squares,) = np.linalg.lstsq(terms, y)[:2]
+    variance = squares / (len(y) - 3)
+    if a <= 0 or not x.min() < middle - b / (2 * a) < x.max():
+        return best
+    slope = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # of the vertex over the coefficients
+    error = slope @ np.linalg.inv(terms.T @ terms) @ slope * variance
+    lr = float(f"{math.exp(middle - b / (2 * a)):.3g}")
+    return Optimum(lr, *map(float, (a * error, c - b * b / (4 * a), a, math.sqrt(variance))))
+
+
+def close_rates(losses: Losses) -> list[float]:
+    lowest = min(map(mean, losses.values()))
+    return [lr for lr in sorted(losses) if mean(losses[lr]) <= lowest + WINDOW]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
+    """The rates and the number of seeds with which the search goes on, or None if it has ended.
+
+    It ends when the rate's error costs less than a quarter of the interval of a difference over `reported` seeds.
+    """
+    rates, close, found = sorted(losses), close_rates(losses), find_optimum(losses)
+    seeds = max(map(len, losses.values()))
+    if found.regret is not None:
+        half_width = t_quantile(max(reported, 2) - 1) * found.noise * math.sqrt(2 / max(reported, 2))
+        return (rates, seeds + 1) if found.regret > half_width / 4 else None
+    few, at = len(close) < POINTS, rates.index(found.lr)
+    if at == 0 or (few and close[0] == rates[0]):
+        added = rates[0] / SPACING
+    elif at == len(rates) - 1 or (few and close[-1] == rates[-1]):
+        added = rates[-1] * SPACING
+    elif few:  # the minimum is narrow: halve the widest gap around it
+        near = rates[max(at - 2, 0) : at + 3]
+        low, high = max(pairwise(near), key=lambda pair: pair[1] / pair[0])
+        added = math.sqrt(low * high)
+    else:
+        return rates, seeds + 1
+    return sorted([*rates, float(f"{added:.3g}")]), seeds

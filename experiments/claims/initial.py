@@ -1,0 +1,252 @@
+"""Claims about models at initialization, some of which are shown after training as well, and about speed."""
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from config import ModelConfig, TrainConfig
+from experiments.benchmarks import accumulate_gradients, update
+from experiments.claims.claim import Arm, Claim, Effect, Measured, Protocol, Row, difference, slope
+from experiments.claims.measure import Lab
+from experiments.claims.trained import WARMUPS, S, lns
+from experiments.probe import probe
+from model import Llama, weights_by_role
+from norms import KINDS
+from optim import make_optimizers
+
+DEPTHS = (6, 12, 24, 48, 96)
+WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
+
+
+def initial(seed: int, **options: Any) -> tuple[Llama, Tensor, Tensor]:
+    """A model of width 64, and a batch of random tokens: inputs and targets."""
+    model = Llama(ModelConfig(**{"dim": 64, "heads": 2, "context": 64, "vocab_size": 257} | options), seed)
+    ids = torch.randint(257, (8, 65), generator=torch.Generator().manual_seed(seed))
+    return model, ids[:, :-1], ids[:, 1:]
+
+
+# --- equivalence -----------------------------------------------------------------------------------------------------
+
+
+def equivalence(protocol: Protocol, lab: Lab) -> Measured:
+    """Relative differences of logits in float64 between LayerNorm without bias and RMSNorm with the same weights."""
+    shape: dict[str, Any] = {"layers": 4, "tie_embeddings": False}  # the output head is not centered
+    rows: list[Row] = []
+    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
+        layernorm, tokens, _ = initial(seed, norm="layernorm", norm_args={"bias": False, "eps": 1e-6}, **shape)
+        rmsnorm = initial(seed, norm_args={"eps": 1e-6}, **shape)[0]
+        generator = torch.Generator().manual_seed(seed)
+        for module in layernorm.modules():
+            if isinstance(module, tuple(KINDS.values())):  # gains of 1 could hide a mistake
+                nn.init.normal_(module.get_parameter("weight"), 1, 0.5, generator=generator)
+        rmsnorm.load_state_dict(layernorm.state_dict())
+        centered = copy.deepcopy(rmsnorm).double()
+        for role, _, weight in weights_by_role(centered):
+            if role in WRITERS:
+                weight.data -= weight.data.mean(1 if role == "embedding" else 0, keepdim=True)
+        with torch.no_grad():
+            expected, *found = (model.double()(tokens) for model in (layernorm, centered, rmsnorm))
+        for arm, logits in zip(("centered", "not centered"), found, strict=True):
+            error = float((logits - expected).abs().max() / expected.abs().max())
+            rows.append({"arm": arm, "seed": seed, "value": error})
+    return {"runs": rows}
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def speed(protocol: Protocol, lab: Lab) -> Measured:
+    """ln(seconds) of 10 training steps, in rounds that take all arms in turn."""
+    torch.set_num_threads(1)
+    steps = {
+        f"{norm}{', compiled' if compiled else ''}": training_step(norm, compiled)
+        for compiled in (False, True)
+        for norm in ("rmsnorm", "layernorm")
+    }
+    rows: list[Row] = []
+    for round in range(-2, protocol.seeds):  # two to warm up
+        for arm, step in steps.items():
+            started = time.perf_counter()
+            for _ in range(10):
+                step()
+            row = {"arm": arm, "seed": lab.first_seed + round, "value": math.log(time.perf_counter() - started)}
+            rows += [row] if round >= 0 else []
+    return {"runs": rows}
+
+
+def training_step(norm: str, compiled: bool) -> Callable[[], None]:
+    model = Llama(ModelConfig(norm=norm, vocab_size=257))  # the default width of 128 and context of 256
+    loss = torch.compile(model.loss) if compiled else model.loss
+    optimizers = make_optimizers(model, TrainConfig())
+    tokens = torch.randint(257, (8, 257))
+
+    def step() -> None:
+        accumulate_gradients(loss, tokens[:, :-1], tokens[:, 1:], torch.float32)
+        update(optimizers)
+
+    return step
+
+
+# --- depth -----------------------------------------------------------------------------------------------------------
+
+
+def last_gradient(protocol: Protocol, lab: Lab) -> Measured:
+    """ln of the gradient's norm of the last MLP's second matrix, with Xavier's initialization and LayerNorm."""
+    rows: list[Row] = []
+    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
+        for placement in ("post", "pre"):
+            for depth in protocol.depths:
+                model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
+                model.loss(*batch).backward()
+                gradient = dict(model.named_parameters())[f"layers.{depth - 1}.mlp.down_proj.weight"].grad
+                assert gradient is not None
+                rows.append({"arm": f"{placement} {depth}", "seed": seed, "value": math.log(gradient.norm())})
+    return {"runs": rows}
+
+
+def model_update(protocol: Protocol, lab: Lab) -> Measured:
+    """ln of the mean change of the logits after one step of SGD, or of the gradient's sign, by depth."""
+    rows: list[Row] = []
+    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
+        for placement in ("deepnorm", "post"):
+            for depth in protocol.depths:
+                for rule, lr in (("SGD", 1e-3), ("sign", 1e-6)):
+                    model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
+                    model.loss(*batch).backward()
+                    with torch.no_grad():
+                        before = model(batch[0])
+                        for weight in model.parameters():
+                            assert weight.grad is not None
+                            weight.sub_(weight.grad if rule == "SGD" else weight.grad.sign(), alpha=lr)
+                        change = float((model(batch[0]) - before).norm())
+                    rows.append({"arm": f"{placement} {depth}, {rule}", "seed": seed, "value": math.log(change)})
+    return {"runs": rows}
+
+
+def growth(protocol: Protocol, lab: Lab) -> Measured:
+    """The residual stream of new models; that of trained ones is measured where they are trained."""
+    rows: list[Row] = []
+    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
+        for placement in ("pre", "sandwich"):
+            model, *batch = initial(seed, placement=placement, layers=protocol.depths[0], init="xavier")
+            rms = [block.residual_rms for block in probe(model, *batch)]
+            rows.append({"arm": placement, "seed": seed, "value": None, "residual_rms": rms})
+    return {"runs": rows}
+
+
+def from_warmup(name: str, layers: int) -> Effect:
+    """What post-norm gains from warm-up minus what pre-norm does, each at the best of its rates."""
+    terms = {f"{placement} {layers} {warmup}": 1.0 for placement in ("post", "pre") for warmup in ("with", "without")}
+    signs = (-1, 1, 1, -1)
+    return Effect(name, dict(zip(terms, signs, strict=True)), value="best rate")
+
+
+def over_depth(name: str, template: str, **more: Any) -> Effect:
+    """The exponent of a power law. The template has a place for the number of blocks."""
+    return slope(name, {math.log(depth): {template.format(depth): 1.0} for depth in DEPTHS}, **more)
+
+
+SANDWICH = Arm(dict(lns(24)["pre"].factors) | {"placement": "sandwich"}, lrs=(1e-3,))
+
+BELOW_93 = (-math.inf, math.log(0.93))
+FLAT, FALLING = (-0.15, 0.15), (-0.65, -0.35)
+
+CLAIMS = (
+    Claim(
+        "prenorm-equivalence",
+        "Pre-LN and Pre-RMSNorm are equivalent",
+        quote="We formally establish the equivalence of Pre-LN, Pre-RMSNorm, and Pre-CRMSNorm Transformer variants in "
+        "both training and inference.",
+        source="arXiv 2305.14858, abstract",
+        published="equal: a proof",
+        question="If the weights that write to the residual stream are centered, is the relative difference of the "
+        "logits in float64 below 1e-12?",
+        effects=(
+            Effect("with centered weights", {"centered": 1}, (-math.inf, 1e-12), (-math.inf, 1e-12)),
+            Effect("without", {"not centered": 1}),
+        ),
+        protocols={"initialization": Protocol(5, 0.01)},
+        measure=equivalence,
+    ),
+    Claim(
+        "rmsnorm-speed",
+        "RMSNorm shortens a training step",
+        quote="reduces the running time by 7%∼64% on different models",
+        source="arXiv 1910.07467, abstract (all that was seen); arXiv 2305.14858, abstract, says “1% - 10%”",
+        published="0.36 to 0.93 of the time: recurrent, convolutional and Transformer models, on GPUs",
+        question="Is the time of a training step with RMSNorm below 0.93 of that with LayerNorm? 0.84 million "
+        "parameters, fp32, one thread of a CPU.",
+        effects=(
+            difference("rmsnorm", "layernorm", reproduced=BELOW_93, expected=BELOW_93, ratio=True),
+            difference("rmsnorm, compiled", "layernorm, compiled", ratio=True),
+        ),
+        protocols={"M": Protocol(10, 0.1)},
+        measure=speed,
+    ),
+    Claim(
+        "last-gradient",
+        "At initialization, post-norm's last gradients do not shrink with depth, and pre-norm's do",
+        quote="we prove with mean field theory that at initialization, for the original-designed Post-LN Transformer, "
+        "(…) the expected gradients of the parameters near the output layer are large",
+        source="arXiv 2002.04745, abstract; Theorem 1 (section 3.3) bounds the last matrix",
+        published="exponents 0 and −½ of the number of blocks, as upper bounds; in translation with 6 blocks, pre-norm "
+        "“without the warm-up stage” reaches comparable results",
+        question="What power of the number of blocks is the gradient of the last MLP's second matrix? LayerNorm and "
+        "Xavier's initialization. After training: how much more does post-norm gain from warm-up than pre-norm?",
+        effects=(
+            over_depth("exponent, post-norm", "post {}", reproduced=FLAT, expected=FLAT),
+            over_depth("exponent, pre-norm", "pre {}", reproduced=FALLING, expected=FALLING),
+            *(Effect(f"pre-norm, {depth} blocks", {f"pre {depth}": 1}, ratio=True, x=depth) for depth in DEPTHS),
+            from_warmup("warm-up, 6 blocks", 6),
+            from_warmup("warm-up, 12 blocks", 12),
+        ),
+        protocols={"initialization": Protocol(5, 0.05, depths=DEPTHS), "S": Protocol(3, 1.7, S, WARMUPS)},
+        measure=last_gradient,
+        over="blocks",
+    ),
+    Claim(
+        "deepnorm-update",
+        "DeepNorm bounds the first update of the model",
+        quote="In-depth theoretical analysis shows that model updates can be bounded in a stable way.",
+        source="arXiv 2203.00555, abstract; section 4.3 assumes SGD",
+        published="bounded by a constant, so exponent 0; translation with up to 1,000 layers",
+        question="What power of the number of blocks is the change of the logits after one step of SGD? Sign: after "
+        "one step by the gradient's sign, as of Adam.",
+        effects=(
+            over_depth("exponent, DeepNorm", "deepnorm {}, SGD", reproduced=FLAT, expected=FLAT),
+            over_depth("exponent, post-norm", "post {}, SGD"),
+            over_depth("exponent, DeepNorm, sign", "deepnorm {}, sign"),
+            *(
+                Effect(f"DeepNorm, {depth} blocks", {f"deepnorm {depth}, SGD": 1}, ratio=True, x=depth)
+                for depth in DEPTHS
+            ),
+        ),
+        protocols={"initialization": Protocol(5, 0.1, depths=DEPTHS)},
+        measure=model_update,
+        over="blocks",
+    ),
+    Claim(
+        "prenorm-variance",
+        "Under pre-norm, variance grows exponentially with depth",
+        quote="its output variance exponentially grows with the model depth",
+        source="arXiv 2502.05795, abstract; its Lemma 3.2 only bounds it between linear and exponential",
+        published="exponential: LLaMA, 130M to 7B parameters, trained",
+        question="Does an exponential fit the variance of the stream over 24 blocks better than a power law? Logarithm "
+        "of the ratio of the residual squares, power law over exponential; at initialization, and after training.",
+        effects=(
+            Effect("pre-norm", {"pre": 1}, (0.0, math.inf), (0.0, math.inf), value="growth"),
+            Effect("sandwich", {"sandwich": 1}, value="growth"),
+        ),
+        protocols={
+            "24 blocks": Protocol(5, 0.6, S, {"pre": lns(24)["pre"], "sandwich": SANDWICH}),
+            "initialization": Protocol(5, 0.01, depths=(24,)),
+        },
+        measure=growth,
+        over="blocks",
+    ),
+)

@@ -1,0 +1,259 @@
+"""Claims about trained models.
+
+Scale S has 0.23 million parameters and sees 1.02 million tokens, M has 0.84 and sees 2.05 million. Tokens are bytes, so
+losses are in nats per byte. Most claims are judged with Muon: between seeds, its losses vary less than AdamW's.
+"""
+
+import math
+from typing import Any
+
+from experiments.claims.claim import Arm, Claim, Effect, Protocol, difference, slope
+
+TINY = (
+    "--tokenizer bytes --layers 4 --heads 2 --batch-size 8 --dtype float32 --no-compile --schedule linear --steps 1000 "
+    "--eval-every 1000 --eval-tokens 131072 --save-every 1000 --keep 1"
+)
+S = f"{TINY} --dim 64 --context 128"
+M = f"{TINY} --dim 128 --context 256"
+PLACES = {"S": 0.23e6 * 1.02e6, "M": 0.84e6 * 2.05e6}  # parameters × tokens
+LRS = {"muon": 0.016, "adamw": 0.005}  # where searches start
+SQUASHED = {"init": "xavier", "scaled_embedding": "true"}  # for DyT and Derf, which do not rescale what they get
+BELOW, ABOVE = (-math.inf, 0.0), (0.0, math.inf)
+
+
+def tuned(optimizer: str, data: str = "python", **factors: str) -> Arm:
+    return Arm({"optimizer": optimizer} | factors, LRS[optimizer], data=data)
+
+
+def both(name: str, **factors: str) -> dict[str, Arm]:
+    """An arm with Muon, and with AdamW."""
+    return {name: tuned("muon", **factors), f"{name}, AdamW": tuned("adamw", **factors)}
+
+
+RMSNORM, LAYERNORM = both("RMSNorm"), both("LayerNorm", norm="layernorm")
+SHAKESPEARE = {
+    "RMSNorm, Shakespeare": tuned("muon", data="shakespeare"),
+    "LayerNorm, Shakespeare": tuned("muon", data="shakespeare", norm="layernorm"),
+}
+DYT, DYT_TUNED = both("DyT", norm="dyt:alpha=0.5", **SQUASHED), both("DyT tuned", norm="dyt:alpha=0.25", **SQUASHED)
+DERF, DERF_03 = both("Derf", norm="derf:alpha=0.5", **SQUASHED), both("Derf 0.3", norm="derf:alpha=0.3", **SQUASHED)
+
+
+def with_muon(arms: dict[str, Arm]) -> dict[str, Arm]:
+    return {name: arm for name, arm in arms.items() if arm.factors["optimizer"] == "muon"}
+
+
+def interaction(arm: str, **more: Any) -> Effect:
+    terms = {arm: 1, "RMSNorm": -1, f"{arm}, AdamW": -1, "RMSNorm, AdamW": 1}
+    return Effect(f"({arm} − RMSNorm) with Muon − with AdamW", terms, **more)
+
+
+WARMUPS = {
+    f"{placement} {layers} {'with' if warmup else 'without'}": Arm(
+        {"optimizer": "adamw", "placement": placement, "layers": str(layers), "warmup": str(warmup)},
+        lrs=(3e-4, 1e-3, 3e-3),
+    )
+    for layers in (6, 12)
+    for warmup in (0, 100)
+    for placement in ("pre", "post")
+}
+
+
+def lns(layers: int) -> dict[str, Arm]:
+    """With the authors' Adam. A name with "scaled" has depth-scaled initialization."""
+    shared = {"optimizer": "adamw", "layers": str(layers), "warmup": "100", "weight_decay": "0", "clip": "0"}
+    return {
+        f"{name}{' scaled' if scaled == 'true' else ''}": Arm(
+            shared | {"placement": placement, "depth_scaled_init": scaled}, lrs=(1e-3,)
+        )
+        for name, placement in (("pre", "pre"), ("LNS", "lns"))
+        for scaled in ("false", "true")
+    }
+
+
+SIZES = {50_000: "50 kB", 200_000: "200 kB", 1_000_000: "1 MB", 12_000_000: "all"}  # of text; the last is approximate
+PAIR = {"DyT": {"norm": "dyt:alpha=2", **SQUASHED}, "LayerNorm": {"norm": "layernorm"}}
+
+
+def amounts() -> dict[str, Arm]:
+    """DyT and LayerNorm on parts of the text, for 4,000 steps at the best rates of 1,000 steps on all of it."""
+    found = {f"{name} rate": tuned("adamw", **factors) for name, factors in PAIR.items()}
+    for size, end in SIZES.items():
+        for name, factors in PAIR.items():
+            longer = {"optimizer": "adamw", "steps": "4000", **factors}
+            data = "python" if end == "all" else str(size)
+            found[f"{name} {end}"] = Arm(longer, like=f"{name} rate", data=data)
+    return found
+
+
+def amount_slope(name: str, value: str, **more: Any) -> Effect:
+    ends = {math.log(size): {f"DyT {end}": 1.0, f"LayerNorm {end}": -1.0} for size, end in SIZES.items()}
+    return slope(name, ends, value=value, **more)
+
+
+STEPS = (1000, 250, 500, 2000, 4000)  # the rates of the first are those of longer runs as well
+
+
+def lengths() -> dict[str, Arm]:
+    """nGPT as its authors train it, without decay and warm-up, and with an output head of its own."""
+    ngpt = {"placement": "ngpt", "warmup": "0", "weight_decay": "0", "tie_embeddings": "false"}
+    found = {}
+    for steps in STEPS:
+        shared = dict.fromkeys(("steps", "eval_every", "save_every"), str(steps))
+        for optimizer in LRS:
+            for name, factors in ((f"pre {optimizer}", {}), (f"nGPT {optimizer}", ngpt)):
+                arm = tuned(optimizer, **factors, **shared)
+                found[f"{name} {steps}"] = arm if steps <= 1000 else Arm(arm.factors, like=f"{name} 1000")
+    return found
+
+
+def speed_slope(optimizer: str, **more: Any) -> Effect:
+    points = {math.log(steps): {f"{optimizer} {steps}": 1.0} for steps in STEPS}
+    return slope(f"slope of ln(speed-up) over ln(steps), {optimizer}", points, value="speed-up", **more)
+
+
+def rates(number: int, *optimizers: str) -> dict[str, Arm]:
+    """Rates a factor of 2 apart, from a few below those of the other claims to more above them."""
+    return {
+        f"{'QK-norm' if qk == 'head' else 'plain'}, {optimizer}": Arm(
+            {"optimizer": optimizer, "qk_norm": qk},
+            lrs=tuple(float(f"{LRS[optimizer] * 2.0**power:.3g}") for power in range(1 - number // 2, 2 + number // 2)),
+        )
+        for optimizer in optimizers
+        for qk in ("none", "head")
+    }
+
+
+def less_sensitive(optimizer: str, **more: Any) -> Effect:
+    return difference(f"plain, {optimizer}", f"QK-norm, {optimizer}", value="sensitivity", **more)
+
+
+CLAIMS = (
+    Claim(
+        "rmsnorm-layernorm",
+        "RMSNorm is about as good as LayerNorm",
+        quote="RMSNorm achieves comparable performance against LayerNorm",
+        source="arXiv 1910.07467, abstract (all that was seen)",
+        published="comparable, without a margin, in four tasks",
+        question="Is RMSNorm worse by less than 0.02 nats per byte? Pre-norm, Muon, each at its best rate.",
+        effects=(
+            difference("RMSNorm", "LayerNorm", reproduced=(-math.inf, 0.02), expected=(-math.inf, 0.02)),
+            difference("RMSNorm, AdamW", "LayerNorm, AdamW"),
+            difference("RMSNorm, Shakespeare", "LayerNorm, Shakespeare"),
+        ),
+        protocols={
+            "S": Protocol(12, 1.6, S, RMSNORM | LAYERNORM | SHAKESPEARE),
+            "M": Protocol(6, 1.8, M, with_muon(RMSNORM | LAYERNORM)),
+        },
+    ),
+    Claim(
+        "lns",
+        "LNS helps pre-norm with plain initialization",
+        quote="We found that combining LNS with Scaled Initialization (…) diminishes the effectiveness of LNS. "
+        "Therefore, we recommend removing the latter when applying LNS.",
+        source="arXiv 2502.05795v3, footnote 1",
+        published="−0.037 nats, and −0.009 with scaled initialization: LLaMA, 130M parameters, 2.2B tokens of C4",
+        question="With the authors' Adam (rate 1e-3, 10% warm-up, no decay, no clipping) and plain initialization, is "
+        "the loss with LNS lower than with pre-norm?",
+        effects=(
+            difference("LNS", "pre", reproduced=BELOW, expected=(-math.inf, -0.037)),
+            difference("LNS scaled", "pre scaled"),
+            difference("pre scaled", "pre"),
+        ),
+        protocols={"12 blocks": Protocol(12, 1.6, S, lns(12)), "24 blocks": Protocol(4, 1.0, S, lns(24))},
+        dashed=-0.037,
+        over="blocks",
+    ),
+    Claim(
+        "dyt-data",
+        "DyT loses more the more data there is",
+        quote="DyT improves validation loss by 27.3% at 64M/1M but worsens it by 18.8% at 64M/118M",
+        source="arXiv 2604.23434v1, abstract; figures and alpha are in the author's repository",
+        published="−27.3% with 1M unique tokens, where LayerNorm overfits to 9.38 nats; +18.8% with 118M",
+        question="Does DyT − LayerNorm rise with the amount of unique text? 4 million tokens are trained on in all, "
+        "with AdamW and alpha 2.",
+        effects=(
+            amount_slope("slope of DyT − LayerNorm over ln(bytes)", "value", reproduced=ABOVE, expected=ABOVE),
+            amount_slope("the same at each run's best evaluation", "best of all evaluations"),
+            *(difference(f"DyT {end}", f"LayerNorm {end}", x=size) for size, end in SIZES.items()),
+        ),
+        protocols={"S": Protocol(4, 2.0, f"{S} --eval-every 500", amounts())},
+        over="bytes of unique text",
+    ),
+    Claim(
+        "dyt-fixed-compute",
+        "DyT is not better than RMSNorm",
+        quote="Every variation of the idea that was attempted, including after a bunch of parameter tuning did not "
+        "outperform the baseline d12 model on master, even with steps on the x-axis.",
+        source="nanochat, dev/LOG.md, 2026-05-05; arXiv 2503.10622, abstract, says “match or exceed”",
+        published="no figure (d12); 0 to 0.01 nats worse (LLaMA, 7B to 70B)",
+        question="With Muon, is DyT not better than RMSNorm by 0.02 nats per byte? Each has its own best rate and "
+        "initialization, and DyT also its best alpha of a pilot.",
+        effects=(
+            difference("DyT tuned", "RMSNorm", reproduced=(-0.02, math.inf), expected=(-0.02, math.inf)),
+            difference("DyT", "RMSNorm"),
+            difference("DyT tuned, AdamW", "RMSNorm, AdamW"),
+            difference("DyT, AdamW", "RMSNorm, AdamW"),
+        ),
+        protocols={
+            "S": Protocol(10, 1.4, S, RMSNORM | DYT | DYT_TUNED),
+            "M": Protocol(6, 1.0, M, with_muon(RMSNORM | DYT_TUNED)),
+        },
+    ),
+    Claim(
+        "derf-muon",
+        "Derf loses more with Muon than with AdamW",
+        quote="with its gap to RMSNorm growing from +0.31 nats under AdamW to +0.97 under Muon",
+        source="arXiv 2604.01563, abstract (all that was seen)",
+        published="interaction +0.66 nats; alpha 0.3 recovers about 80%: 1B parameters, 1,000 steps, alpha 0.5",
+        question="Is the loss of Derf to RMSNorm larger with Muon than with AdamW? Half of the published effect is "
+        "expected.",
+        effects=(
+            interaction("Derf", reproduced=ABOVE, expected=(0.33, math.inf)),
+            interaction("Derf 0.3"),
+            difference("Derf", "RMSNorm"),
+            difference("Derf, AdamW", "RMSNorm, AdamW"),
+        ),
+        protocols={
+            "S": Protocol(10, 1.2, S, RMSNORM | DERF | DERF_03),
+            "M": Protocol(5, 2.6, M, RMSNORM | DERF),
+        },
+        dashed=0.66,
+    ),
+    Claim(
+        "ngpt-steps",
+        "nGPT's speed-up grows with the number of steps",
+        quote="reducing the number of training steps required to achieve the same accuracy by a factor of 4 to 20, "
+        "depending on the sequence length",
+        source="arXiv 2410.01131, abstract; its code's README: “For shorter training runs, the expected speedup is "
+        "smaller.”",
+        published="about 4 after 200,000 steps with a context of 1k: 0.5B and 1B parameters",
+        question="Does the speed-up grow from 250 to 4,000 steps, each with a decayed rate? The factor of 4 itself is "
+        "out of scope here: it needs far longer runs.",
+        effects=(
+            speed_slope("muon", reproduced=ABOVE, expected=ABOVE),
+            speed_slope("adamw"),
+            *(
+                Effect(f"speed-up after {steps} steps", {f"muon {steps}": 1}, value="speed-up", ratio=True, x=steps)
+                for steps in sorted(STEPS)
+            ),
+        ),
+        protocols={"S": Protocol(4, 2.6, S, lengths())},
+        over="steps",
+    ),
+    Claim(
+        "qk-norm-rates",
+        "QK-norm makes training less sensitive to the learning rate",
+        quote="these instabilities also appear in small models when training at high learning rates, and that "
+        "mitigations previously employed at large scales are equally effective in this regime",
+        source="arXiv 2309.14322, abstract; sensitivity as in section 2.2",
+        published="no single figure: 10M to 1.2B parameters, C4, AdamW, rates of 3e-4 to 3e-1",
+        question="Averaged over the rates, is less lost to the best rate with QK-norm? A loss above that at the start "
+        "counts as that at the start.",
+        effects=(less_sensitive("muon", reproduced=ABOVE, expected=ABOVE), less_sensitive("adamw")),
+        protocols={
+            "S": Protocol(5, 2.4, S, rates(9, "muon", "adamw")),
+            "M": Protocol(3, 2.7, M, rates(7, "muon")),
+        },
+    ),
+)
