@@ -1,4 +1,4 @@
-"""What a claim is: a published sentence, what is measured at each scale, and what would count as reproducing it.
+"""What a claim is: what is measured at each scale, and what would count as reproducing a published sentence.
 
 All of it is written down, and committed, before the runs.
 """
@@ -77,21 +77,16 @@ def slope(name: str, arms: Mapping[float, Mapping[str, float]], **more: Any) -> 
 class Claim:
     """The verdict rests on the judged effects at the first scale. If there are several, all must hold."""
 
-    name: str
-    title: str
-    quote: str
-    source: str  # with the place of the quote in it
-    published: str  # the effect, and the setting
-    question: str  # what is asked here
+    name: str  # `page.md` has its title, the quoted sentence, and the question that is asked
     effects: Sequence[Effect]
     protocols: Mapping[str, Protocol]  # by scale
     measure: Callable[..., Measured] | None = None  # at scales that train nothing
     dashed: float | None = None  # the published effect, in the plot of the trend
-    over: str = "parameters × tokens"  # the x axis of that plot
+    over: str = ""  # the x axis of that plot, unless it shows the scales
 
     @property
     def hash(self) -> str:
         """Of what was written down before the runs."""
         protocols = {scale: asdict(protocol) for scale, protocol in self.protocols.items()}
-        content = [self.name, self.quote, self.question, [asdict(each) for each in self.effects], protocols]
+        content = [self.name, [asdict(each) for each in self.effects], protocols]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]

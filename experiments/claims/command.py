@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     if flags.list:
         for claim in CLAIMS.values():
             scales = ", ".join(f"{scale} {protocol.hours:g}" for scale, protocol in claim.protocols.items())
-            print(f"{claim.name} ({scales}): {claim.title}")
+            print(f"{claim.name}: {scales}")
         return
     results, runs = flags.results, RUNS_FOLDER / "claims"
     with bad_input():
@@ -57,5 +57,5 @@ def main(arguments: list[str]) -> None:
     write_pages(entries, results)
     for entry in entries:
         if entry.claim in chosen:
-            print(f"{entry.claim.title}: {entry.verdict}")
+            print(f"{entry.claim.name}: {entry.verdict}")
     print(f"see {results.parent.parent / 'CLAIMS.md'}")

@@ -1,4 +1,4 @@
-"""CLAIMS.md and claims.html, written from the results of all claims. The prose is in `page.md`."""
+"""CLAIMS.md and claims.html. `page.md` has the prose of all claims, and a comment where each result goes."""
 
 import math
 from pathlib import Path
@@ -10,42 +10,49 @@ from experiments.statistics import Estimate
 from files import write_atomically
 from runtime.report import figure, markdown, page, save_plot
 
+TITLE = "Published claims about normalization, tried at a small scale"
+
 
 def write_pages(entries: list[Entry], results: Path) -> None:
     """Write a figure for each claim to `results`, which is in a folder `results`, and both pages beside that."""
-    title, _, prose = Path(__file__).with_name("page.md").read_text("utf-8").partition("\n")
-    prose = prose.replace("<!-- TABLE -->", table(entries))
-    text, html = [title, prose.strip()], [markdown(prose)]
-    for entry in entries:
-        drawn, name, section = plot(entry), entry.claim.name, "\n\n".join(paragraphs(entry))
+    introduction, *sections = Path(__file__).with_name("page.md").read_text("utf-8").split("\n## ")
+    known = {entry.claim.name: entry for entry in entries}
+    lines = ["| claim | verdict | primary effect |", "|---|---|---|"]
+    text, html = [f"# {TITLE}", introduction], []
+    for section in sections:
+        title, _, prose = section.partition("\n")
+        prose, _, name = prose.strip().removesuffix(" -->").partition("<!-- ")
+        if name not in known:
+            continue
+        entry, drawn = known[name], plot(known[name])
+        lines.append(f"| {title} | **{entry.verdict}** | {primary(entry)} |")
+        content = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}"
         save_plot(drawn, results / f"{name}.png")
-        text += [section, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
-        html += [markdown(section), figure(drawn, alt=f"effect and rates: {entry.claim.title}")]
-    top = results.parent.parent
+        text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
+        html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
+    introduction = introduction.replace("<!-- TABLE -->", "\n".join(lines)).strip()
+    text[1], top = introduction, results.parent.parent
     write_atomically(top / "CLAIMS.md", "\n\n".join(text) + "\n")
-    write_atomically(top / "claims.html", page(title.removeprefix("# "), html))
+    write_atomically(top / "claims.html", page(TITLE, [markdown(introduction), *html]))
 
 
-def table(entries: list[Entry]) -> str:
-    lines = ["| claim | verdict | effect | published |", "|---|---|---|---|"]
-    for entry in entries:
-        found = [
-            f"{scale}: {shown(effect, judgment.found[effect.name])}"
-            for scale, judgment in entry.judgments.items()
-            for effect in entry.claim.effects
-            if effect.judged and effect.name in judgment.found
-        ]
-        lines.append(f"| {entry.claim.title} | **{entry.verdict}** | {'; '.join(found)} | {entry.claim.published} |")
-    return "\n".join(lines)
+def primary(entry: Entry) -> str:
+    """The judged effects at each scale."""
+    return "; ".join(
+        f"{scale}: {shown(effect, judgment.found[effect.name])}"
+        for scale, judgment in entry.judgments.items()
+        for effect in entry.claim.effects
+        if effect.judged and effect.name in judgment.found
+    )
 
 
-def paragraphs(entry: Entry) -> list[str]:
-    """The section of a claim, in Markdown."""
-    claim, p = entry.claim, "" if entry.p is None else f" (p = {entry.p:.2g}, corrected for all trained claims)"
+def details(entry: Entry) -> str:
+    """Verdict, effects, and how they were measured, in Markdown."""
+    p = "" if entry.p is None else f" (p = {entry.p:.2g}, corrected for all trained claims)"
     rows = ["| effect | scale | mean ± 95% interval | smallest detectable |", "|---|---|---|---|"]
     made = []
     for scale, judgment in entry.judgments.items():
-        for effect in (each for each in claim.effects if each.name in judgment.found):
+        for effect in (each for each in entry.claim.effects if each.name in judgment.found):
             found = judgment.found[effect.name]
             least = "–" if found.detectable is None or effect.ratio else f"{found.detectable:.2g}"
             rows.append(f"| {effect.name} | {scale} | {shown(effect, found)} | {least} |")
@@ -55,13 +62,8 @@ def paragraphs(entry: Entry) -> list[str]:
             f"{scale}: {reason}{by['hours']:.2g} CPU hours, {by['device']}, {by['instruction_set']}, commit "
             f"{by['commit']}, protocol {by['protocol']}."
         )
-    return [
-        f"## {claim.title}",
-        f"**{entry.verdict}**{p}. “{claim.quote}” ({claim.source}). Published: {claim.published}.",
-        claim.question,
-        "\n".join(rows),
-        f"`python ablate.py claim {claim.name}`. {' '.join(made)}",
-    ]
+    command = f"`python ablate.py claim {entry.claim.name}`."
+    return "\n\n".join([f"**{entry.verdict}**{p}.", "\n".join(rows), " ".join([command, *made])])
 
 
 def shown(effect: Effect, found: Estimate) -> str:

@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def equivalence(protocol: Protocol, lab: Lab) -> Measured:
     """Relative differences of logits in float64 between LayerNorm without bias and RMSNorm with the same weights."""
     shape: dict[str, Any] = {"layers": 4, "tie_embeddings": False}  # the output head is not centered
     rows: list[Row] = []
-    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
+    for seed in lab.seeds(protocol):
         layernorm, tokens, _ = initial(seed, norm="layernorm", norm_args={"bias": False, "eps": 1e-6}, **shape)
         rmsnorm = initial(seed, norm_args={"eps": 1e-6}, **shape)[0]
         generator = torch.Generator().manual_seed(seed)
@@ -95,43 +96,46 @@ def training_step(norm: str, compiled: bool) -> Callable[[], None]:
 # --- depth -----------------------------------------------------------------------------------------------------------
 
 
-def last_gradient(protocol: Protocol, lab: Lab) -> Measured:
-    """ln of the gradient's norm of the last MLP's second matrix, with Xavier's initialization and LayerNorm."""
-    rows: list[Row] = []
-    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
-        for placement in ("post", "pre"):
+def by_depth(measure: Callable[..., dict[str, float]], *placements: str) -> Callable[[Protocol, Lab], Measured]:
+    """ln of what `measure` finds in new models with LayerNorm and Xavier's initialization, by placement and depth."""
+
+    def measured(protocol: Protocol, lab: Lab) -> Measured:
+        rows: list[Row] = []
+        for seed, placement in product(lab.seeds(protocol), placements):
             for depth in protocol.depths:
                 model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
                 model.loss(*batch).backward()
-                gradient = dict(model.named_parameters())[f"layers.{depth - 1}.mlp.down_proj.weight"].grad
-                assert gradient is not None
-                rows.append({"arm": f"{placement} {depth}", "seed": seed, "value": math.log(gradient.norm())})
-    return {"runs": rows}
+                for name, value in measure(model, batch[0]).items():
+                    rows.append({"arm": f"{placement} {depth}{name}", "seed": seed, "value": math.log(value)})
+        return {"runs": rows}
+
+    return measured
 
 
-def model_update(protocol: Protocol, lab: Lab) -> Measured:
-    """ln of the mean change of the logits after one step of SGD, or of the gradient's sign, by depth."""
-    rows: list[Row] = []
-    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
-        for placement in ("deepnorm", "post"):
-            for depth in protocol.depths:
-                for rule, lr in (("SGD", 1e-3), ("sign", 1e-6)):
-                    model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
-                    model.loss(*batch).backward()
-                    with torch.no_grad():
-                        before = model(batch[0])
-                        for weight in model.parameters():
-                            assert weight.grad is not None
-                            weight.sub_(weight.grad if rule == "SGD" else weight.grad.sign(), alpha=lr)
-                        change = float((model(batch[0]) - before).norm())
-                    rows.append({"arm": f"{placement} {depth}, {rule}", "seed": seed, "value": math.log(change)})
-    return {"runs": rows}
+def last_gradient(model: Llama, tokens: Tensor) -> dict[str, float]:
+    """Norm of the gradient of the last MLP's second matrix."""
+    gradient = dict(model.named_parameters())[f"layers.{len(model.layers) - 1}.mlp.down_proj.weight"].grad
+    assert gradient is not None
+    return {"": float(gradient.norm())}
+
+
+@torch.no_grad()
+def model_update(model: Llama, tokens: Tensor) -> dict[str, float]:
+    """Norm of the change of the logits after one step of SGD, and after one by the gradient's sign."""
+    before, found = model(tokens), {}
+    for rule, lr in ((", SGD", 1e-3), (", sign", 1e-6)):
+        stepped = copy.deepcopy(model)
+        for weight, old in zip(stepped.parameters(), model.parameters(), strict=True):
+            assert old.grad is not None
+            weight.sub_(old.grad if rule == ", SGD" else old.grad.sign(), alpha=lr)
+        found[rule] = float((stepped(tokens) - before).norm())
+    return found
 
 
 def growth(protocol: Protocol, lab: Lab) -> Measured:
     """The residual stream of new models; that of trained ones is measured where they are trained."""
     rows: list[Row] = []
-    for seed in range(lab.first_seed, lab.first_seed + protocol.seeds):
+    for seed in lab.seeds(protocol):
         for placement in ("pre", "sandwich"):
             model, *batch = initial(seed, placement=placement, layers=protocol.depths[0], init="xavier")
             rms = [block.residual_rms for block in probe(model, *batch)]
@@ -159,13 +163,6 @@ FLAT, FALLING = (-0.15, 0.15), (-0.65, -0.35)
 CLAIMS = (
     Claim(
         "prenorm-equivalence",
-        "Pre-LN and Pre-RMSNorm are equivalent",
-        quote="We formally establish the equivalence of Pre-LN, Pre-RMSNorm, and Pre-CRMSNorm Transformer variants in "
-        "both training and inference.",
-        source="arXiv 2305.14858, abstract",
-        published="equal: a proof",
-        question="If the weights that write to the residual stream are centered, is the relative difference of the "
-        "logits in float64 below 1e-12?",
         effects=(
             Effect("with centered weights", {"centered": 1}, (-math.inf, 1e-12), (-math.inf, 1e-12)),
             Effect("without", {"not centered": 1}),
@@ -175,12 +172,6 @@ CLAIMS = (
     ),
     Claim(
         "rmsnorm-speed",
-        "RMSNorm shortens a training step",
-        quote="reduces the running time by 7%∼64% on different models",
-        source="arXiv 1910.07467, abstract (all that was seen); arXiv 2305.14858, abstract, says “1% - 10%”",
-        published="0.36 to 0.93 of the time: recurrent, convolutional and Transformer models, on GPUs",
-        question="Is the time of a training step with RMSNorm below 0.93 of that with LayerNorm? 0.84 million "
-        "parameters, fp32, one thread of a CPU.",
         effects=(
             difference("rmsnorm", "layernorm", reproduced=BELOW_93, expected=BELOW_93, ratio=True),
             difference("rmsnorm, compiled", "layernorm, compiled", ratio=True),
@@ -190,14 +181,6 @@ CLAIMS = (
     ),
     Claim(
         "last-gradient",
-        "At initialization, post-norm's last gradients do not shrink with depth, and pre-norm's do",
-        quote="we prove with mean field theory that at initialization, for the original-designed Post-LN Transformer, "
-        "(…) the expected gradients of the parameters near the output layer are large",
-        source="arXiv 2002.04745, abstract; Theorem 1 (section 3.3) bounds the last matrix",
-        published="exponents 0 and −½ of the number of blocks, as upper bounds; in translation with 6 blocks, pre-norm "
-        "“without the warm-up stage” reaches comparable results",
-        question="What power of the number of blocks is the gradient of the last MLP's second matrix? LayerNorm and "
-        "Xavier's initialization. After training: how much more does post-norm gain from warm-up than pre-norm?",
         effects=(
             over_depth("exponent, post-norm", "post {}", reproduced=FLAT, expected=FLAT),
             over_depth("exponent, pre-norm", "pre {}", reproduced=FALLING, expected=FALLING),
@@ -206,17 +189,11 @@ CLAIMS = (
             from_warmup("warm-up, 12 blocks", 12),
         ),
         protocols={"initialization": Protocol(5, 0.05, depths=DEPTHS), "S": Protocol(3, 1.7, S, WARMUPS)},
-        measure=last_gradient,
+        measure=by_depth(last_gradient, "post", "pre"),
         over="blocks",
     ),
     Claim(
         "deepnorm-update",
-        "DeepNorm bounds the first update of the model",
-        quote="In-depth theoretical analysis shows that model updates can be bounded in a stable way.",
-        source="arXiv 2203.00555, abstract; section 4.3 assumes SGD",
-        published="bounded by a constant, so exponent 0; translation with up to 1,000 layers",
-        question="What power of the number of blocks is the change of the logits after one step of SGD? Sign: after "
-        "one step by the gradient's sign, as of Adam.",
         effects=(
             over_depth("exponent, DeepNorm", "deepnorm {}, SGD", reproduced=FLAT, expected=FLAT),
             over_depth("exponent, post-norm", "post {}, SGD"),
@@ -227,17 +204,11 @@ CLAIMS = (
             ),
         ),
         protocols={"initialization": Protocol(5, 0.1, depths=DEPTHS)},
-        measure=model_update,
+        measure=by_depth(model_update, "deepnorm", "post"),
         over="blocks",
     ),
     Claim(
         "prenorm-variance",
-        "Under pre-norm, variance grows exponentially with depth",
-        quote="its output variance exponentially grows with the model depth",
-        source="arXiv 2502.05795, abstract; its Lemma 3.2 only bounds it between linear and exponential",
-        published="exponential: LLaMA, 130M to 7B parameters, trained",
-        question="Does an exponential fit the variance of the stream over 24 blocks better than a power law? Logarithm "
-        "of the ratio of the residual squares, power law over exponential; at initialization, and after training.",
         effects=(
             Effect("pre-norm", {"pre": 1}, (0.0, math.inf), (0.0, math.inf), value="growth"),
             Effect("sandwich", {"sandwich": 1}, value="growth"),
@@ -247,6 +218,5 @@ CLAIMS = (
             "initialization": Protocol(5, 0.01, depths=(24,)),
         },
         measure=growth,
-        over="blocks",
     ),
 )

@@ -41,6 +41,9 @@ class Lab:
     first_seed: int = 0
     commit: str | None = None
 
+    def seeds(self, protocol: Protocol) -> range:
+        return range(self.first_seed, self.first_seed + protocol.seeds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGrid(Grid):
@@ -94,18 +97,17 @@ def residual_rms(model: Llama, grid: Grid) -> list[float]:
 def train(protocol: Protocol, lab: Lab) -> Measured:
     """Train every arm with every seed, at its best learning rate or at all of its rates."""
     grids = {arm.data: make_grid(protocol, arm.data, lab) for arm in protocol.arms.values()}
-    seeds = range(lab.first_seed, lab.first_seed + protocol.seeds)
     optima: dict[str, Optimum] = {}
     search: list[Row] = []
     for name, arm in protocol.arms.items():
         if arm.lr:
             lrs = [float(f"{arm.lr * SPACING**power:.3g}") for power in range(-2, 3)]
             grid, factors = grids[arm.data], Factors.of(**arm.factors)
-            best, tried = grid.tune([factors], lrs, seeds, WIDEN, first=1)
+            best, tried = grid.tune([factors], lrs, lab.seeds(protocol), WIDEN, first=1)
             optima[name] = best[factors]
             search += [to_row(name, grid, outcome, cell) for cell, outcome in tried.items()]
     runs: list[Row] = []
-    for seed in seeds:  # of all arms in turn: a stopped measurement has pairs
+    for seed in lab.seeds(protocol):  # of all arms in turn: a stopped measurement has pairs
         for data, grid in grids.items():
             wanted: dict[Cell, str] = {}
             for name, arm in protocol.arms.items():

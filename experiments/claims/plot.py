@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from experiments.ablation.rates import Optimum
 from experiments.claims.claim import Row
 from experiments.claims.results import Entry
-from experiments.claims.trained import PLACES
 
 
 def plot(entry: Entry) -> Figure:
@@ -23,13 +22,15 @@ def plot(entry: Entry) -> Figure:
         panels[0].axhline(claim.dashed, color="C1", linestyle="--", label="published")
         panels[0].legend()
     for scale, judgment in entry.judgments.items():
-        place = PLACES.get(scale) or float(scale.split()[0]) if scale[0].isdigit() or scale in PLACES else 1.0
         for effect in (each for each in shown if each.name in judgment.found):
             found = judgment.found[effect.name]
             low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
-            panels[0].errorbar(effect.x or place, middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
+            x = scale if effect.x is None else effect.x
+            panels[0].errorbar([x], middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
     name = shown[0].name if len(shown) == 1 else shown[0].name.rpartition(",")[0] or "effect"
-    panels[0].set(xscale="log", yscale="log" if shown[0].ratio else "linear", xlabel=claim.over, ylabel=name)
+    panels[0].set(yscale="log" if shown[0].ratio else "linear", ylabel=name)
+    if shown[0].x is not None:
+        panels[0].set(xscale="log", xlabel=claim.over)
     for scale, arms in ((scale, arms) for scale, arms in swept.items() if arms):
         plot_rates(panels[1], scale, arms, entry.content[scale]["measured"].get("optima", {}))
     return figure

@@ -19,9 +19,9 @@ from experiments.ablation.outcome import Arm as Factors
 from experiments.claims import measure
 from experiments.claims.claim import Arm, Claim, Effect, Protocol, difference, slope
 from experiments.claims.command import CLAIMS
-from experiments.claims.document import table
+from experiments.claims.document import write_pages
+from experiments.claims.initial import by_depth, last_gradient, model_update
 from experiments.claims.initial import growth as measure_growth
-from experiments.claims.initial import last_gradient, model_update
 from experiments.claims.judge import DERIVED, judge
 from experiments.claims.measure import Lab, excerpt, train
 from experiments.claims.plot import plot
@@ -35,7 +35,7 @@ OPTIMUM = {"lr": 0.01, "regret": 0.0, "loss": 2.0, "curvature": 0.1, "noise": 0.
 
 def claim(*effects: Effect, arms: str = "abcd", **more: Any) -> Claim:
     protocol = Protocol(5, 1, "", {arm: Arm({}, 0.01) for arm in arms})
-    return Claim("made-up", "a is better", "a", "source", "–", "Is it?", effects, {"S": protocol}, **more)
+    return Claim("made-up", effects, {"S": protocol}, **more)
 
 
 def shifted(regret: float | None = 0.0, spread: float = 1.0, **shifts: float) -> dict[str, Any]:
@@ -153,10 +153,10 @@ def test_protocols_are_complete(name):
 def test_models_at_initialization():
     """Shallow, but the exponents of depth are already near those that the papers derive."""
     protocol, lab = Protocol(1, 0, depths=(4, 16)), Lab(Path(), Path())
-    gradients = {row["arm"]: row["value"] for row in last_gradient(protocol, lab)["runs"]}
+    gradients = {row["arm"]: row["value"] for row in by_depth(last_gradient, "post", "pre")(protocol, lab)["runs"]}
     assert abs(gradients["post 16"] - gradients["post 4"]) < 0.15 * math.log(4)
     assert -0.9 < (gradients["pre 16"] - gradients["pre 4"]) / math.log(4) < -0.3
-    updates = {row["arm"]: row["value"] for row in model_update(protocol, lab)["runs"]}
+    updates = {row["arm"]: row["value"] for row in by_depth(model_update, "deepnorm", "post")(protocol, lab)["runs"]}
     assert abs(updates["deepnorm 16, SGD"] - updates["deepnorm 4, SGD"]) < 0.15 * math.log(4)
     assert updates["post 16, SGD"] > updates["post 4, SGD"] + 1
     streams = {row["arm"]: row["residual_rms"] for row in measure_growth(Protocol(1, 0, depths=(8,)), lab)["runs"]}
@@ -228,9 +228,9 @@ def test_an_excerpt_has_less_training_text_and_the_same_validation_text(lab):
 def test_a_claim_writes_its_results_and_both_pages_and_report_writes_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ablate.main(["claims", "--list"])
-    assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == list(CLAIMS)
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == list(CLAIMS)
     ablate.main(["claim", "prenorm-equivalence"])
-    assert "Pre-LN and Pre-RMSNorm are equivalent: reproduced at this scale" in capsys.readouterr().out
+    assert "prenorm-equivalence: reproduced at this scale" in capsys.readouterr().out
     (content,) = json.loads(Path("results/claims/prenorm-equivalence.json").read_text()).values()
     values = {
         arm: [row["value"] for row in content["measured"]["runs"] if row["arm"] == arm]
@@ -260,15 +260,18 @@ def test_p_values_of_the_page_are_corrected_together(tmp_path):
     found = read_entries({each.name: each for each in entries}, tmp_path)
     alone = next(iter(found[0].judgments.values())).p
     assert alone is not None and [entry.p for entry in found] == [2 * alone] * 2
-    assert replace(found[0], p=0.06).verdict == "undecided" and "**reproduced" in table(found)
+    assert replace(found[0], p=0.06).verdict == "undecided" and found[0].verdict == "reproduced at this scale"
     assert len(plot(found[0]).axes) == 1
 
 
-def test_committed_results_have_their_verdicts_and_claims_md_says_so():
-    text = (ROOT / "CLAIMS.md").read_text("utf-8")
+def test_committed_results_have_their_verdicts_and_claims_md_says_so(tmp_path, undrawn):
     entries: list[Entry] = read_entries(CLAIMS, ROOT / "results" / "claims")
-    assert entries and table(entries) in text
+    (tmp_path / "results" / "claims").mkdir(parents=True)
+    write_pages(entries, tmp_path / "results" / "claims")
+    assert (tmp_path / "CLAIMS.md").read_text("utf-8") == (ROOT / "CLAIMS.md").read_text("utf-8")
     assert {entry.claim.name for entry in entries} == {path.stem for path in (ROOT / "results/claims").glob("*.png")}
+    sections = (ROOT / "experiments/claims/page.md").read_text("utf-8")
+    assert [name for name in CLAIMS if f"<!-- {name} -->" not in sections] == []
 
 
 def test_results_name_the_commit_of_the_code():
