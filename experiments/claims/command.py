@@ -1,10 +1,12 @@
 """`python ablate.py claim NAME` and `python ablate.py claims`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from config import DEVICES, Parser, check_sizes, require
 from experiments.ablation.processes import resolve_devices
 from experiments.claims import initial, trained
+from experiments.claims.claim import Claim
 from experiments.claims.document import write_pages
 from experiments.claims.measure import Lab
 from experiments.claims.results import commit, read_entries, run_claim
@@ -13,7 +15,15 @@ from runtime.device import pick_device
 from runtime.process import bad_input
 from runtime.run_dir import LOCK, RUNS_FOLDER
 
-CLAIMS = {claim.name: claim for claim in (*initial.CLAIMS, *trained.CLAIMS)}
+
+def on_gpu(claim: Claim) -> Claim:
+    """With the scale `gpu`, if runs of train.py decide it."""
+    first = next(iter(claim.protocols.values()))
+    larger = {"gpu": replace(first, flags=trained.GPU, hours=first.seeds * len(first.arms) / 6)}
+    return replace(claim, protocols={**claim.protocols, **larger}) if first.arms else claim
+
+
+CLAIMS = {claim.name: on_gpu(claim) for claim in (*initial.CLAIMS, *trained.CLAIMS)}
 RESULTS = Path("results", "claims")
 
 
@@ -23,7 +33,7 @@ def main(arguments: list[str]) -> None:
     add = parser.add_argument
     if arguments[0] == "claim":
         add("name", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
-    add("--scale", help="one of the scales that --list names (default: all)")
+    add("--scale", help="one of the scales that --list names (default: all except gpu)")
     add("--list", action="store_true", help="list all claims, with their scales and hours, then exit")
     add("--report", action="store_true", help="write the pages from the results; run nothing")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"results directory (default: {RESULTS})")
@@ -41,7 +51,10 @@ def main(arguments: list[str]) -> None:
     with bad_input():
         check_sizes(flags, "jobs")
         chosen = [CLAIMS[flags.name]] if arguments[0] == "claim" else list(CLAIMS.values())
-        wanted = [(claim, scale) for claim in chosen for scale in claim.protocols if flags.scale in (None, scale)]
+        known = [(claim, scale) for claim in chosen for scale in claim.protocols]
+        wanted = [
+            (claim, scale) for claim, scale in known if scale == flags.scale or (not flags.scale and scale != "gpu")
+        ]
         require(bool(wanted), f"--scale {flags.scale}: no such scale; see --list")
         devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
         require(results.is_dir() or not flags.report, f"--results {results}: no such directory")  # mistyped
