@@ -1,8 +1,8 @@
 """Generation with `decode.c`: after the prompt, one call of C computes a token of each sequence, in inference mode.
 
-It serves the reference architecture, RMSNorm and pre-norm, in fp32 or with matrices in bf16. A model with another norm,
-a hook, an adapter or edited code runs plain, and so does everything but `next_logits`. Between two tokens, new hooks
-and replaced modules, weights and caches are noticed; a changed mode or number counts from the next cache on.
+It serves the reference architecture, RMSNorm and pre-norm with sizes that are multiples of 16, in fp32 or with matrices
+in bf16. Another norm, a hook, an adapter or edited code runs plain, and so does everything but `next_logits`. New hooks
+and replaced modules, weights and caches are noticed at the next token, a changed mode or number at the next cache.
 """
 
 import ctypes
@@ -19,11 +19,14 @@ from config import ModelConfig
 from fast.native import load
 from model import LayerCache, Llama
 
-MAX_BATCH = 32  # as in decode.c; torch's products are faster for more
+MAX_BATCH = 32  # torch's products are faster for more
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of differences that are rounding, by the matrices' dtype
-
 NUMBERS = int, float, str  # attributes that are compared
 REFERENCES: dict[str, dict[str, Any]] = {}
+
+# The weights of a block in the order of decode.c: two vectors, then matrices.
+PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]
+PATHS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
 # How many modules, parameters and buffers have been set anywhere: one of an accelerated model may have been replaced.
 registrations = [0]
@@ -43,16 +46,14 @@ any_global_hook: Any = getattr(nn_module, "_has_any_global_hook", lambda: True)
 
 def accelerate(model: Llama, samples: int = 1) -> str | None:
     """From now on, C computes the tokens after a prompt, for so many samples. Returns why it cannot, or None."""
-    reason = load()[1] or difference(model)
-    if not reason and model.lm_head.weight.dtype not in BOUNDS:
-        reason = "fast/ needs --dtype float32 or bfloat16"
-    elif not reason and samples > MAX_BATCH:
-        reason = f"for more than {MAX_BATCH} samples torch is faster"
-    elif not reason and not agrees(model):
-        reason = "model.py computes something else than fast/"
-    if not reason:
-        model.__class__ = FastLlama
-    return reason
+    if samples > MAX_BATCH:
+        return f"for more than {MAX_BATCH} samples torch is faster"
+    if reason := difference(model) or load(model.lm_head.weight.dtype)[1]:
+        return reason
+    if not agrees(model):
+        return "model.py computes something else than fast/"
+    model.__class__ = FastLlama
+    return None
 
 
 @torch.inference_mode()
@@ -77,28 +78,70 @@ class FastLlama(Llama):
 
 
 class Cache(list[LayerCache]):
-    """The cache of `FastLlama`. `step` continues it: None before the first token, False if only plain code can."""
+    """The cache of `FastLlama`, with the table of sizes and pointers that decode.c reads, if C can continue it."""
 
-    step: Any = None
+    table: Any = None
+    planned: Any = None  # the stamp when the table was made
+    tensors: Any = ()  # that the table points to
 
     def __reduce__(self) -> tuple:
-        return Cache, (list(self),)  # a copy makes its own step
+        return Cache, (list(self),)  # a copy makes its own table
 
     def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
-        if self.step is False or not self[0].length or not torch.is_inference_mode_enabled() or any_global_hook():
+        """Logits (B, V) after `tokens` (B, 1), or None if C does not compute them."""
+        seen, config, tokens = self[0].length, model.config, tokens.contiguous()
+        if not 0 < seen < config.context or not torch.is_inference_mode_enabled() or any_global_hook():
             return None
-        if self.step is None or self.step.model is not model or self.step.stamp(self) != self.step.planned:
-            self.step = plan(model, self)
-        return self.step(tokens, self) if self.step else None
+        if self.stamp(model) != self.planned:
+            self.plan(model)
+            self.planned = self.stamp(model)
+        if not self.table or not plain(tokens, torch.int64) or tokens.shape != (len(self[0].keys), 1):
+            return None
+        logits = self.memory[0].new_empty(len(tokens), config.vocab_size)
+        if not self.decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
+            return None
+        for kept in self:
+            kept.length += 1
+        return logits
 
+    def stamp(self, model: Llama) -> tuple:
+        """Changes when a hook is added, or a module, a weight or the cache is replaced. Values may change in place."""
+        tensors = [*self.tensors, *chain(*((kept.keys, kept.values) for kept in self))]
+        pointers, sizes = [*map(Tensor.data_ptr, tensors)], (len(self[0].keys), len({kept.length for kept in self}))
+        return model, model.training, product_dtype(), RemovableHandle.next_id, registrations[0], pointers, sizes
 
-def product_dtype() -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    def plan(self, model: Any) -> None:
+        """Fill in the table, or leave it empty if only plain code can continue."""
+        config, dtype, batch = model.config, product_dtype(), len(self[0].keys)
+        self.table, self.tensors, library = None, [], load(dtype)[0]
+        shape = batch, config.kv_heads, config.context, config.head_dim
+        known = all(type(kept) is LayerCache and kept.keys.shape == kept.values.shape == shape for kept in self)
+        if not library or batch > MAX_BATCH or not known or len(self) != config.layers or difference(model):
+            return
+        embedding, rope, norm, head = model.embed_tokens, model.rope, model.final_norm, model.lm_head
+        self.tensors = [embedding.weight, rope.cos, rope.sin, norm.weight, head.weight]
+        dtypes = [*4 * [torch.float32], dtype]
+        for block, kept in zip(model.layers, self, strict=True):
+            self.tensors += [*(block.get_parameter(f"{path}.weight") for path in PATHS), kept.keys, kept.values]
+            dtypes += [*2 * [torch.float32], *9 * [dtype]]
+        if not all(map(plain, self.tensors, dtypes)):
+            return
+        dim, queries, keys = config.dim, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        scratch = dim, queries, keys, keys, queries, config.heads * config.context, config.hidden_dim, config.hidden_dim
+        buffers = [embedding.weight.new_empty(batch * size) for size in scratch]
+        # Detached, they keep the memory alive if a parameter's data is replaced.
+        self.memory = [tensor.detach() for tensor in (*buffers, *self.tensors)]
+        sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, config.hidden_dim
+        values = [*sizes, config.context, config.vocab_size, *map(Tensor.data_ptr, self.memory)]
+        self.table, self.eps, self.decode = (ctypes.c_int64 * len(values))(*values), norm.eps, library.decode
 
 
 def difference(model: Llama) -> str | None:
     """The first module that is not as in a new pre-norm LLaMA with RMSNorm, in evaluation mode; None if all are."""
-    found, expected = described(model), dict(reference(model.config))
+    config = model.config
+    if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
+        return "fast/ needs --dim, --head-dim and --hidden-dim to be multiples of 16"
+    found, expected = described(model), dict(reference(config))
     for name, module in found.items():
         if expected.pop(name, None) != module:
             module = str(model.get_submodule(name)).partition("\n")[0].removesuffix("(")
@@ -130,71 +173,9 @@ def described(model: Llama) -> dict[str, Any]:
 
 
 def plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    kinds = Tensor, nn.Parameter
     contiguous = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-    return contiguous and tensor.dtype is dtype and type(tensor) in kinds
+    return contiguous and tensor.dtype is dtype and type(tensor) in (Tensor, nn.Parameter)
 
 
-def plan(model: Llama, cache: Cache) -> "Step | bool":
-    """The step that continues `cache`, or False if decode.c cannot."""
-    if difference(model) or [type(kept) for kept in cache] != [LayerCache] * len(model.layers):
-        return False
-    config, dtype, layers = model.config, product_dtype(), []
-    block: Any
-    for block, kept in zip(model.layers, cache, strict=True):
-        linears = [getattr(block.self_attn, f"{name}_proj") for name in ("q", "k", "v", "o")]
-        linears += [getattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-        norms = [block.attention_residual.norm.weight, block.mlp_residual.norm.weight]
-        layers.append([*norms, *(linear.weight for linear in linears), kept.keys, kept.values])
-    final_norm: Any = model.final_norm
-    vectors = [model.embed_tokens.weight, model.rope.cos, model.rope.sin, final_norm.weight]
-    shape = len(cache[0].keys), config.kv_heads, config.context, config.head_dim
-    supported = (
-        dtype in BOUNDS
-        and shape[0] <= MAX_BATCH
-        and all(tensor.shape == shape for layer in layers for tensor in layer[-2:])
-        and all(plain(tensor, torch.float32) for tensor in chain(vectors, *(layer[:2] for layer in layers)))
-        and all(plain(tensor, dtype) for tensor in chain([model.lm_head.weight], *(layer[2:] for layer in layers)))
-    )
-    return supported and Step(model, cache, [*vectors, model.lm_head.weight], layers)
-
-
-class Step:
-    """One token of each sequence: the table of sizes and pointers that decode.c reads, and what it was made from."""
-
-    def __init__(self, model: Llama, cache: Cache, tensors: list[Tensor], layers: list[list[Tensor]]):
-        self.model, config, self.batch = model, model.config, len(cache[0].keys)
-        heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
-        sizes = self.batch, config.layers, config.dim, heads, kv_heads, width, config.hidden_dim, config.context
-        scores = heads * config.context
-        scratch = config.dim, config.dim, heads * width, kv_heads * width, kv_heads * width, heads * width, scores
-        buffers = [tensors[0].new_empty(self.batch * size) for size in (*scratch, config.hidden_dim)]
-        # Detached, they keep the memory alive if a parameter's data is replaced.
-        self.tensors = [tensor.detach() for tensor in (*tensors, *buffers, *chain(*layers))]
-        values = [tensors[-1].dtype is torch.bfloat16, *sizes, config.vocab_size, *map(Tensor.data_ptr, self.tensors)]
-        self.table, self.eps = (ctypes.c_int64 * len(values))(*values), model.final_norm.eps
-        library: Any = load()[0]
-        self.decode = library.decode
-        self.weights = [*tensors, *chain(*(layer[:-2] for layer in layers))]
-        self.planned = self.stamp(cache)
-
-    def stamp(self, cache: Cache) -> tuple:
-        """Changes when a hook is added, or a module, a weight or the cache is replaced. Values may change in place."""
-        pointers = [
-            *map(Tensor.data_ptr, self.weights),
-            *(x.data_ptr() for kept in cache for x in (kept.keys, kept.values)),
-        ]
-        lengths = {kept.length for kept in cache}
-        return RemovableHandle.next_id, registrations[0], pointers, len(lengths), product_dtype(), self.model.training
-
-    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor | None:
-        """Logits (B, V) after `tokens` (B, 1), or None if C does not take them."""
-        seen, tokens = cache[0].length, tokens.contiguous()
-        if not plain(tokens, torch.int64) or tokens.shape != (self.batch, 1) or seen >= cache[0].context:
-            return None
-        logits = self.weights[0].new_empty(self.batch, self.model.config.vocab_size)  # fp32
-        if not self.decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
-            return None
-        for kept in cache:
-            kept.length += 1
-        return logits
+def product_dtype() -> torch.dtype:
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32

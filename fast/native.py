@@ -13,17 +13,17 @@ import torch
 
 SOURCE = Path(__file__).with_name("decode.c")
 # Without a library of its own, the code runs on the threads of the OpenMP library that torch has loaded.
-FLAGS = ["-O3", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
-FLAGS += ["-fopenmp", "-nostdlib", "-lm"]
-INSTRUCTIONS = {  # by the capability that torch reports, which ATEN_CPU_CAPABILITY can lower
-    "AVX2": ["-march=haswell"],
-    "AVX512": ["-march=skylake-avx512", "-mprefer-vector-width=512"],
-}
+FLAGS = ["-O3", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-fopenmp", "-nostdlib", "-lm"]
+DTYPES = {torch.float32: "-DBF16=0", torch.bfloat16: "-DBF16=1"}  # of matrices
+# By the capability that torch reports, which ATEN_CPU_CAPABILITY can lower.
+INSTRUCTIONS = {"AVX2": ["-march=haswell"], "AVX512": ["-march=skylake-avx512", "-mprefer-vector-width=512"]}
 
 
 @cache
-def load() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or None and the reason in a few words."""
+def load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str | None]:
+    """The library for matrices of `dtype`, or None and the reason in a few words."""
+    if dtype not in DTYPES:
+        return None, "fast/ needs --dtype float32 or bfloat16"
     capability = torch.backends.cpu.get_cpu_capability()
     if sys.platform != "linux" or capability not in INSTRUCTIONS:
         return None, f"fast/ needs Linux with AVX2 or AVX-512; torch uses {capability}"
@@ -31,12 +31,11 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     if compiler is None:
         return None, "gcc was not found"
     try:
-        library = ctypes.CDLL(str(build(compiler, FLAGS + INSTRUCTIONS[capability])))
+        library = ctypes.CDLL(str(build(compiler, [*FLAGS, *INSTRUCTIONS[capability], DTYPES[dtype]])))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
         return None, f"{compiler} could not build fast/{SOURCE.name}: {reason}"
-    pointer = ctypes.c_void_p
-    library.decode.argtypes = pointer, ctypes.c_float, ctypes.c_int64, pointer, pointer
+    library.decode.argtypes = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
     return library, None
 
 
