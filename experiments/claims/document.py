@@ -10,7 +10,7 @@ from experiments.statistics import Estimate
 from files import write_atomically
 from runtime.report import figure, markdown, page, save_plot
 
-TITLE = "Published claims about normalization, tried at a small scale"
+TITLE = "Claims about normalization, at a small scale"
 
 
 def write_pages(entries: list[Entry], results: Path) -> None:
@@ -39,7 +39,7 @@ def write_pages(entries: list[Entry], results: Path) -> None:
 def primary(entry: Entry) -> str:
     """The judged effects at each scale."""
     return "; ".join(
-        f"{scale}: {shown(effect, judgment.found[effect.name])}"
+        f"{effect.name}, {scale}: {shown(effect, judgment.found[effect.name])}"
         for scale, judgment in entry.judgments.items()
         for effect in entry.claim.effects
         if effect.judged and effect.name in judgment.found
