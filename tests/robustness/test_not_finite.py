@@ -79,7 +79,7 @@ def test_the_run_ends_and_saves_nothing_bad(what, value, at, dtype, flags, tmp_p
 
 
 def test_a_validation_loss_that_is_not_finite_names_the_step(flags, tmp_path, capsys):
-    """Nothing else does: the evaluation comes before the weights are checked."""
+    """A running statistic is checked only when a checkpoint is saved, which is later."""
     more = ["--norm", "batchnorm", "--steps", "20", "--eval-every", "4", "--save-every", "20"]
     assert run_spoiled([*flags, *more], "running statistic", math.nan, 4) == 5
     assert "validation loss is not finite at step 4" in capsys.readouterr().err.splitlines()[-1]
