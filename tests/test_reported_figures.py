@@ -1,7 +1,9 @@
 """The figures that train.py reports, by hand: a step takes 2 seconds, an evaluation 50, and a checkpoint 7."""
 
 import json
+import os
 import shutil
+import signal
 from typing import Any
 
 import pytest
@@ -60,8 +62,19 @@ def test_seconds_tokens_and_utilization_of_a_run_that_is_resumed(tmp_path, monke
 
     shutil.rmtree(out / "checkpoints" / "step-000013")
     clock[0] += 10_000  # while nothing runs
+    update = train.Trainer.update
+
+    def update_and_stop(trainer: train.Trainer, lr: float) -> None:
+        update(trainer, lr)
+        if trainer.step + 1 == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(train.Trainer, "update", update_and_stop)
+        train.main([*flags, "--resume"])
     train.main([*flags, "--resume"])
-    assert figures()[-1] == (13 * TOKENS, 20 + 6, speed)  # saved after 20 s, before the evaluation
+    # Saved after 20 s, before the evaluation. The speed is that of the one step after the signal.
+    assert figures()[-1] == (13 * TOKENS, 20 + 6, speed)
     assert "done in 83 s" in capsys.readouterr().out
 
 

@@ -418,7 +418,10 @@ def test_evaluation_is_deterministic_without_dropout_and_without_gradients(comma
         gradients.add(torch.is_grad_enabled())
         return model.loss(inputs, targets)
 
-    losses = {train.evaluate(model.train(mode), run, loss) for mode in (True, False)}
+    losses = set()
+    for mode in (True, False):
+        losses.add(train.evaluate(model.train(mode), run, loss))
+        assert model.training == mode  # or the rest of a run would train without dropout
     assert gradients == {False}
     assert len(losses) == 1
     assert torch.equal(torch.get_rng_state(), state)

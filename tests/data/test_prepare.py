@@ -58,6 +58,16 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
 
 
+def test_a_document_in_several_chunks_has_one_end_token(tmp_path):
+    """Its training text ends in the first of two chunks, and there is nothing of it in the second."""
+    text = "one line\n" * 125_000
+    (tmp_path / "a.txt").write_text(text)
+    prepared = prepare([str(tmp_path / "a.txt")], "bytes", 257, tmp_path / "cache", 16)
+    for tokens in (prepared.train, prepared.val):
+        assert np.flatnonzero(tokens == prepared.tokenizer.end_of_document).tolist() == [len(tokens) - 1]
+    assert prepared.tokenizer.decode([*prepared.train, *prepared.val]) == text
+
+
 def test_large_vocabularies_use_uint32(source, tmp_path):
     class Wide(ByteTokenizer):
         vocab_size = 70_000

@@ -78,6 +78,14 @@ def test_the_run_ends_and_saves_nothing_bad(what, value, at, dtype, flags, tmp_p
         assert all(tensor.isfinite().all() for tensor in load_file(path / "model.safetensors").values())
 
 
+def test_a_validation_loss_that_is_not_finite_names_the_step(flags, tmp_path, capsys):
+    """A running statistic is checked only when a checkpoint is saved, which is later."""
+    more = ["--norm", "batchnorm", "--steps", "20", "--eval-every", "4", "--save-every", "20"]
+    assert run_spoiled([*flags, *more], "running statistic", math.nan, 4) == 5
+    assert "validation loss is not finite at step 4" in capsys.readouterr().err.splitlines()[-1]
+    assert not list_checkpoints(tmp_path / "run")
+
+
 SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}]
 
 
