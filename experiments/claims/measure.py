@@ -99,13 +99,14 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
     grids = {arm.data: make_grid(protocol, arm.data, lab) for arm in protocol.arms.values()}
     optima: dict[str, Optimum] = {}
     search: list[Row] = []
-    for name, arm in protocol.arms.items():
-        if arm.lr:
-            lrs = [float(f"{arm.lr * SPACING**power:.3g}") for power in range(-2, 3)]
-            grid, factors = grids[arm.data], Factors.of(**arm.factors)
-            best, tried = grid.tune([factors], lrs, lab.seeds(protocol), WIDEN, first=1)
-            optima[name] = best[factors]
-            search += [to_row(name, grid, outcome, cell) for cell, outcome in tried.items()]
+    for data, lr in dict.fromkeys((arm.data, arm.lr) for arm in protocol.arms.values() if arm.lr):
+        lrs = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
+        names = {
+            Factors.of(**arm.factors): name for name, arm in protocol.arms.items() if (arm.data, arm.lr) == (data, lr)
+        }
+        best, tried = grids[data].tune(list(names), lrs, lab.seeds(protocol), WIDEN, first=1)
+        optima |= {names[factors]: optimum for factors, optimum in best.items()}
+        search += [to_row(names[cell.arm], grids[data], outcome, cell) for cell, outcome in tried.items()]
     runs: list[Row] = []
     for seed in lab.seeds(protocol):  # of all arms in turn: a stopped measurement has pairs
         for data, grid in grids.items():
