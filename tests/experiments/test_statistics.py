@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.statistics import Estimate, equivalence_p, estimate, fisher_p, holm, t_quantile, t_tails
+from experiments.statistics import Estimate, equivalence_p, estimate, holm, t_quantile, t_tails
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -21,6 +21,7 @@ def test_tails_and_quantiles_match_scipy(degrees):
     assert t_tails(-ts[0], degrees) == t_tails(ts[0], degrees)
     assert (t_tails(0.0, degrees), t_tails(math.inf, degrees)) == (1, 0)
     assert t_quantile(degrees) == pytest.approx(stats.t.isf(0.025, degrees), rel=1e-9)
+    assert t_quantile(degrees, 0.6) == pytest.approx(stats.t.isf(0.2, degrees), rel=1e-9)
 
 
 def test_an_interval_by_hand():
@@ -44,11 +45,23 @@ def test_estimates_and_equivalence_match_scipy(size, center):
     assert equivalence_p(values.tolist(), margin) == pytest.approx(max(below, above), rel=1e-9, abs=1e-300)
 
 
+@pytest.mark.parametrize("n, center", [(5, 2.0), (20, -2.0)])
+def test_slack_widens_the_interval_and_a_detectable_effect_is_shown_four_times_in_five(n, center):
+    """Only what is beyond the slack counts for p. The power of a t test is a tail of the noncentral t distribution."""
+    values = center + normal(n)
+    exact, found = estimate(values.tolist()), estimate(values.tolist(), slack=1.0)
+    assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), exact.low - 1, exact.high + 1))
+    assert found.p == pytest.approx(stats.ttest_1samp(values, math.copysign(1, center)).pvalue, rel=1e-9)
+    assert estimate(values.tolist(), slack=3.0).p == 1 and found.detectable
+    shift = (found.detectable - 1) / stats.sem(values)
+    assert stats.nct.sf(stats.t.isf(0.025, n - 1), n - 1, shift) == pytest.approx(0.8, abs=0.02)
+
+
 def test_a_single_value_has_no_interval_and_equal_values_leave_no_doubt():
     found = estimate([1.5])
     assert found == Estimate(1.5, None, 1, None)
     assert (found.low, found.high) == (-math.inf, math.inf) and equivalence_p([1.5], 2.0) is None
-    assert estimate([0.1, 0.1, 0.1]) == Estimate(0.1, 0, 3, 0) and estimate([0.0, 0.0]) == Estimate(0, 0, 2, 1)
+    assert estimate([0.1, 0.1, 0.1]) == Estimate(0.1, 0, 3, 0, 0) and estimate([0.0, 0.0]) == Estimate(0, 0, 2, 1, 0)
     assert [equivalence_p([-0.1] * 3, margin) for margin in (0.05, 0.1, 0.2)] == [1, 0.5, 0]
 
 
@@ -64,12 +77,3 @@ def test_holm_by_hand():
     assert holm([0.01, None, 0.04, 0.03, None, 0.005]) == pytest.approx([0.03, None, 0.06, 0.06, None, 0.02])
     assert holm([0.4, 0.9, 0.6]) == [1, 1, 1] and holm([0.02, 0.02]) == [0.04, 0.04]
     assert (holm([0.03]), holm([None]), holm([])) == ([0.03], [None], [])
-
-
-@pytest.mark.parametrize("n1, n2", [(5, 5), (3, 8), (0, 4)])
-def test_fisher_matches_scipy(n1, n2):
-    """Equal sizes have ties, tables exactly as likely as the observed one, which count."""
-    for k1 in range(n1 + 1):
-        for k2 in range(n2 + 1):
-            expected = stats.fisher_exact([[k1, n1 - k1], [k2, n2 - k2]]).pvalue
-            assert fisher_p(k1, n1, k2, n2) == pytest.approx(expected, rel=1e-9)

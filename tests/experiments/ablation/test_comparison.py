@@ -2,19 +2,24 @@
 
 import math
 
+import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.ablation.comparison import compare, interactions
-from experiments.ablation.grid import Cell
-from experiments.ablation.outcome import Arm, BySeed, Outcome, best_lr, final_bpb, paired, read_outcome
+from experiments.ablation.comparison import compare
+from experiments.ablation.grid import Cell, losses_of
+from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, paired, read_outcome
+from experiments.ablation.plots import plot_differences
+from experiments.ablation.rates import Optimum
 from experiments.ablation.report import comparison_section, missing, sweep_section
-
-RMSNORM = Arm.of(norm="rmsnorm", placement="pre")
+from experiments.statistics import holm
 
 
 def arm_of(norm: str, **factors: str) -> Arm:
     return Arm.of(norm=norm, placement="pre", **factors)
+
+
+RMSNORM, LAYERNORM, DYT, NONE, BATCHNORM = map(arm_of, ("rmsnorm", "layernorm", "dyt", "none", "batchnorm"))
 
 
 def outcome(norm: str, seed: int, val_bpb: float | None, lr: float = 0.01, diverged: bool = False) -> Outcome:
@@ -73,41 +78,67 @@ def test_differences_are_paired_by_seed_where_neither_diverged():
     assert paired(final_bpb(arm), final_bpb(baseline)) == {2: 0.5}
 
 
-def test_p_values_are_those_of_scipy_corrected_by_hand():
-    """Two of three comparisons have a p-value. The smallest is multiplied by 3, and the other by 2."""
-    bpb: dict[Arm, BySeed] = {
-        RMSNORM: {0: 2.0, 1: 3.0, 2: 4.0},
-        arm_of("layernorm"): {0: 1.5, 1: 2.6, 2: 3.4},
-        arm_of("none"): {0: 2.5, 1: 2.5},
-        arm_of("dyt"): {0: 2.3, 1: 3.1, 2: 4.1},
-    }
-    layernorm, none, dyt = compare(bpb, seeds=3, margin=0.9).values()
-    one, other = ([-0.5, -0.4, -0.6], [0.3, 0.1, 0.1])
+BPB: dict[Arm, BySeed] = {
+    RMSNORM: {0: 2.0, 1: 3.0, 2: 4.0},
+    LAYERNORM: {0: 1.5, 1: 2.6, 2: 3.4},
+    NONE: {0: 2.5, 1: 2.5},
+    DYT: {0: 2.3, 1: 3.1, 2: 4.1},
+}
+T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
+BELOW, ABOVE = [-0.5, -0.4, -0.6], [0.3, 0.1, 0.1]  # layernorm and dyt minus rmsnorm
+
+
+def p_of(values: list[float], center: float, alternative: str = "two-sided") -> float:
+    return scipy.stats.ttest_1samp(values, center, alternative=alternative).pvalue
+
+
+def test_p_values_are_those_of_scipy_beyond_the_regrets_corrected_by_hand():
+    """Four of six tests have a p-value: sorted, they are multiplied by 6, 5, 4 and 3."""
+    regrets = {RMSNORM: 0.1, LAYERNORM: 0.2}
+    layernorm, none, dyt = compare(BPB, seeds=3, margin=0.9, regrets=regrets).values()
     assert layernorm.estimate and layernorm.estimate.mean == pytest.approx(-0.5) and layernorm.complete
-    assert layernorm.p == pytest.approx(3 * scipy.stats.ttest_1samp(one, 0).pvalue)
-    assert dyt.p == pytest.approx(2 * scipy.stats.ttest_1samp(other, 0).pvalue)
+    assert layernorm.estimate.high == pytest.approx(-0.5 + T_TWO * 0.1 / 3**0.5 + 0.3)
+    assert dyt.equivalence_p == pytest.approx(6 * p_of(ABOVE, 0.9 - 0.1, "less"))
+    assert layernorm.p == pytest.approx(5 * p_of(BELOW, -0.3))
+    assert layernorm.equivalence_p == pytest.approx(4 * p_of(BELOW, -0.9 + 0.3, "greater")) and dyt.p == 1
     assert none.estimate and none.estimate.n == 2 and not none.complete
     assert none.p is None and none.equivalence_p is None
-    tails = [scipy.stats.ttest_1samp(one, -0.9, alternative="greater").pvalue]
-    tails.append(scipy.stats.ttest_1samp(other, 0.9, alternative="less").pvalue)
-    assert dyt.equivalence_p == pytest.approx(3 * tails[1]) and layernorm.equivalence_p == pytest.approx(2 * tails[0])
+    assert compare(BPB, seeds=3, margin=0.3, regrets=regrets)[LAYERNORM].equivalence_p is None  # no margin is left
 
 
-def test_the_whole_table():
+def test_the_whole_table_and_its_plot():
     """By hand: the variance of 2, 3, 4 is 1; of 1.5, 2.6, 3.4 it is 0.91; of -0.5, -0.4, -0.6 it is 0.01.
 
-    The two values of batchnorm differ by 2, and the two differences are equal. t of the three differences is 5√3, which
-    with two degrees of freedom has p = 0.0131, and three times that is 0.0392.
+    The two values of batchnorm differ by 2, and the two differences are equal. The regrets add 0.1 to 4.3027 · 0.1/√3,
+    and 1.0607 · 0.1/√3 more is detectable. t of what is beyond is 4√3. Its p is 0.0202, times six tests.
     """
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=[1.5, 2.6, 3.4], batchnorm=[1.9, None, 3.9], none=[None] * 3)
-    assert table(comparison_section(list(runs), runs, margin=0.1)) == [
-        "| norm | placement | lr | val_bpb (n) | paired difference from rmsnorm pre (n) | p | p of ±0.1 | diverged | "
-        "tokens/s |",
-        "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 (3) | – | – | – | 0 of 3 | 1,001 |",
-        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.2484 (3) | 0.0392 | 1.0000 | 0 of 3 | 1,001 |",
-        "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.0000 (2 of 3)† | – | – | 1 of 3 | 1,001 |",
-        "| none | pre | 0.01 | – | – | – | – | 3 of 3 | – |",
+    optima = dict.fromkeys((RMSNORM, LAYERNORM, BATCHNORM, NONE), Optimum(0.01, 0.05))
+    assert table(comparison_section(list(runs), runs, 0.2, optima)) == [
+        "| norm | placement | lr | val_bpb (n) | paired difference from rmsnorm pre (n) | detectable | p | p of ±0.2 | "
+        "diverged | tokens/s |",
+        "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 (3) | – | – | – | – | 0 of 3 | 1,001 |",
+        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.4097 | 0.1212 | 1.0000 | 0 of 3 | "
+        "1,001 |",
+        "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | – | 1 of 3 | "
+        "1,001 |",
+        "| none | pre | 0.01 | – | – | – | – | – | 3 of 3 | – |",
     ]
+    drawn = plot_differences(list(runs.values()), "", optima).axes[0].collections[0].get_paths()[0]
+    assert np.asarray(drawn.vertices)[:, 0] == pytest.approx([-0.8484, -0.1516], abs=1e-4)
+
+
+def test_the_conclusion_says_what_is_shown_of_every_arm():
+    """Differences of -0.01, 0, 0.01 around their mean have an interval of 4.3027 · 0.01 / √3 = 0.0248."""
+    means = {"layernorm": -1.0, "none": 1.0, "dyt": 0.001, "batchnorm": 0.0}
+    bpb: dict[str, list[float | None]] = {norm: [1.99 + d, 3 + d, 4.01 + d] for norm, d in means.items()}
+    runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], **bpb, derf=[2.0, 3.4, 4.8], crmsnorm=[2.0, None, 3.0])
+    optima = dict.fromkeys((BATCHNORM, arm_of("crmsnorm")), Optimum(0.01, None))
+    assert comparison_section(list(runs), runs, 0.5, optima)[0] == (
+        "Compared with rmsnorm pre: layernorm pre is better by 1.0000 ± 0.0248; none pre is worse by 1.0000 ± 0.0248; "
+        "dyt pre is as good (+0.0010 ± 0.0248); batchnorm pre is not compared (the best learning rate was not found); "
+        "derf pre is indistinguishable (+0.4000 ± 0.9937); crmsnorm pre is not compared (too few runs)."
+    )
 
 
 def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
@@ -115,37 +146,37 @@ def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
     ended = dict(list(runs.items())[1:])
     section = comparison_section(list(runs), ended, None)
     assert "**Partial: 5 of 6 runs have ended.** Missing: rmsnorm-pre-lr0.01-seed0." in section
-    assert "| -0.5000 ± 1.2706 (2 of 3)† | – |" in table(section)[2]
+    assert "| -0.5000 ± 1.2706 (2 of 3)† | – | – |" in table(section)[2]
     assert missing(list(runs), runs) == ""
 
 
 # --- interactions ----------------------------------------------------------------------------------------------------
 
 
-def test_interactions_are_differences_of_differences_with_corrected_p_values():
+def test_interactions_are_differences_of_differences_corrected_with_the_differences():
     """By hand: (2.5 - 2.1) - (2.2 - 2.0) = 0.2 for the first seed of the first pair, and so on."""
     values = {
         ("rmsnorm", "pre", "muon"): [2.0, 2.1, 2.2],
-        ("rmsnorm", "pre", "adamw"): [2.1, 2.2, 2.3],
+        ("rmsnorm", "pre", "adamw"): [2.1, 2.2, 2.4],
         ("rmsnorm", "post", "muon"): [2.2, 2.3, 2.5],
         ("rmsnorm", "post", "adamw"): [2.5, 2.5, 2.8],
         ("dyt", "pre", "muon"): [2.3, 2.3, 2.3],
-        ("dyt", "pre", "adamw"): [2.3, 2.4, 2.5],
+        ("dyt", "pre", "adamw"): [2.3, 2.4, 2.6],
         ("dyt", "post", "muon"): [2.5, 2.5],
     }
+    differences = [[0.1, 0.1, 0.2], [0.2, 0.2, 0.3], [0.5, 0.4, 0.6], [0.3, 0.2, 0.1], [0.3, 0.3, 0.4], [0.5, 0.4]]
+    both = [[0.2, 0.1, 0.1], [-0.1, 0.0, 0.1], [0.0, 0.0]]
     names = ("norm", "placement", "optimizer")
     bpb = {Arm(tuple(zip(names, key, strict=True))): dict(enumerate(found)) for key, found in values.items()}
-    found = interactions(bpb, seeds=3)  # none within a factor
-    assert list(found) == ["post × optimizer=adamw", "dyt × optimizer=adamw", "dyt × post"]
-    for (name, finding), expected, factor in zip(
-        found.items(), ([0.2, 0.1, 0.2], [-0.1, 0, 0.1]), (3, 2), strict=False
-    ):
-        test = scipy.stats.ttest_1samp(expected, 0)
-        assert finding.estimate and finding.estimate.mean == pytest.approx(sum(expected) / 3), name
-        assert finding.estimate.high == pytest.approx(test.confidence_interval(0.95).high)
-        assert finding.p == pytest.approx(min(1, factor * test.pvalue))
-    incomplete = found["dyt × post"]
-    assert incomplete.estimate and incomplete.estimate.mean == pytest.approx(0.0) and incomplete.p is None
+    found, expected = compare(bpb, seeds=3), differences + both
+    assert list(found)[6:] == ["post × optimizer=adamw", "dyt × optimizer=adamw", "dyt × post"]  # none within a factor
+    corrected = holm([p_of(each, 0) if len(each) == 3 else 1.0 for each in expected])
+    for finding, each, p in zip(found.values(), expected, corrected, strict=True):
+        assert finding.estimate and finding.estimate.mean == pytest.approx(sum(each) / len(each))
+        assert finding.p == (pytest.approx(p) if len(each) == 3 else None)
+    tuned = compare(bpb, seeds=3, margin=0.5, regrets=dict.fromkeys(bpb, 0.01))["dyt × optimizer=adamw"]
+    assert tuned.estimate and tuned.estimate.high == pytest.approx(T_TWO * 0.1 / 3**0.5 + 4 * 0.01)
+    assert tuned.equivalence_p is None
 
 
 # --- learning rates --------------------------------------------------------------------------------------------------
@@ -157,16 +188,9 @@ def sweep(norm: str = "rmsnorm", **by_rate: list[float | None]) -> list[Outcome]
     return [outcome(norm, seed, bpb, lr) for lr in rates for seed, bpb in enumerate(rates[lr])]
 
 
-@pytest.mark.parametrize(
-    "runs, best",
-    [
-        pytest.param(sweep(r1=[3.0, 3.0], r3=[2.0, 2.2], r10=[1.9, 2.4]), 0.003, id="lowest mean"),
-        pytest.param(sweep(r1=[3.0, 3.0], r3=[2.0, None], r10=[None, None]), 0.001, id="fewest diverged first"),
-        pytest.param(sweep(r3=[None, None], r1=[None, None]), 0.001, id="all diverged"),
-    ],
-)
-def test_the_best_learning_rate(runs, best):
-    assert best_lr(runs) == best
+def test_a_diverged_run_has_an_infinite_loss_in_the_search():
+    runs = sweep("dyt", r3=[2.0, 2.5], r10=[None, 2.0]) + sweep(r10=[1.0])
+    assert losses_of(DYT, runs) == {0.003: [2.0, 2.5], 0.01: [math.inf, 2.0]}
 
 
 def test_the_whole_table_of_learning_rates():
@@ -175,8 +199,11 @@ def test_the_whole_table_of_learning_rates():
     runs += sweep("dyt", r1=[3.0, 3.5], r3=[2.0, 2.25], r10=[None, None], r30=[4.0, 4.0])
     found = {Cell(run.arm, run.lr, run.seed): run for run in runs}
     ended = {cell: run for cell, run in found.items() if (cell.lr, cell.seed) != (0.03, 1)}
-    assert table(sweep_section(list(found), ended, {RMSNORM: 0.001, arm_of("dyt"): 0.003})) == [
-        "| arm | 0.001 | 0.003 | 0.01 | 0.03 |",
-        "| rmsnorm pre | **1.2500 ± 3.1766 (2)** | 2.2500 ± 3.1766 (2) | 1.0000 (1 of 2)† | – |",
-        "| dyt pre | 3.2500 ± 3.1766 (2) | **2.1250 ± 1.5883 (2)** | – | 4.0000 (1 of 2)† |",
+    optima = {RMSNORM: Optimum(0.00123, 0.00456), DYT: Optimum(0.003, None)}
+    rows = [
+        "| arm | 0.001 | 0.003 | 0.01 | 0.03 | reported at | regret |",
+        "| rmsnorm pre | 1.2500 ± 3.1766 (2) | 2.2500 ± 3.1766 (2) | 1.0000 (1 of 2)† | – | 0.00123 | 0.0046 |",
+        "| dyt pre | 3.2500 ± 3.1766 (2) | 2.1250 ± 1.5883 (2) | – | 4.0000 (1 of 2)† | 0.003 | optimum not found |",
     ]
+    assert table(sweep_section(list(found), ended, optima)) == rows
+    assert table(sweep_section(list(found), ended, {}))[1] == rows[1].replace("0.00123 | 0.0046", "– | –")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import signal
 import subprocess
@@ -16,9 +17,10 @@ import torch
 import ablate
 import train
 from data.batches import evaluation_batches
-from experiments.ablation.grid import Cell, Grid, next_lr, resolve_arms
+from experiments.ablation.grid import Cell, Grid, resolve_arms
 from experiments.ablation.outcome import Arm
 from experiments.ablation.processes import last_line, resolve_devices, start_process
+from experiments.ablation.rates import Optimum
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
 from experiments.probe import probe
 from model import Llama
@@ -82,7 +84,7 @@ def test_arms_are_the_product_of_all_factors(resolve):
         (norm, "pre", clip, tied)
         for norm in ("rmsnorm", "dyt:alpha=0.5") for clip in "08" for tied in ("true", "false")
     ]  # fmt: skip
-    cell = ablation.reported(dict.fromkeys(arms, 0.02))[-1]
+    cell = ablation.reported(dict.fromkeys(arms, Optimum(0.02, 0.0)))[-1]
     parsed = train.parse(ablation.grid.command(cell)[2:])
     assert (parsed.norm, parsed.norm_args, parsed.clip, parsed.tie_embeddings) == ("dyt", ["alpha=0.5"], 8, False)
     assert (parsed.lr, parsed.seed, parsed.compile) == (0.02, 2, False)
@@ -157,32 +159,26 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
 # --- learning rates --------------------------------------------------------------------------------------------------
 
 
-def test_the_next_rate_continues_the_spacing_of_the_grid():
-    assert [next_lr([1.0, 3.0], best) for best in (3.0, 1.0)] == [9.0, 0.333]
-    assert next_lr([1.0, 3.0, 6.0], 3.0) is next_lr([1.0], 1.0) is None
+def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(resolve, undrawn):
+    """All runs have ended, so nothing is trained. Two seeds lie around a parabola: the regrets are those of scipy.
 
-
-def test_each_arm_is_reported_at_its_own_rate_which_other_seeds_selected(resolve, undrawn):
-    """All runs have ended, so nothing is trained. The second arm's best is at the edge: one rate beyond is tried.
-
-    On the reported seeds, the other rates would be the better ones.
+    They widen the interval of 12.7062 · 0.05. The second arm's vertex is outside, so it tries one more rate.
     """
-    ablation = resolve("--norms rmsnorm dyt --lr 0.01 --lrs 0.02 0.04 --widen 1 --seed 5 --seeds 2")
-    losses = {(ARM, 0.01): 3.0, (ARM, 0.02): 2.0, (ARM, 0.04): 3.0}
-    losses |= {(DYT, 0.01): 3.5, (DYT, 0.02): 3.0, (DYT, 0.04): 2.5, (DYT, 0.08): 2.7}
-    for (arm, lr), bpb in losses.items():
-        for seed, value in ((5, 5 - bpb), (6, 5 - bpb), (1005, bpb), (1006, bpb)):
-            finish(ablation, Cell(arm, lr, seed), value)
+    ablation = resolve("--norms rmsnorm dyt --lrs 0.005 0.02 0.04 0.08 --widen 1 --seed 5 --seeds 2")
+    for arm, vertex, more, reported in ((ARM, 0.02, [], (2.0, 2.1)), (DYT, 0.1, [0.128], (2.3, 2.5))):
+        for seed, bpb, noise in zip((5, 6), reported, (-0.03, 0.03), strict=True):
+            finish(ablation, Cell(arm, vertex, seed), bpb)
+            for lr in [*ablation.lrs, *more]:
+                finish(ablation, Cell(arm, lr, seed + 1000), 2 + 0.02 * math.log(lr / vertex) ** 2 + noise)
     run_ablation(ablation, "command")
     rows = [(row["norm"], row["lr"], row["seed"]) for row in csv_rows(ablation.grid.folder / "runs.csv")]
-    assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.04"))]
-    assert len(rows) == 4 + 2 * 7 and {seed for _, _, seed in rows[4:]} == {"1005", "1006"}
+    assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.1"))]
+    assert len(rows) == 4 + 2 * 11 and {seed for _, _, seed in rows[4:]} == {"1005", "1006"}
     table = (ablation.grid.folder / "table.md").read_text()
-    assert (
-        "| dyt pre | 3.5000 ± 0.0000 (2) | 3.0000 ± 0.0000 (2) | **2.5000 ± 0.0000 (2)** | 2.7000 ± 0.0000 (2) |"
-        in table
-    )
-    assert "| dyt | pre | 0.04 | 2.5000 ± 0.0000 (2) | -0.5000 ± 0.0000 (2) |" in table and "Partial" not in table
+    assert table.startswith("Compared with rmsnorm pre: dyt pre is indistinguishable (+0.3500 ± 0.6541).\n")
+    assert "| dyt | pre | 0.1 | 2.4000 ± 1.2706 (2) | +0.3500 ± 0.6541 (2) | 0.7230 | 0.0954 |" in table
+    assert "| 0.02 | 0.0017 |" in table and "| 0.1 | 0.0172 |" in table and "Partial" not in table
+    assert ablation.grid.tune([DYT], ablation.lrs, ablation.seeds, widen=0)[0] == {DYT: Optimum(0.08, None)}
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -223,7 +219,7 @@ def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, u
         run_ablation(ablation, "command")
     (row,) = csv_rows(ablation.grid.folder / "runs.csv")
     assert row["diverged"] == "True" and len(in_process) == 1
-    assert "| rmsnorm | pre | 10000 | – | – | – | 1 of 1 | – |" in (ablation.grid.folder / "table.md").read_text()
+    assert "| rmsnorm | pre | 10000 | – | – | – | – | 1 of 1 | – |" in (ablation.grid.folder / "table.md").read_text()
 
 
 def test_other_settings_and_another_text_are_refused(resolve, in_process, undrawn, tmp_path):
@@ -255,7 +251,7 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
     monkeypatch.setattr(Grid, "start", start)
     monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.05)
     ablation = resolve("--seeds 5 --jobs 2")
-    wanted = ablation.reported({ARM: 0.01})
+    wanted = ablation.reported({ARM: Optimum(0.01, 0.0)})
     outcomes = replace(ablation.grid, devices=("one", "other")).run(wanted)
     assert started[:4] == [(0, "one"), (1, "other"), (2, "one"), (3, "other")] and max(at_once) == 4
     assert sorted(seed for seed, _ in started[4:]) == [0, 4] and list(outcomes) == wanted
