@@ -1,8 +1,8 @@
 """Generation with `decode.c`: after the prompt, one call of C computes a token of each sequence, in inference mode.
 
 It serves the reference architecture, RMSNorm and pre-norm with sizes that are multiples of 16, in fp32 or with matrices
-in bf16. Another norm, a hook, an adapter or edited code runs plain, and so does everything but `next_logits`. New hooks
-and replaced modules, weights and caches are noticed at the next token, a changed mode or number at the next cache.
+in bf16. Another norm, a hook, an adapter or code edited before `accelerate` runs plain, and so does everything except
+`next_logits`. New hooks and replaced modules, weights and caches are noticed at the next token.
 """
 
 import ctypes
@@ -28,18 +28,6 @@ REFERENCES: dict[str, dict[str, Any]] = {}
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]
 PATHS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
-# How many modules, parameters and buffers have been set anywhere: one of an accelerated model may have been replaced.
-registrations = [0]
-
-
-def count(*arguments: Any) -> None:
-    registrations[0] += 1
-
-
-nn_module.register_module_module_registration_hook(count)
-nn_module.register_module_parameter_registration_hook(count)
-nn_module.register_module_buffer_registration_hook(count)
-
 # Whether there are hooks for all modules, as of profilers. It is private: if it is gone, everything runs plain.
 any_global_hook: Any = getattr(nn_module, "_has_any_global_hook", lambda: True)
 
@@ -58,13 +46,17 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
 
 @torch.inference_mode()
 def agrees(model: Llama) -> bool:
-    """Whether C computes what model.py does, which may have been edited: the logits of the last of two tokens."""
-    dtype, cache = model.lm_head.weight.dtype, Cache(Llama.new_cache(model))
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+    """Whether C computes what model.py does, which may have been edited: the logits after a cache of noise."""
+    config, dtype, cache = model.config, model.lm_head.weight.dtype, Cache(Llama.new_cache(model))
+    tokens, generator = torch.zeros(1, 1, dtype=torch.int64, device="cpu"), torch.Generator("cpu").manual_seed(0)
+    shape = 2, 1, config.kv_heads, min(config.context - 1, 64), config.head_dim
+    for kept in cache:
+        kept.extend(*torch.randn(shape, generator=generator, device="cpu").to(dtype))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        expected = Llama.next_logits(model, tokens, Llama.new_cache(model)).float()
-        Llama.next_logits(model, tokens[:, :1], cache)
-        found = cache.next_logits(model, tokens[:, 1:])
+        expected = Llama.next_logits(model, tokens, cache).float()
+        for kept in cache:
+            kept.length = shape[3]  # again, in the same memory
+        found = cache.next_logits(model, tokens)
     return found is not None and bool((found - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max())
 
 
@@ -80,9 +72,10 @@ class FastLlama(Llama):
 class Cache(list[LayerCache]):
     """The cache of `FastLlama`, with the table of sizes and pointers that decode.c reads, if C can continue it."""
 
-    table: Any = None
+    step: Any = None  # the function of C, the table, eps and the memory that the table points to
     planned: Any = None  # the stamp when the table was made
     tensors: Any = ()  # that the table points to
+    members: Any = ()  # dictionaries of the modules' children, parameters and buffers
 
     def __reduce__(self) -> tuple:
         return Cache, (list(self),)  # a copy makes its own table
@@ -90,15 +83,18 @@ class Cache(list[LayerCache]):
     def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
         """Logits (B, V) after `tokens` (B, 1), or None if C does not compute them."""
         seen, config, tokens = self[0].length, model.config, tokens.contiguous()
-        if not 0 < seen < config.context or not torch.is_inference_mode_enabled() or any_global_hook():
+        known = 0 < seen < config.context and {*map(type, self)} == {LayerCache}
+        if not known or not torch.is_inference_mode_enabled() or any_global_hook():
             return None
         if self.stamp(model) != self.planned:
             self.plan(model)
             self.planned = self.stamp(model)
-        if not self.table or not plain(tokens, torch.int64) or tokens.shape != (len(self[0].keys), 1):
+        step = self.step  # its memory stays, even if another thread plans
+        if not step or not plain(tokens, torch.int64) or tokens.shape != (len(step[-1][-1]), 1):
             return None
-        logits = self.memory[0].new_empty(len(tokens), config.vocab_size)
-        if not self.decode(self.table, self.eps, seen, tokens.data_ptr(), logits.data_ptr()):
+        decode, table, eps, memory = step
+        logits = memory[0].new_empty(len(tokens), config.vocab_size)
+        if not decode(table, eps, seen, tokens.data_ptr(), logits.data_ptr()):
             return None
         for kept in self:
             kept.length += 1
@@ -106,34 +102,37 @@ class Cache(list[LayerCache]):
 
     def stamp(self, model: Llama) -> tuple:
         """Changes when a hook is added, or a module, a weight or the cache is replaced. Values may change in place."""
-        tensors = [*self.tensors, *chain(*((kept.keys, kept.values) for kept in self))]
-        pointers, sizes = [*map(Tensor.data_ptr, tensors)], (len(self[0].keys), len({kept.length for kept in self}))
-        return model, model.training, product_dtype(), RemovableHandle.next_id, registrations[0], pointers, sizes
+        tensors = [*self.tensors, *(tensor for kept in self for tensor in (kept.keys, kept.values))]
+        layouts = [[*map(fact, tensors)] for fact in (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous)]
+        members = [*map(id, chain(*map(dict.values, self.members)))]
+        sizes = len(self[0].keys), len({kept.length for kept in self})
+        return model, model.config, model.training, product_dtype(), RemovableHandle.next_id, members, layouts, sizes
 
     def plan(self, model: Any) -> None:
         """Fill in the table, or leave it empty if only plain code can continue."""
         config, dtype, batch = model.config, product_dtype(), len(self[0].keys)
-        self.table, self.tensors, library = None, [], load(dtype)[0]
+        self.step, library = None, load(dtype)[0]
+        self.members = [*filter(None, (d for m in model.modules() for d in (m._modules, m._parameters, m._buffers)))]
         shape = batch, config.kv_heads, config.context, config.head_dim
-        known = all(type(kept) is LayerCache and kept.keys.shape == kept.values.shape == shape for kept in self)
+        known = all(kept.keys.shape == kept.values.shape == shape and kept.length == self[0].length for kept in self)
         if not library or batch > MAX_BATCH or not known or len(self) != config.layers or difference(model):
             return
         embedding, rope, norm, head = model.embed_tokens, model.rope, model.final_norm, model.lm_head
-        self.tensors = [embedding.weight, rope.cos, rope.sin, norm.weight, head.weight]
+        self.tensors = tensors = [embedding.weight, rope.cos, rope.sin, norm.weight, head.weight]
         dtypes = [*4 * [torch.float32], dtype]
         for block, kept in zip(model.layers, self, strict=True):
-            self.tensors += [*(block.get_parameter(f"{path}.weight") for path in PATHS), kept.keys, kept.values]
+            tensors += [*(block.get_parameter(f"{path}.weight") for path in PATHS), kept.keys, kept.values]
             dtypes += [*2 * [torch.float32], *9 * [dtype]]
-        if not all(map(plain, self.tensors, dtypes)):
+        if not all(map(plain, tensors, dtypes)):
             return
         dim, queries, keys = config.dim, config.heads * config.head_dim, config.kv_heads * config.head_dim
         scratch = dim, queries, keys, keys, queries, config.heads * config.context, config.hidden_dim, config.hidden_dim
         buffers = [embedding.weight.new_empty(batch * size) for size in scratch]
         # Detached, they keep the memory alive if a parameter's data is replaced.
-        self.memory = [tensor.detach() for tensor in (*buffers, *self.tensors)]
+        memory = [tensor.detach() for tensor in (*buffers, *tensors)]
         sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, config.hidden_dim
-        values = [*sizes, config.context, config.vocab_size, *map(Tensor.data_ptr, self.memory)]
-        self.table, self.eps, self.decode = (ctypes.c_int64 * len(values))(*values), norm.eps, library.decode
+        values = [*sizes, config.context, config.vocab_size, *map(Tensor.data_ptr, memory)]
+        self.step = library.decode, (ctypes.c_int64 * len(values))(*values), norm.eps, memory
 
 
 def difference(model: Llama) -> str | None:
@@ -174,6 +173,7 @@ def described(model: Llama) -> dict[str, Any]:
 
 def plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     contiguous = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    contiguous &= tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     return contiguous and tensor.dtype is dtype and type(tensor) in (Tensor, nn.Parameter)
 
 

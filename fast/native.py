@@ -51,7 +51,7 @@ def build(compiler: str, flags: list[str]) -> Path:
     library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        part = library.with_suffix(f".{os.getpid()}.part")
+        part = library.with_suffix(f".{os.urandom(8).hex()}.part")
         run([compiler, str(SOURCE), *flags, "-o", str(part)])
         part.replace(library)
     return library

@@ -15,7 +15,7 @@ from model import Linear, Llama
 from norms import KINDS, TRAITS, build_norm
 from runtime.acceleration import accelerate
 
-CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
+CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=48, context=16, vocab_size=29)
 TOKENS = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(0))
 INPUTS, TARGETS = TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous()
 reason = accelerate(Llama(CONFIG).eval())
@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest) -> Llama:
 
 def cached_logits(model: Llama) -> Tensor:
     """Logits after a prompt and one more token."""
-    with torch.no_grad():
+    with torch.inference_mode():
         cache = model.new_cache()
         model.next_logits(INPUTS[:, :5], cache)
         return model.next_logits(INPUTS[:, 5:6], cache)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import model as model_file
 from config import ModelConfig
 from fast import accelerate, decode
 from generate import cast_matrices, generate
@@ -28,8 +30,8 @@ SHAPES: list[dict[str, Any]] = [
     {"kv_heads": 1, "tie_embeddings": False},
     {"dim": 80, "heads": 6, "kv_heads": 2, "hidden_dim": 112, "vocab_size": 263},
     {"dim": 288, "heads": 2, "head_dim": 48, "hidden_dim": 16, "rope_theta": 500.0, "norm_args": {"eps": 1e-5}},
-    {"dim": 160, "heads": 2, "head_dim": 80, "hidden_dim": 416, "layers": 3, "dropout": 0.1},
-]
+    {"dim": 160, "heads": 2, "head_dim": 80, "hidden_dim": 416, "layers": 3, "dropout": 0.1, "vocab_size": 1000},
+]  # the last is large enough for several threads
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +141,11 @@ def replace_weight(model: Any, cache: Any) -> None:
     model.layers[1].mlp.up_proj.weight = nn.Parameter(2 * model.layers[1].mlp.up_proj.weight)
 
 
+def replace_unregistered(model: Any, cache: Any) -> None:
+    members = model.layers[1].mlp.up_proj._parameters
+    members["weight"] = nn.Parameter(2 * members["weight"])
+
+
 def replace_data(model: Any, cache: Any) -> None:
     model.layers[0].self_attn.v_proj.weight.data = 3 * model.layers[0].self_attn.v_proj.weight
 
@@ -160,6 +167,12 @@ def reorder_in_place(model: Any, cache: Any) -> None:
 def forget(model: Any, cache: Any) -> None:
     for kept in cache or ():
         kept.length -= 1
+
+
+def shorten(model: Any, cache: Any) -> None:
+    """One layer's cache: C would read beyond what the others have."""
+    if cache:
+        cache[1].length -= 1
 
 
 class Doubled(Linear):
@@ -192,7 +205,8 @@ CHANGES: list[Callable[[Any, Any], Any]] = [
     lambda model, cache: setattr(model.layers[1].self_attn, "q_norm", nn.Tanh()),
     lambda model, cache: setattr(model.lm_head, "bias", nn.Parameter(normal(len(model.lm_head.weight)))),
     lambda model, cache: setattr(model.rope, "cos", nn.Buffer(-model.rope.cos)),
-    replace_weight, replace_data, reorder, reorder_in_place, forget,
+    lambda model, cache: setattr(model, "config", replace(model.config, context=99, vocab_size=7)),
+    replace_weight, replace_unregistered, replace_data, reorder, reorder_in_place, forget, shorten,
 ]  # fmt: skip
 ONLY_BEFORE: list[Callable[[Any, Any], Any]] = [
     lambda model, cache: setattr(model.layers[1].mlp.up_proj, "__class__", Doubled),
@@ -248,9 +262,15 @@ def test_calls_that_run_plain(by_c):
 
 def test_edited_code_runs_plain(monkeypatch):
     """Of model.py, which people copy, and of what a placement does to the embedding."""
-    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
-    assert accelerate(make()) == "model.py computes something else than fast/"
-    monkeypatch.undo()
+    edits: list[tuple[Any, str, Any]] = [
+        (SwiGLU, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))),
+        (model_file, "rotate", lambda x, rope: x),
+        (LayerCache, "mask", lambda self, new: (torch.arange(self.length + new) > self.length - 3)[None]),  # a window
+    ]
+    for edit in edits:
+        monkeypatch.setattr(*edit)
+        assert accelerate(make()) == "model.py computes something else than fast/", edit
+        monkeypatch.undo()
     model = make()
     model.init_stream = lambda x: 3 * x
     assert accelerate(model) == "model.py computes something else than fast/"
