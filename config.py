@@ -89,7 +89,7 @@ class ModelConfig:
         choices=["normal", "xavier"],
     )
     depth_scaled_init: bool = option(
-        True, "with --init normal and most placements, divide the initial std of output projections by sqrt(2 layers)"
+        None, "with --init normal, divide the std of output projections by sqrt(2 layers) (default: by placement)"
     )
 
     def __post_init__(self) -> None:

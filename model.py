@@ -371,10 +371,10 @@ def initial_std(config: ModelConfig, role: str, shape: torch.Size) -> float:
     `normal` is 0.02, divided by sqrt(2 layers) for the projections into the residual stream (GPT-2). `xavier` is
     sqrt(2 / (inputs + outputs)), but 0.02 for the embedding, whose rows are looked up, not summed over.
     """
-    placement = PLACEMENTS[config.placement]
+    placement, scaled = PLACEMENTS[config.placement], config.depth_scaled_init
     gain = placement.init_gain(role, config.layers)
     if config.init == "xavier" and role != "embedding":
         return gain * math.sqrt(2 / sum(shape))
-    if config.depth_scaled_init and placement.depth_scaled and role in ("attention_out", "down"):
+    if (placement.depth_scaled if scaled is None else scaled) and role in ("attention_out", "down"):
         gain /= math.sqrt(2 * config.layers)
     return gain * 0.02

@@ -32,8 +32,13 @@ class Optimum:
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
 
     def loss_at(self, lr: float) -> float:
-        """val_bpb at another rate, by the parabola."""
+        """The loss at another rate, by the parabola."""
         return self.loss + self.curvature * math.log(lr / self.lr) ** 2
+
+    def scaled(self, factor: float) -> "Optimum":
+        """With losses in another unit."""
+        regret = None if self.regret is None else factor * self.regret
+        return Optimum(self.lr, regret, factor * self.loss, factor * self.curvature, factor * self.noise)
 
 
 def find_optimum(losses: Losses) -> Optimum:
@@ -74,7 +79,7 @@ def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
     seeds = max(map(len, losses.values()))
     if found.regret is not None:
         half_width = t_quantile(max(reported, 2) - 1) * found.noise * math.sqrt(2 / max(reported, 2))
-        return (rates, seeds + 1) if found.regret > half_width / 4 else None
+        return (close, seeds + 1) if found.regret > half_width / 4 else None
     few, at = len(close) < POINTS, rates.index(found.lr)
     if at == 0 or (few and close[0] == rates[0]):
         added = rates[0] / SPACING
@@ -85,5 +90,5 @@ def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
         low, high = max(pairwise(near), key=lambda pair: pair[1] / pair[0])
         added = math.sqrt(low * high)
     else:
-        return rates, seeds + 1
+        return close, seeds + 1
     return sorted([*rates, float(f"{added:.3g}")]), seeds

@@ -34,7 +34,6 @@ class Protocol:
     """What is measured at a scale: every arm with each of `seeds` seeds, which all arms share."""
 
     seeds: int
-    hours: float  # of one core, expected
     flags: str = ""  # of train.py, shared by all arms
     arms: Mapping[str, Arm] = field(default_factory=dict)
     depths: tuple[int, ...] = ()  # of models at initialization
@@ -82,11 +81,11 @@ class Claim:
     protocols: Mapping[str, Protocol]  # by scale
     measure: Callable[..., Measured] | None = None  # at scales that train nothing
     dashed: float | None = None  # the published effect, in the plot of the trend
-    over: str = ""  # the x axis of that plot, unless it shows the scales
+    over: str = ""  # the axes of that plot, unless it shows the primary effect at each scale
+    across: str = ""
+    exact: bool = False  # an identity
 
-    @property
-    def hash(self) -> str:
-        """Of what was written down before the runs."""
-        protocols = {scale: asdict(protocol) for scale, protocol in self.protocols.items()}
-        content = [self.name, [asdict(each) for each in self.effects], protocols]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+    def hash(self, scale: str) -> str:
+        """Of what was written down before the runs at a scale: what is judged, and the protocol."""
+        content = [[asdict(each) for each in self.effects if each.judged], asdict(self.protocols[scale])]
+        return hashlib.sha256(json.dumps([self.name, *content]).encode()).hexdigest()[:12]

@@ -19,7 +19,7 @@ from runtime.run_dir import LOCK, RUNS_FOLDER
 def on_gpu(claim: Claim) -> Claim:
     """With the scale `gpu`, if runs of train.py decide it."""
     first = next(iter(claim.protocols.values()))
-    larger = {"gpu": replace(first, flags=trained.GPU, hours=first.seeds * len(first.arms) / 6)}
+    larger = {"gpu": replace(first, flags=trained.GPU)}
     return replace(claim, protocols={**claim.protocols, **larger}) if first.arms else claim
 
 
@@ -33,9 +33,9 @@ def main(arguments: list[str]) -> None:
     add = parser.add_argument
     if arguments[0] == "claim":
         add("name", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
-    add("--scale", help="one of the scales that --list names (default: all except gpu)")
-    add("--list", action="store_true", help="list all claims, with their scales and hours, then exit")
-    add("--report", action="store_true", help="write the pages from the results; run nothing")
+    add("--scale", help="scale to measure; see --list (default: all except gpu)")
+    add("--list", action="store_true", help="list all claims and their scales, then exit")
+    add("--report", action="store_true", help="rewrite the pages from existing results; run nothing")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"results directory (default: {RESULTS})")
     add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
@@ -44,8 +44,7 @@ def main(arguments: list[str]) -> None:
     flags = parser.parse_args(arguments[1:])
     if flags.list:
         for claim in CLAIMS.values():
-            scales = ", ".join(f"{scale} {protocol.hours:g}" for scale, protocol in claim.protocols.items())
-            print(f"{claim.name}: {scales}")
+            print(f"{claim.name}: {', '.join(claim.protocols)}")
         return
     results, runs = flags.results, RUNS_FOLDER / "claims"
     with bad_input():

@@ -49,25 +49,38 @@ def primary(entry: Entry) -> str:
 def details(entry: Entry) -> str:
     """Verdict, effects, and how they were measured, in Markdown."""
     p = "" if entry.p is None else f" (p = {entry.p:.2g}, corrected for all trained claims)"
-    rows = ["| effect | scale | mean ± 95% interval | smallest detectable |", "|---|---|---|---|"]
+    rules = [
+        f"{each.name}: reproduced inside {region(each.reproduced)}, not reproduced outside {region(each.expected)}."
+        for each in entry.claim.effects
+        if each.judged
+    ]
+    rows = ["| effect | scale | mean ± 95% interval | detectable |", "|---|---|---|---|"]
     made = []
     for scale, judgment in entry.judgments.items():
         for effect in (each for each in entry.claim.effects if each.name in judgment.found):
             found = judgment.found[effect.name]
-            least = "–" if found.detectable is None or effect.ratio else f"{found.detectable:.2g}"
-            rows.append(f"| {effect.name} | {scale} | {shown(effect, found)} | {least} |")
+            least = None if isinstance(found, str) or effect.ratio else found.detectable
+            rows.append(
+                f"| {effect.name} | {scale} | {shown(effect, found)} | {'–' if least is None else f'{least:.2g}'} |"
+            )
         by = entry.content[scale]["environment"]
-        reason = f"{judgment.reason}; " if judgment.reason else ""
         made.append(
-            f"{scale}: {reason}{by['hours']:.2g} CPU hours, {by['device']}, {by['instruction_set']}, commit "
-            f"{by['commit']}, protocol {by['protocol']}."
+            f"{scale}: {judgment.verdict}; {by['hours']:.2g} CPU hours, {by['device']}, {by['instruction_set']}, "
+            f"commits {', '.join(by['commits'])}, protocol {by['protocol']}."
         )
     command = f"`python ablate.py claim {entry.claim.name}`."
-    return "\n\n".join([f"**{entry.verdict}**{p}.", "\n".join(rows), " ".join([command, *made])])
+    return "\n\n".join([f"**{entry.verdict}**{p}. {' '.join(rules)}", "\n".join(rows), " ".join([command, *made])])
 
 
-def shown(effect: Effect, found: Estimate) -> str:
-    """`+0.0123 ± 0.0045 (n = 12)`, or `0.96 [0.95, 0.98] (n = 10)` for a ratio."""
+def region(bounds: tuple[float, float]) -> str:
+    low, high = bounds
+    return f"[{low:.3g}, {high:.3g}]".replace("inf", "∞")
+
+
+def shown(effect: Effect, found: Estimate | str) -> str:
+    """`+0.0123 ± 0.0045 (n = 12)`, or `0.96 [0.95, 0.98] (n = 10)` for a ratio, or why there is nothing."""
+    if isinstance(found, str):
+        return found
     if effect.ratio:
         middle, low, high = map(math.exp, (found.mean, found.low, found.high))
         return f"{middle:.3g} [{low:.3g}, {high:.3g}] (n = {found.n})"

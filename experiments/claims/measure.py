@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -105,8 +105,9 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
             Factors.of(**arm.factors): name for name, arm in protocol.arms.items() if (arm.data, arm.lr) == (data, lr)
         }
         best, tried = grids[data].tune(list(names), lrs, lab.seeds(protocol), WIDEN, first=1)
-        optima |= {names[factors]: optimum for factors, optimum in best.items()}
-        search += [to_row(names[cell.arm], grids[data], outcome, cell) for cell, outcome in tried.items()]
+        nats = next(run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb)  # per bit
+        optima |= {names[factors]: optimum.scaled(nats) for factors, optimum in best.items()}
+        search += to_rows(grids[data], {cell: names[cell.arm] for cell in tried})
     runs: list[Row] = []
     for seed in lab.seeds(protocol):  # of all arms in turn: a stopped measurement has pairs
         for data, grid in grids.items():
@@ -115,20 +116,26 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
                 if arm.data == data:
                     rates = arm.lrs or (optima[arm.like or name].lr,)
                     wanted |= dict.fromkeys(cells([Factors.of(**arm.factors)], rates, [seed]), name)
-            runs += [to_row(wanted[cell], grid, run, cell) for cell, run in grid.run(list(wanted)).items()]
-    corpora = {data: grid.data.corpus_hash for data, grid in grids.items()}
-    return {"runs": runs, "search": search, "optima": {name: asdict(each) for name, each in optima.items()}} | {
-        "corpora": corpora,
+            grid.run(list(wanted))
+            runs += to_rows(grid, wanted)
+    return {
+        "runs": runs,
+        "search": search,
+        "optima": {name: asdict(each) for name, each in optima.items()},
+        "corpora": {data: grid.data.corpus_hash for data, grid in grids.items()},
         "initial": math.log(next(iter(grids.values())).data.tokenizer.vocab_size),
     }
 
 
-def to_row(name: str, grid: RecordedGrid, outcome: Outcome, cell: Cell) -> Row:
-    """A run as results have it. Its value is the last loss in nats per byte, and infinite if it diverged."""
-    recorded = read_ledger(grid.lab.ledger)[grid.key(cell)]
-    value = None if outcome.diverged else outcome.val_loss
-    row = {"arm": name, "lr": cell.lr, "seed": cell.seed, "value": value, "best": outcome.best_val_loss}
-    return row | {name: recorded[name] for name in ("seconds", "residual_rms", "commit", "device")}
+def to_rows(grid: RecordedGrid, arms: Mapping[Cell, str]) -> list[Row]:
+    """Runs as results have them. The value is the last loss, in nats per token, and None if the run diverged."""
+    ledger, rows = read_ledger(grid.lab.ledger), []
+    for cell, name in arms.items():
+        row = ledger[grid.key(cell)]
+        losses = {"value": None if row["diverged"] else row["val_loss"], "best": row["best_val_loss"]}
+        kept = {key: row[key] for key in ("lr", "seed", "seconds", "residual_rms", "commit")}
+        rows.append({"arm": name} | losses | kept)
+    return rows
 
 
 def make_grid(protocol: Protocol, data: str, lab: Lab) -> RecordedGrid:
@@ -147,9 +154,9 @@ def make_grid(protocol: Protocol, data: str, lab: Lab) -> RecordedGrid:
 
 def excerpt(size: int, lab: Lab) -> Path:
     """A file with `size` bytes of the default corpus's training documents, and all of those for validation."""
-    path = lab.folder / f"python-{size}.jsonl"
+    corpus, kept = Corpus(["python"], Path(lab.cache_dir)), []
+    path = lab.folder / f"python-{corpus.hash[:8]}-{size}.jsonl"
     if not path.exists():
-        corpus, kept = Corpus(["python"], Path(lab.cache_dir)), []
         for document in corpus.documents("train"):
             text = "".join(document)
             if len(text.encode()) <= size:

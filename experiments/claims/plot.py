@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from experiments.ablation.rates import Optimum
 from experiments.claims.claim import Row
 from experiments.claims.results import Entry
+from experiments.statistics import Estimate
 
 
 def plot(entry: Entry) -> Figure:
@@ -22,12 +23,13 @@ def plot(entry: Entry) -> Figure:
         panels[0].axhline(claim.dashed, color="C1", linestyle="--", label="published")
         panels[0].legend()
     for scale, judgment in entry.judgments.items():
-        for effect in (each for each in shown if each.name in judgment.found):
-            found = judgment.found[effect.name]
+        for effect, found in ((each, judgment.found.get(each.name)) for each in shown):
+            if not isinstance(found, Estimate):
+                continue
             low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
             x = scale if effect.x is None else effect.x
             panels[0].errorbar([x], middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
-    name = shown[0].name if len(shown) == 1 else shown[0].name.rpartition(",")[0] or "effect"
+    name = shown[0].name if len(shown) == 1 else claim.across
     panels[0].set(yscale="log" if shown[0].ratio else "linear", ylabel=name)
     if shown[0].x is not None:
         panels[0].set(xscale="log", xlabel=claim.over)
@@ -53,6 +55,6 @@ def plot_rates(axes: Axes, scale: str, arms: dict[str, list[Row]], optima: dict)
         (dots,) = axes.plot([row["lr"] for row in rows], [row["value"] for row in rows], "o", ms=3, label=label)
         if arm in optima and optima[arm]["regret"] is not None:
             best = Optimum(**optima[arm])
-            axes.plot(lrs, [best.loss_at(lr) * math.log(2) for lr in lrs], color=dots.get_color(), linewidth=1)
+            axes.plot(lrs, [best.loss_at(lr) for lr in lrs], color=dots.get_color(), linewidth=1)
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per byte)")
     axes.legend(fontsize="x-small")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.claims.claim import Claim
-from experiments.claims.judge import ALPHA, Judgment, judge
+from experiments.claims.judge import ALPHA, NOT_REPRODUCED, REPRODUCED, UNDECIDED, Judgment, judge
 from experiments.claims.measure import Lab, train
 from experiments.statistics import holm
 from files import load_json, write_atomically
@@ -30,8 +30,10 @@ class Entry:
 
     @property
     def verdict(self) -> str:
-        first = next(iter(self.judgments.values()))
-        return first.verdict if self.p is None or self.p < ALPHA else "undecided"
+        """At the first scale, which it names."""
+        scale, first = next(iter(self.judgments.items()))
+        found = first.verdict if self.p is None or self.p < ALPHA else UNDECIDED
+        return f"{found} at {scale}" if found in (REPRODUCED, NOT_REPRODUCED) else found
 
 
 def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
@@ -40,8 +42,8 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
     measured = (train if protocol.arms or not claim.measure else claim.measure)(protocol, lab)
     seconds = sum(row.get("seconds") or 0 for row in measured["runs"] + measured.get("search", []))
     environment = {
-        "protocol": claim.hash,
-        "commit": lab.commit,
+        "protocol": claim.hash(scale),
+        "commits": sorted({row.get("commit") or lab.commit or "unknown" for row in measured["runs"]}),
         "device": describe(torch.device(lab.devices[0])),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
@@ -55,31 +57,30 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
 
 
 def commit() -> str | None:
-    """The commit of this code, marked if files differ from it. None without git or outside a clone."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The commit of this code, marked if code differs from it. None without git or outside a clone."""
+    git = ["git", "-C", str(Path(__file__).parents[2])]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace")
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True)
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return head.stdout.strip() + "-dirty" * bool(changed.stdout) or None
 
 
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
-    """The claims that were measured at their first scale. Raises ValueError if one had another protocol."""
-    entries = []
+    """The claims that were measured at their first scale. Raises ValueError if one had other rules."""
+    entries, trained = [], {name for name, claim in claims.items() if next(iter(claim.protocols.values())).arms}
     for claim in claims.values():
         file = results / f"{claim.name}.json"
         found = load_json(file) if file.exists() else {}
         content = {scale: found[scale] for scale in claim.protocols if scale in found}
         for scale, made in content.items():
-            same = made["protocol"] == json.loads(json.dumps(asdict(claim.protocols[scale])))
-            if not same:
-                raise ValueError(f"{file} was measured with another protocol at scale {scale}; run the claim again")
+            if made["environment"]["protocol"] != claim.hash(scale):
+                raise ValueError(f"{file} was measured with other rules at scale {scale}; run the claim again")
         if next(iter(claim.protocols)) in content:
             judged = {scale: judge(claim, claim.protocols[scale], made["measured"]) for scale, made in content.items()}
             entries.append(Entry(claim, content, judged))
-    trained = [entry for entry in entries if next(iter(entry.claim.protocols.values())).arms]
-    p_values = [next(iter(entry.judgments.values())).p for entry in trained]
-    corrected = holm([1.0 if p is None else p for p in p_values])
-    by_name = {entry.claim.name: p for entry, p in zip(trained, corrected, strict=True)}
-    return [replace(entry, p=by_name.get(entry.claim.name)) for entry in entries]
+    p_values = dict.fromkeys(trained, 1.0)  # also of those that were not run or are undecided
+    p_values |= {entry.claim.name: next(iter(entry.judgments.values())).p or 1.0 for entry in entries}
+    corrected = dict(zip(trained, holm([p_values[name] for name in trained]), strict=True))
+    return [replace(entry, p=corrected.get(entry.claim.name)) for entry in entries]

@@ -320,9 +320,11 @@ def test_init_gain_by_role(placement, init):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_placements_that_ignore_depth_scaled_init(placement):
+def test_the_default_of_depth_scaled_init(placement):
     unscaled = initial_weights(placement, init="normal", depth_scaled_init=False)
     is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns", "keel", "ngpt")
-    for (role, name), weight in initial_weights(placement, init="normal").items():
-        factor = 1 / math.sqrt(8) if is_scaled and role in ("attention_out", "down") else 1.0
-        torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
+    for wanted in (None, True) if placement != "ngpt" else (None,):  # which returns to the sphere
+        for (role, name), weight in initial_weights(placement, init="normal", depth_scaled_init=wanted).items():
+            scaled = (wanted or is_scaled) and role in ("attention_out", "down")
+            factor = 1 / math.sqrt(8) if scaled else 1.0
+            torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
