@@ -152,16 +152,7 @@ def measure_step(
     """Tokens/s and peak memory of a training step on random tokens, FLOPs per token, FLOP/s of a matrix product."""
     before = peak_memory(device)
     model = Llama(model_config).to(device)
-    model.recompute = config.recompute
-    loss = torch.compile(model.loss) if config.compile else model.loss
-    optimizers = make_optimizers(model, config)
-    shape = config.micro_batch_size, model_config.context + 1
-    tokens = torch.randint(model_config.vocab_size, shape, device=device)
-
-    def step() -> None:
-        accumulate_gradients(loss, tokens[:, :-1], tokens[:, 1:], dtype)
-        update(optimizers)
-
+    step = training_step(model, config, dtype)
     step()
     step()  # with the optimizers' state
     memory, size = peak_memory(device) - before, PRODUCT_SIZE[device.type]
@@ -173,6 +164,21 @@ def measure_step(
         "flops_per_token": flops_per_token(model),
         "product": 2 * size**3 / seconds["product"],
     }
+
+
+def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call:
+    """A step of `model` on random tokens, which are always the same."""
+    model.recompute, device = config.recompute, model.embed_tokens.weight.device
+    loss = torch.compile(model.loss) if config.compile else model.loss
+    optimizers = make_optimizers(model, config)
+    shape = config.micro_batch_size, model.config.context + 1
+    tokens = torch.randint(model.config.vocab_size, shape, device=device)
+
+    def step() -> None:
+        accumulate_gradients(loss, tokens[:, :-1], tokens[:, 1:], dtype)
+        update(optimizers)
+
+    return step
 
 
 def accumulate_gradients(loss: Callable, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> None:

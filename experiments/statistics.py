@@ -57,16 +57,19 @@ def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
     return Estimate(middle, half_width, n, t_tails(t, n - 1), half_width + t_quantile(n - 1, 2 * POWER - 1) * error)
 
 
+def one_sided_p(values: Sequence[float], bound: float, side: int) -> float | None:
+    """P-value of "the mean lies beyond `bound`": above it if `side` is 1, below if -1. None for a single value."""
+    beyond = estimate([side * (value - bound) for value in values])
+    return None if beyond.p is None else beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
+
+
 def equivalence_p(values: Sequence[float], margin: float) -> float | None:
     """P-value of "the mean is at least `margin` away from 0", by two one-sided tests (TOST; Schuirmann 1987).
 
     A small one says: as good as the other, up to `margin`. None for a single value.
     """
-    sign = math.copysign(1, mean(values))
-    beyond = estimate([sign * value - margin for value in values])
-    if beyond.p is None:
-        return None
-    return beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
+    above, below = one_sided_p(values, margin, 1), one_sided_p(values, -margin, -1)
+    return None if above is None or below is None else max(above, below)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

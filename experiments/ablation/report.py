@@ -1,5 +1,6 @@
 """The text of an ablation's report, in Markdown: what was run, and the tables."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
@@ -91,8 +92,9 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
             bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
             row.append(shown(Finding(mean_of(bpb), len(tried)), ".4f"))
-        found = optima.get(arm)
-        row += [NONE, NONE] if found is None else [f"{found.lr:g}", shown_regret(found.regret)]
+        found = optima.get(arm, Optimum(math.nan, None))
+        regret = "optimum not found" if found.regret is None else f"{found.regret:.4f}"
+        row += [f"{found.lr:g}", regret] if optima else [NONE, NONE]
         rows.append(row)
     return [
         "## Learning rates",
@@ -104,10 +106,6 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         "rates and seeds.",
         table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows),
     ]
-
-
-def shown_regret(regret: float | None) -> str:
-    return "optimum not found" if regret is None else f"{regret:.4f}"
 
 
 def missing(cells: Sequence[Cell], outcomes: Outcomes) -> str:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from config import ModelConfig, TrainConfig
-from experiments.benchmarks import accumulate_gradients, update
+from experiments.benchmarks import training_step
 from experiments.claims.claim import Arm, Claim, Effect, Measured, Protocol, Row, difference, slope
 from experiments.claims.measure import Lab
 from experiments.claims.trained import WARMUPS, S, lns
 from experiments.probe import probe
 from model import Llama, weights_by_role
 from norms import KINDS
-from optim import make_optimizers
 
 DEPTHS = (6, 12, 24, 48, 96)
 WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
@@ -64,11 +63,11 @@ def equivalence(protocol: Protocol, lab: Lab) -> Measured:
 def speed(protocol: Protocol, lab: Lab) -> Measured:
     """ln(seconds) of 10 training steps, in rounds that take all arms in turn."""
     torch.set_num_threads(1)
-    steps = {
-        f"{norm}{', compiled' if compiled else ''}": training_step(norm, compiled)
-        for compiled in (False, True)
-        for norm in ("rmsnorm", "layernorm")
-    }
+    steps = {}
+    for norm, compiled in product(("rmsnorm", "layernorm"), (False, True)):
+        model = Llama(ModelConfig(norm=norm, vocab_size=257))  # the default width of 128 and context of 256
+        name = f"{norm}, compiled" if compiled else norm
+        steps[name] = training_step(model, TrainConfig(compile=compiled), torch.float32)
     rows: list[Row] = []
     for round in range(-2, protocol.seeds):  # two to warm up
         for arm, step in list(steps.items())[:: -1 if round % 2 else 1]:  # none always goes first
@@ -78,19 +77,6 @@ def speed(protocol: Protocol, lab: Lab) -> Measured:
             row = {"arm": arm, "seed": lab.first_seed + round, "value": math.log(time.perf_counter() - started)}
             rows += [row] if round >= 0 else []
     return {"runs": rows}
-
-
-def training_step(norm: str, compiled: bool) -> Callable[[], None]:
-    model = Llama(ModelConfig(norm=norm, vocab_size=257))  # the default width of 128 and context of 256
-    loss = torch.compile(model.loss) if compiled else model.loss
-    optimizers = make_optimizers(model, TrainConfig())
-    tokens = torch.randint(257, (8, 257))
-
-    def step() -> None:
-        accumulate_gradients(loss, tokens[:, :-1], tokens[:, 1:], torch.float32)
-        update(optimizers)
-
-    return step
 
 
 # --- depth -----------------------------------------------------------------------------------------------------------

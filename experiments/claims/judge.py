@@ -8,7 +8,7 @@ from statistics import mean
 import numpy as np
 
 from experiments.claims.claim import Claim, Effect, Measured, Protocol, Row
-from experiments.statistics import Estimate, estimate
+from experiments.statistics import Estimate, estimate, one_sided_p
 
 ALPHA = 0.05
 REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
@@ -128,9 +128,9 @@ def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
             found[effect.name] = "no best learning rate was found" if finite else "a run diverged or is out of range"
             inside, outside = [1.0], [1.0]
         else:
-            found[effect.name], less = estimate(values, slack), -slack
-            inside = [one_sided(values, slack, *side) for side in sides(effect.reproduced)]
-            outside = [1 - one_sided(values, less, *side) for side in sides(effect.expected)]
+            found[effect.name] = estimate(values, slack)
+            inside = [p_beyond(values, bound, side, slack) for bound, side in sides(effect.reproduced)]
+            outside = [p_beyond(values, bound, -side, slack) for bound, side in sides(effect.expected)]
         if effect.judged:
             chances.append(max(inside))
             against.append(min(outside))
@@ -148,8 +148,7 @@ def sides(region: tuple[float, float]) -> list[tuple[float, int]]:
     return [(bound, side) for bound, side in zip(region, (-1, 1), strict=True) if math.isfinite(bound)]
 
 
-def one_sided(values: list[float], slack: float, bound: float, side: int) -> float:
-    """P-value of "the mean lies beyond `bound`", to this side, if learning rates have cost up to `slack`."""
-    beyond = estimate([side * (value - bound) + slack for value in values])
-    assert beyond.p is not None
-    return beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
+def p_beyond(values: list[float], bound: float, side: int, slack: float) -> float:
+    """P-value of "the mean lies beyond `bound`" to this side, if learning rates may have cost up to `slack`."""
+    p = one_sided_p(values, bound - side * slack, side)
+    return 1.0 if p is None else p

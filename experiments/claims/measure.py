@@ -19,7 +19,6 @@ from experiments.ablation.rates import SPACING, Optimum
 from experiments.claims.claim import Measured, Protocol, Row
 from experiments.probe import probe
 from files import write_atomically
-from model import Llama
 from runtime.checkpoint import load_pretrained
 from runtime.device import describe
 
@@ -79,19 +78,15 @@ class RecordedGrid(Grid):
         row |= {name: getattr(outcome, name) for name in OUTCOME}
         row |= {"train_loss": losses[:: max(1, len(losses) // CURVE)], "residual_rms": None}
         if not outcome.diverged:
-            row["residual_rms"] = residual_rms(load_pretrained(self.cell_folder(cell))[0], self)
+            model = load_pretrained(self.cell_folder(cell))[0]
+            batch = next(evaluation_batches(self.data.val, model.config.context, 8))
+            row["residual_rms"] = [round(block.residual_rms, 6) for block in probe(model, *batch)]
         return row | {"commit": self.lab.commit, "device": describe(torch.device(self.lab.devices[0]))}
 
 
 def read_ledger(path: Path) -> dict[str, Row]:
     rows = map(json.loads, path.read_text("utf-8").splitlines()) if path.exists() else []
     return {row["key"]: row for row in rows}
-
-
-def residual_rms(model: Llama, grid: Grid) -> list[float]:
-    """RMS of the residual stream after the embedding and after each block, on one batch of validation text."""
-    batch = next(evaluation_batches(grid.data.val, model.config.context, 8))
-    return [round(block.residual_rms, 6) for block in probe(model, *batch)]
 
 
 def train(protocol: Protocol, lab: Lab) -> Measured:

@@ -57,14 +57,11 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
 
 
 def commit() -> str | None:
-    """The commit of this code, marked if code differs from it. None without git or outside a clone."""
+    """The commit of this code, marked if code differs from it. None outside a clone."""
     git = ["git", "-C", str(Path(__file__).parents[2])]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True)
-    except OSError:
-        return None
-    return head.stdout.strip() + "-dirty" * bool(changed.stdout) or None
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True).stdout
+    return head + "-dirty" * bool(changed) or None
 
 
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
