@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import os
-import random
+import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,21 +24,15 @@ from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.run import resolve_run
 from runtime.run_dir import read_samples
 
-ROOT = Path(__file__).parents[1]
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """Sentences of ten words: simple enough that any model that learns gets far below chance."""
-    draw = random.Random(0)
-    words = ["the", "cat", "dog", "sees", "hears", "a", "bird", "and", "sings", "sleeps"]
-    lines = (" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(1500))
-    path = tmp_path / "text.txt"
-    path.write_text("".join(lines))
-    return path
+def text(text: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return Path(shutil.copy(text, tmp_path))
 
 
 @pytest.fixture
@@ -55,13 +49,6 @@ def command(text: Path, tmp_path: Path):
 
 def read_metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def fingerprint(run: Path) -> list[str]:
-    """SHA-256 of the weights and the optimizer state in the last checkpoint."""
-    last = find_checkpoint(str(run))
-    names = ("model.safetensors", "optimizer.safetensors")
-    return [hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names]
 
 
 # --- learning --------------------------------------------------------------------------------------------------------
@@ -99,7 +86,7 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     run = command("--steps 3")
     flags = train.parse(["--eval-only", "--out", str(run)])
     run_settings = resolve_run(flags)
-    model, _ = load_pretrained(find_checkpoint(str(run)), run_settings.device)
+    model, _ = load_pretrained(find_checkpoint(run), run_settings.device)
     ids = torch.from_numpy(run_settings.data.val.astype("int64"))
     nats = 0.0
     for start in range(0, len(ids) - 1, 32):
@@ -290,7 +277,7 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, mon
 @pytest.mark.parametrize(
     "flags", ["--dropout 0.1 --micro-batch-size 4", "--norm batchnorm --placement post --dtype float16"]
 )
-def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch):
+def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch, fingerprint):
     """With the momentum of Muon and AdamW, and running statistics."""
     flags = f"--steps 9 --eval-every 3 --save-every 9 --eval-tokens 640 {flags}"
     uninterrupted, update = command(flags, "uninterrupted"), train.Trainer.update
@@ -312,7 +299,7 @@ def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch):
         assert [(row["step"], row[key]) for row in whole] == [(row["step"], row[key]) for row in parts]
 
 
-def test_resuming_restores_the_float16_loss_scale(command, monkeypatch):
+def test_resuming_restores_the_float16_loss_scale(command, monkeypatch, fingerprint):
     """The initial scale overflows, so the scaler's state matters."""
     init = train.GradScaler.__init__
     monkeypatch.setattr(
@@ -410,7 +397,7 @@ def test_dropout_differs_between_steps_and_seeds_and_repeats_with_them(text, tmp
 def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command, monkeypatch):
     """Its batch size does not matter."""
     run = resolve_run(train.parse(["--eval-only", "--out", str(command("--steps 1 --dropout 0.5"))]))
-    model, _ = load_pretrained(find_checkpoint(str(run.folder)), run.device)
+    model, _ = load_pretrained(find_checkpoint(run.folder), run.device)
     state = torch.get_rng_state()
     gradients = set()
 
@@ -430,7 +417,9 @@ def test_evaluation_is_deterministic_without_dropout_and_without_gradients(comma
         assert train.evaluate(model, run) == pytest.approx(losses.copy().pop(), rel=1e-6)
 
 
-def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_its_text(command, capsys, text):
+def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_its_text(
+    command, capsys, text, fingerprint
+):
     run = command("--steps 1")
     before = fingerprint(run)
     command("--resume")
@@ -471,7 +460,7 @@ def test_resuming_prints_the_options_that_change(command, capsys):
     ]
 
 
-def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
+def test_evaluation_is_shortened_by_a_flag(command, monkeypatch):
     """--eval-tokens, in training, with --eval-only and with --resume."""
     targets, loss = [], Llama.loss
 
@@ -493,7 +482,7 @@ def test_evaluation_is_shortened_by_a_flag(command, capsys, monkeypatch):
         assert sum(targets) == expected, flags
 
 
-def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path):
+def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path, fingerprint):
     first = command("--steps 2 --norm layernorm --norm-arg bias=false")
     train.main(["--config", str(first / "run.json"), "--out", str(tmp_path / "again")])
     assert fingerprint(first) == fingerprint(tmp_path / "again")

@@ -4,7 +4,6 @@ import errno
 import gzip
 import json
 import os
-import resource
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -139,14 +138,11 @@ def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
     assert capfd.readouterr().err.count("preparing") == 1
 
 
-def test_a_full_disk_names_the_file_and_leaves_nothing(source):
-    needed, limits = 2 * Corpus([str(source)], source.parent).sizes["train"], resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (needed - 100, limits[1]))
-        with pytest.raises(OSError, match=rf"train.bin cannot be written: .*; it needs {needed:,} bytes, and") as error:
-            prepare_from(source, "bytes")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_a_full_disk_names_the_file_and_leaves_nothing(source, file_size_limit):
+    needed = 2 * Corpus([str(source)], source.parent).sizes["train"]
+    message = rf"train.bin cannot be written: .*; it needs {needed:,} bytes, and"
+    with file_size_limit(needed - 100), pytest.raises(OSError, match=message) as error:
+        prepare_from(source, "bytes")
     assert error.value.errno == errno.EFBIG and "\n" not in str(error.value) and not folders(source)
 
 

@@ -1,10 +1,8 @@
 """What must survive kills, signals, full disks and damaged files: tiny runs, and commands in forks of this process."""
 
-import hashlib
 import itertools
 import multiprocessing.context
 import os
-import random
 import signal
 import sys
 import time
@@ -16,22 +14,11 @@ from typing import Any
 import pytest
 
 import train
-from runtime.checkpoint import find_checkpoint
 from runtime.process import stop_at_signals
 from runtime.run_dir import read_rows
 
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
 STEPS = "--steps 9 --save-every 3 --eval-every 9 --eval-tokens 64 --dropout 0.1"
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of 40 kB."""
-    draw = random.Random(0)
-    words = ["the", "cat", "dog", "sees", "hears", "a", "bird", "and", "sings", "sleeps"]
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(1500)))
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -60,27 +47,15 @@ def undisturbed(flags_in: Callable[[Path], list[str]], tmp_path_factory: pytest.
     return folder / "run"
 
 
-def digests(run: Path) -> dict[str, str]:
-    last = find_checkpoint(run)
-    names = ("model.safetensors", "optimizer.safetensors")
-    return {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
-
-
 def timeless(run: Path) -> list[dict[str, Any]]:
     timed = ("seconds", "tokens_per_second")
     return [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="session")
-def fingerprint() -> Callable[[Path], dict[str, str]]:
-    """`fingerprint(run)`: the SHA-256 of weights and optimizer state in a run's last checkpoint."""
-    return digests
-
-
-@pytest.fixture(scope="session")
-def same() -> Callable[[Path, Path], bool]:
+def same(fingerprint: Callable[[Path], list[str]]) -> Callable[[Path, Path], bool]:
     """`same(run, other)`: whether two runs have the same weights, optimizer state, log without times, and samples."""
-    return lambda *runs: len({str((digests(r), timeless(r), (r / "samples.txt").read_text())) for r in runs}) == 1
+    return lambda *runs: len({str((fingerprint(r), timeless(r), (r / "samples.txt").read_text())) for r in runs}) == 1
 
 
 @pytest.fixture
@@ -139,17 +114,17 @@ class Child(ForkProcess):  # type: ignore[misc,valid-type]
             os.kill(self.pid, number)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def until() -> Callable[..., None]:
     """`until(condition, seconds)` waits, and fails if it takes longer."""
-    return wait_until
+
+    def wait(condition: Callable[[], Any], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it took too long"
+            time.sleep(0.005)
+
+    return wait
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --tokenizer sentencepiece": (train.main, "--tokenizer bytes, not sentencepiece"),
     "--data missing.txt": (train.main, "missing.txt"),
     "--norm batchnorm --recompute --compile": (train.main, "--recompute and --compile"),
-    "--dim 30 --heads 4": (train.main, "--dim 30 is not divisible by --heads 4"),
     "--config missing.json": (train.main, "missing.json is missing or damaged"),
     "--device cuda:99": (train.main, "--device cuda:99"),
     "--stepz 3": (train.main, "did you mean --steps?"),

@@ -4,15 +4,12 @@ files, earlier checkpoints untouched, and once there is space the run continues 
 
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import train
 
-resource = pytest.importorskip("resource")  # missing on Windows
 # A model so small that its checkpoint is smaller than loss.png.
 COMMAND = "--dim 4 --hidden-dim 4 --layers 1 --heads 1 --context 16 --batch-size 4 --tokenizer bytes --device cpu "
 COMMAND += "--dtype float32 --eval-every 2 --save-every 2 --schedule constant"
@@ -31,17 +28,6 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize(
     "first, fits",
     [
@@ -49,7 +35,7 @@ def file_size_limit(size: int) -> Iterator[None]:
         ("loss.png", "checkpoints/step-000004/optimizer.safetensors"),
     ],
 )
-def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same):
+def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same, file_size_limit):
     """`first` is the first file that does not fit, and `fits` the largest that does."""
     run = shutil.copytree(runs / "2", tmp_path / "run")
     resume = [*command(text, runs / "cache", run), "--resume", "--steps=4"]

@@ -111,7 +111,7 @@ def test_no_token_is_drawn_from_logits_that_are_not_finite(sampling, value, monk
         generate.generate(model, prompts, tokens=8, **sampling)
 
 
-def test_generating_with_a_diverged_model_is_one_line(flags, tmp_path, capsys):
+def test_generating_with_a_diverged_model_is_one_line(flags, tmp_path, ends):
     """Its weights are finite, and its logits are not."""
     train.main([*flags, "--steps", "1"])
     model, tokenizer = load_pretrained(tmp_path / "run")
@@ -120,8 +120,5 @@ def test_generating_with_a_diverged_model_is_one_line(flags, tmp_path, capsys):
             weight.mul_(1e30)
     folder: Path = tmp_path / "diverged"
     save_pretrained(folder, model, tokenizer)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["--checkpoint", str(folder), "--device", "cpu"])
-    assert ended.value.code == 5
-    assert capsys.readouterr().err.splitlines()[-1] == "error: a logit of the model is not finite"
+    code, error = ends(generate.main, ["--checkpoint", str(folder), "--device", "cpu"])
+    assert code == 5 and error.splitlines()[-1] == "error: a logit of the model is not finite"

@@ -154,17 +154,12 @@ def test_old_checkpoints_are_deleted_and_the_same_step_is_replaced(tmp_path):
     assert save(tmp_path, 1_000_000) == list_checkpoints(tmp_path)[-1]  # one more digit
 
 
-def test_a_failed_save_keeps_existing_checkpoints(tmp_path):
-    resource = pytest.importorskip("resource")
+def test_a_failed_save_keeps_existing_checkpoints(tmp_path, file_size_limit):
     earlier = save(tmp_path, 1, keep=1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step, size in ((1, 500), (2, 500), (2, 10_000)):  # bytes; the weights need more space
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            with pytest.raises(OSError, match=rf"step-00000{step} cannot be written: .* it needs [\d,]+ bytes"):
-                save(tmp_path, step, keep=1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        error = rf"step-00000{step} cannot be written: .* it needs [\d,]+ bytes"
+        with file_size_limit(size), pytest.raises(OSError, match=error):
+            save(tmp_path, step, keep=1)
     assert names(tmp_path) == ["step-000001"]
     load_pretrained(earlier)
 

@@ -5,7 +5,6 @@ than training.
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -103,12 +102,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def common(folder: Path) -> str:
-    """Flags of all runs, with a text of sentences of six words."""
-    draw = random.Random(0)
-    words = ["the", "cat", "dog", "sees", "hears", "a", "bird", "and", "sings", "sleeps"]
-    text = folder / "text.txt"
-    text.write_text("".join(" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(1500)))
+def common(folder: Path, text: Path) -> str:
+    """Flags of all runs."""
     return f"{COMMON} --data {text} --cache-dir {folder / 'cache'}"
 
 

@@ -138,15 +138,12 @@ REFUSED = DAMAGES | {str(fields): (partial(change_config, **fields), message) fo
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_directories_that_are_refused(case, tmp_path, capsys):
+def test_directories_that_are_refused(case, tmp_path, refused):
     break_it, message = REFUSED[case]
     directory = write(tmp_path / "theirs")
     break_it(directory)
-    with pytest.raises(SystemExit) as stopped:
-        generate.main(["--checkpoint", str(directory), "--device", "cpu"])
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1, printed.err
-    assert re.search(message, printed.err), printed.err
+    error = refused(generate.main, ["--checkpoint", str(directory), "--device", "cpu"])
+    assert re.search(message, error), error
 
 
 def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
@@ -155,11 +152,7 @@ def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
     expected = load_pretrained(directory)[0]
     change_weights(directory, lambda w: w.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     shard(directory)
-    code = {
-        "AutoConfig": "evil.Config",
-        "AutoModelForCausalLM": "evil.Model",
-        "AutoTokenizer": ["evil.Tokenizer", None],
-    }
+    code = {"AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Tokenizer", None]}
     change_config(directory, torch_dtype="float32", is_causal=True, rope_interleaved=False, top_p=0.9, auto_map=code)
     (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
     loaded = load_pretrained(directory)[0]

@@ -61,16 +61,6 @@ def call(command: str) -> None:
     {"train.py": train.main, "generate.py": generate.main, "ablate.py": ablate.main}[script](arguments)
 
 
-def error_of(command: str, capsys: pytest.CaptureFixture) -> str:
-    """The only line of standard error with which a command ends, with exit code 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as excinfo:
-        call(command)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert excinfo.value.code == 2
-    return line
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text, two files to import, and a run with both."""
@@ -115,11 +105,11 @@ def test_a_run_keeps_name_hash_and_a_copy_that_is_never_executed():
         "ablate.py --config run/run.json --out other",
     ],
 )
-def test_a_run_asks_for_the_file_again(command, capsys):
+def test_a_run_asks_for_the_file_again(command, capsys, refused):
     """Also for a checkpoint that was copied alone. A file that has changed since is one warning."""
     shutil.copytree("run/checkpoints/step-000003", "copy")
-    error = error_of(f"{command} --import mynorm.py", capsys)
-    assert error.endswith("this run uses third.py: add --import PATH/third.py")
+    error = refused(call, f"{command} --import mynorm.py")
+    assert error.endswith("this run uses third.py: add --import PATH/third.py\n")
     if not command.startswith("ablate.py"):
         Path("mynorm.py").write_text(NORM + "# changed\n")
         call(f"{command} --import mynorm.py --import third.py")
@@ -138,6 +128,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("source, message", BAD_FILES.items())
-def test_an_error_in_the_file_is_one_line(source, message, capsys):
+def test_an_error_in_the_file_is_one_line(source, message, refused):
     Path("bad.py").write_text(source) if source else None
-    assert error_of("train.py --import bad.py", capsys).startswith(f"train.py: error: --import bad.py{message}")
+    error = refused(call, "train.py --import bad.py")
+    assert error.startswith(f"train.py: error: --import bad.py{message}")
