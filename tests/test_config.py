@@ -61,12 +61,8 @@ BAD_VALUES = {
     "--batch-size 4 --micro-batch-size 8": "--batch-size 4 is not divisible by --micro-batch-size 8",
     **{f"--lr {value}": f"--lr must be a positive number, not {float(value)}" for value in ("0", "nan")},
     **{f"--dropout {value}": f"--dropout must be at least 0 and below 1, not {float(value)}" for value in ("1", "nan")},
-    **{f"--{name} {value}": f"--{name} must be at least 1, not {value}" for name in SIZES for value in (0,)},
-    **{
-        f"--{name} {value}": f"--{name} must be at most 2147483647, not {value}"
-        for name in SIZES
-        for value in (10**20,)
-    },
+    **{f"--{name} 0": f"--{name} must be at least 1, not 0" for name in SIZES},
+    **{f"--{name} {10**20}": f"--{name} must be at most 2147483647, not {10**20}" for name in SIZES},
     "--cache-dir=": "--cache-dir must not be empty",
     "--data=": "--data must not be empty; name python, shakespeare, or a path",
     **{f"--{name} -1": f"--{name} must be 0 or more and finite, not -1" for name in ("warmup", "seed")},
@@ -103,7 +99,6 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
         ("--qk-norm both", "argument --qk-norm: invalid choice: both (choose from none, head, full)"),
         ("--optimizer sgd", "argument --optimizer: invalid choice: sgd (choose from muon, adamw)"),
         ("--dim wide", "argument --dim: invalid int value: wide"),
-        ("--steps 1.5", "argument --steps: invalid int value: 1.5"),
         ("--lr fast", "argument --lr: invalid float value: fast"),
         ("--lr", "argument --lr: expected one argument"),
         ("--dimension 3", "unrecognized arguments: --dimension 3; did you mean --dim?"),
@@ -111,20 +106,14 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
         ("--learning-rate 3", "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
         ("--batch_size 3", "unrecognized arguments: --batch_size 3; did you mean --batch-size?"),
         ("--no-comiple", "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
-        (
-            "--n-layers 3 --stesp 4",
-            "unrecognized arguments: --n-layers 3 --stesp 4; did you mean --layers and --steps?",
-        ),
+        ("--laers 3 --stesp 4", "unrecognized arguments: --laers 3 --stesp 4; did you mean --layers and --steps?"),
         ("--zzz 3", "unrecognized arguments: --zzz 3"),
         ("lr", "unrecognized arguments: lr"),
     ],
 )
-def test_argparse_error_is_one_line_with_exit_code_2(flags, message, capsys):
-    with pytest.raises(SystemExit) as excinfo:
-        parse(flags)
-    line = capsys.readouterr().err
-    assert excinfo.value.code == 2
-    assert line.replace("'", "") == f"train.py: error: {message}\n"  # quoting differs between Python versions
+def test_argparse_error_is_one_line_with_exit_code_2(flags, message, refused):
+    # quoting differs between Python versions
+    assert refused(parse, flags).replace("'", "") == f"train.py: error: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,8 @@ def test_out_of_time_leaves_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "STOP_SECONDS", 0.3)
     parts = {"long": [["-c", f"{ignore} print({child}.pid, flush=True); time.sleep(60)"]], "next": [["-c", "pass"]]}
     assert [row["ended"] for row in gpu.run_parts(parts, tmp_path / "out")] == ["out of time", "exit 0"]
-    status, deadline = (
-        ["ps", "-o", "stat=", "-p", (tmp_path / "out/long.txt").read_text().split()[-1]],
-        time.monotonic(),
-    )
+    status = ["ps", "-o", "stat=", "-p", (tmp_path / "out/long.txt").read_text().split()[-1]]
+    deadline = time.monotonic()
     while subprocess.run(status, capture_output=True, text=True).stdout.strip() not in ("", "Z"):
         assert time.monotonic() < deadline + 10
         time.sleep(0.05)

@@ -24,14 +24,6 @@ def test_tails_and_quantiles_match_scipy(degrees):
     assert t_quantile(degrees, 0.6) == pytest.approx(stats.t.isf(0.2, degrees), rel=1e-9)
 
 
-def test_an_interval_by_hand():
-    """For 1, 2, 6 the mean is 3, the variance (4 + 1 + 9) / 2 = 7, the quantile for two degrees of freedom 4.3027."""
-    found = estimate([1.0, 2.0, 6.0])
-    half = 4.30265 * math.sqrt(7 / 3)
-    assert (found.mean, found.n) == (3, 3)
-    assert (found.half_width, found.low, found.high) == pytest.approx((half, 3 - half, 3 + half), rel=1e-5)
-
-
 @pytest.mark.parametrize("size", [2, 3, 30])
 @pytest.mark.parametrize("center", [0.0, 0.5, -0.9, 20.0])
 def test_estimates_and_equivalence_match_scipy(size, center):
