@@ -1,8 +1,7 @@
 // One new token of each of a few sequences, from ids to logits, by a whole pre-norm LLaMA in one call.
 //
 // Decoding is bound by memory: each token reads every weight once, in fp32 or bf16; everything else is fp32. Rows have
-// multiples of 16 elements. Each dot product has one fixed order of summation, so results depend neither on the number
-// of threads nor on what else is in the batch. Vectors are GCC's; only their size and WIDEN depend on the processor.
+// multiples of 16 elements. Sums have a fixed order: threads and other rows of the batch do not change a result.
 
 #include <immintrin.h>
 #include <math.h>
@@ -109,7 +108,6 @@ static void multiply(int add, int64_t batch, int64_t inputs, int64_t outputs, co
 
 // --- parts of a block: `omp for` divides them among the threads, `nowait` unless what follows needs all of it ---
 
-// y = x Wᵀ, or += if `add`.
 static void project(int add, int64_t batch, int64_t inputs, int64_t outputs, const weight *w, const float *x,
                     float *y) {
 #pragma omp for schedule(static) nowait

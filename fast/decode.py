@@ -7,12 +7,12 @@ in bf16. Another norm, a hook, an adapter or code edited before `accelerate` run
 
 import ctypes
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook  # such as those of profilers
 from torch.utils.hooks import RemovableHandle
 
 from config import ModelConfig
@@ -28,8 +28,15 @@ REFERENCES: dict[str, dict[str, Any]] = {}
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]
 PATHS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
-# Whether there are hooks for all modules, as of profilers. It is private: if it is gone, everything runs plain.
-any_global_hook: Any = getattr(nn_module, "_has_any_global_hook", lambda: True)
+registrations = [0]  # of modules, parameters and buffers anywhere: one of an accelerated model may have been replaced
+
+
+def count(*arguments: Any) -> None:
+    registrations[0] += 1
+
+
+for kind in ("module", "parameter", "buffer"):
+    getattr(nn_module, f"register_module_{kind}_registration_hook")(count)
 
 
 def accelerate(model: Llama, samples: int = 1) -> str | None:
@@ -75,7 +82,6 @@ class Cache(list[LayerCache]):
     step: Any = None  # the function of C, the table, eps and the memory that the table points to
     planned: Any = None  # the stamp when the table was made
     tensors: Any = ()  # that the table points to
-    members: Any = ()  # dictionaries of the modules' children, parameters and buffers
 
     def __reduce__(self) -> tuple:
         return Cache, (list(self),)  # a copy makes its own table
@@ -102,17 +108,15 @@ class Cache(list[LayerCache]):
 
     def stamp(self, model: Llama) -> tuple:
         """Changes when a hook is added, or a module, a weight or the cache is replaced. Values may change in place."""
-        tensors = [*self.tensors, *(tensor for kept in self for tensor in (kept.keys, kept.values))]
-        layouts = [[*map(fact, tensors)] for fact in (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous)]
-        members = [*map(id, chain(*map(dict.values, self.members)))]
-        sizes = len(self[0].keys), len({kept.length for kept in self})
-        return model, model.config, model.training, product_dtype(), RemovableHandle.next_id, members, layouts, sizes
+        cached = [(x.data_ptr(), x.shape, x.is_contiguous()) for kept in self for x in (kept.keys, kept.values)]
+        memory = [*map(Tensor.data_ptr, self.tensors), *cached, len({kept.length for kept in self})]
+        changes = RemovableHandle.next_id, registrations[0], [*map(id, model.layers)]
+        return model, model.config, model.training, product_dtype(), changes, memory
 
     def plan(self, model: Any) -> None:
         """Fill in the table, or leave it empty if only plain code can continue."""
         config, dtype, batch = model.config, product_dtype(), len(self[0].keys)
         self.step, library = None, load(dtype)[0]
-        self.members = [*filter(None, (d for m in model.modules() for d in (m._modules, m._parameters, m._buffers)))]
         shape = batch, config.kv_heads, config.context, config.head_dim
         known = all(kept.keys.shape == kept.values.shape == shape and kept.length == self[0].length for kept in self)
         if not library or batch > MAX_BATCH or not known or len(self) != config.layers or difference(model):

@@ -141,11 +141,6 @@ def replace_weight(model: Any, cache: Any) -> None:
     model.layers[1].mlp.up_proj.weight = nn.Parameter(2 * model.layers[1].mlp.up_proj.weight)
 
 
-def replace_unregistered(model: Any, cache: Any) -> None:
-    members = model.layers[1].mlp.up_proj._parameters
-    members["weight"] = nn.Parameter(2 * members["weight"])
-
-
 def replace_data(model: Any, cache: Any) -> None:
     model.layers[0].self_attn.v_proj.weight.data = 3 * model.layers[0].self_attn.v_proj.weight
 
@@ -205,8 +200,9 @@ CHANGES: list[Callable[[Any, Any], Any]] = [
     lambda model, cache: setattr(model.layers[1].self_attn, "q_norm", nn.Tanh()),
     lambda model, cache: setattr(model.lm_head, "bias", nn.Parameter(normal(len(model.lm_head.weight)))),
     lambda model, cache: setattr(model.rope, "cos", nn.Buffer(-model.rope.cos)),
+    lambda model, cache: model.layers.__delitem__(-1) if cache else None,
     lambda model, cache: setattr(model, "config", replace(model.config, context=99, vocab_size=7)),
-    replace_weight, replace_unregistered, replace_data, reorder, reorder_in_place, forget, shorten,
+    replace_weight, replace_data, reorder, reorder_in_place, forget, shorten,
 ]  # fmt: skip
 ONLY_BEFORE: list[Callable[[Any, Any], Any]] = [
     lambda model, cache: setattr(model.layers[1].mlp.up_proj, "__class__", Doubled),
