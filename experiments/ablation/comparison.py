@@ -37,8 +37,10 @@ class Finding:
         size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:
             return f"is {'worse' if self.estimate.mean > 0 else 'better'} by {abs(self.estimate.mean):.4f} ± {size}"
-        same = self.equivalence_p is not None and self.equivalence_p < ALPHA
-        return f"{'is as good' if same else 'is indistinguishable'} ({self.estimate})"
+        if self.equivalence_p is not None and self.equivalence_p < ALPHA:
+            return f"is as good ({self.estimate})"
+        alone = self.estimate.low > 0 or self.estimate.high < 0  # significant before it is corrected
+        return f"{'may differ' if alone else 'is indistinguishable'} ({self.estimate}, p = {self.p:.2g})"
 
 
 def compare(

@@ -50,7 +50,8 @@ def details(entry: Entry) -> str:
     """Verdict, effects, and how they were measured, in Markdown."""
     p = "" if entry.p is None else f" (p = {entry.p:.2g}, corrected for all trained claims)"
     rules = [
-        f"{each.name}: reproduced inside {region(each.reproduced)}, not reproduced outside {region(each.expected)}."
+        f"{each.name}: reproduced inside {bounds(each, each.reproduced)}, not reproduced outside "
+        f"{bounds(each, each.expected)}."
         for each in entry.claim.effects
         if each.judged
     ]
@@ -72,8 +73,8 @@ def details(entry: Entry) -> str:
     return "\n\n".join([f"**{entry.verdict}**{p}. {' '.join(rules)}", "\n".join(rows), " ".join([command, *made])])
 
 
-def region(bounds: tuple[float, float]) -> str:
-    low, high = bounds
+def bounds(effect: Effect, region: tuple[float, float]) -> str:
+    low, high = map(math.exp, region) if effect.ratio else region
     return f"[{low:.3g}, {high:.3g}]".replace("inf", "∞")
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.ablation.comparison import compare
+from experiments.ablation.comparison import Finding, compare
 from experiments.ablation.grid import Cell, losses_of
 from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, paired, read_outcome
 from experiments.ablation.plots import plot_differences
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import comparison_section, missing, sweep_section
-from experiments.statistics import holm
+from experiments.statistics import estimate, holm
 
 
 def arm_of(norm: str, **factors: str) -> Arm:
@@ -137,8 +137,10 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     assert comparison_section(list(runs), runs, 0.5, optima)[0] == (
         "Compared with rmsnorm pre: layernorm pre is better by 1.0000 ± 0.0248; none pre is worse by 1.0000 ± 0.0248; "
         "dyt pre is as good (+0.0010 ± 0.0248); batchnorm pre is not compared (the best learning rate was not found); "
-        "derf pre is indistinguishable (+0.4000 ± 0.9937); crmsnorm pre is not compared (too few runs)."
+        "derf pre is indistinguishable (+0.4000 ± 0.9937, p = 1); crmsnorm pre is not compared (too few runs)."
     )
+    corrected = Finding(estimate([0.10, 0.11, 0.12]), 3, p=0.2)
+    assert str(corrected) == "may differ (+0.1100 ± 0.0248, p = 0.2)"  # alone, its p is 0.003
 
 
 def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
