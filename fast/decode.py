@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
-from torch.nn.modules.module import _has_any_global_hook as any_global_hook  # such as those of profilers
 from torch.utils.hooks import RemovableHandle
 
 from config import ModelConfig
@@ -23,6 +22,7 @@ MAX_BATCH = 32  # torch's products are faster for more
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of differences that are rounding, by the matrices' dtype
 NUMBERS = int, float, str  # attributes that are compared
 REFERENCES: dict[str, dict[str, Any]] = {}
+any_global_hook: Any = getattr(nn_module, "_has_any_global_hook", lambda: True)  # private: if gone, all runs plain
 
 # The weights of a block in the order of decode.c: two vectors, then matrices.
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]

@@ -106,11 +106,6 @@ def final_bpb(runs: Iterable[Outcome]) -> dict[int, float]:
     return {run.seed: run.val_bpb for run in runs if not run.diverged and run.val_bpb is not None}
 
 
-def paired(values: BySeed, baseline: BySeed) -> dict[int, float]:
-    """`values` minus `baseline`, by seed, for the seeds that both have."""
-    return {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
-
-
 def by_arm(outcomes: Iterable[Outcome]) -> dict[Arm, list[Outcome]]:
     arms: dict[Arm, list[Outcome]] = {}
     for outcome in outcomes:

@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.ablation.outcome import Arm, Outcome, by_arm, final_bpb, paired
+from experiments.ablation.comparison import contrast
+from experiments.ablation.outcome import Arm, Outcome, by_arm, final_bpb
 from experiments.ablation.rates import Optimum
 from experiments.statistics import estimate
 
@@ -40,7 +41,7 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     axes = figure.subplots()
     for height, arm in enumerate(others):
         color, diverged = looks(arms)[arm]["color"], sum(run.diverged for run in arms[arm])
-        differences = list(paired(final_bpb(arms[arm]), final_bpb(arms[baseline])).values())
+        differences = list(contrast([final_bpb(arms[arm]), final_bpb(arms[baseline])]).values())
         axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
         note = f" n = {len(differences)}" + (f", {diverged} of {len(arms[arm])} diverged" if diverged else "")
         axes.text(1.01, height, note, transform=axes.get_yaxis_transform(), va="center")

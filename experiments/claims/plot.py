@@ -56,5 +56,5 @@ def plot_rates(axes: Axes, scale: str, arms: dict[str, list[Row]], optima: dict)
         if arm in optima and optima[arm]["regret"] is not None:
             best = Optimum(**optima[arm])
             axes.plot(lrs, [best.loss_at(lr) for lr in lrs], color=dots.get_color(), linewidth=1)
-    axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per byte)")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
     axes.legend(fontsize="x-small")

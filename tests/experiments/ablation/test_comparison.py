@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.ablation.comparison import Finding, compare
+from experiments.ablation.comparison import Finding, compare, contrast
 from experiments.ablation.grid import Cell, losses_of
-from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, paired, read_outcome
+from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, read_outcome
 from experiments.ablation.plots import plot_differences
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import comparison_section, missing, sweep_section
@@ -75,7 +75,7 @@ def test_a_complete_log_is_an_outcome(log, expected):
 def test_differences_are_paired_by_seed_where_neither_diverged():
     baseline = [outcome("rmsnorm", 0, 1.0), outcome("rmsnorm", 1, None), outcome("rmsnorm", 2, 3.0)]
     arm = [outcome("dyt", 2, 3.5), outcome("dyt", 1, 1.0), outcome("dyt", 0, 9.0, diverged=True)]
-    assert paired(final_bpb(arm), final_bpb(baseline)) == {2: 0.5}
+    assert contrast([final_bpb(arm), final_bpb(baseline)]) == {2: 0.5}
 
 
 BPB: dict[Arm, BySeed] = {
