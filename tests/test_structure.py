@@ -3,10 +3,13 @@
 import ast
 import re
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from norms.placement import PLACEMENTS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("norms", "data", "runtime", "experiments", "fast", "tests")
@@ -118,3 +121,16 @@ def test_the_tests_that_show_a_promise_exist():
     assert len(named) > 20
     for path, test in named:
         assert f"def {test}(" in (ROOT / "tests" / path).read_text("utf-8"), f"{path}::{test}"
+
+
+def test_every_placement_has_a_section_and_a_small_drawing():
+    """And docs/placements.md has no others. Dark mode is in the drawings."""
+    page, names = (ROOT / "docs/placements.md").read_text("utf-8"), sorted(PLACEMENTS)
+    assert sorted(re.findall(r"^## (\w+)$", page, re.M)) == names
+    assert sorted(re.findall(r"^!\[.+\]\(placements/(\w+)\.svg\)$", page, re.M)) == names
+    assert sorted(path.name for path in (ROOT / "docs/placements").iterdir()) == [f"{name}.svg" for name in names]
+    for path in [ROOT / "docs/placements.svg", *(ROOT / "docs/placements").iterdir()]:
+        drawing = path.read_text("utf-8")
+        title = ElementTree.fromstring(drawing).findtext("{http://www.w3.org/2000/svg}title")
+        assert title and "prefers-color-scheme:dark" in drawing and 'role="img"' in drawing, path
+        assert len(drawing.encode()) < 5000, path
