@@ -14,7 +14,7 @@ import argparse
 import shlex
 import sys
 
-from config import Parser, add_flags
+from config import MAX_SIZE, Parser, add_flags
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
 from files import lock_file
@@ -80,12 +80,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("--equivalence", type=float, metavar="MARGIN", help=help)
         add("--jobs", type=int, help="runs at a time on each device (default: one per core, or one on a GPU)")
         add("--threads", type=int, default=1, help="CPU threads per run (default: 1)")
-        add("--probe", action="store_true", help="record residual RMS, gradient norms and gains per block")
+        add("--probe", action="store_true", help="--watch at the first and the last step only")
     add_flags(everything, hidden=("norm", "placement"))  # for single runs: `resolve_ablation` refuses them
     import_first(everything, arguments)
     own.add_argument("--out")
     own.add_argument("--device")  # cuda:0,1 means several, of which each run gets one
-    return everything.parse_args(arguments), own.parse_known_args(arguments)[1]
+    flags, train_flags = everything.parse_args(arguments), own.parse_known_args(arguments)[1]
+    return flags, [*train_flags, *(["--watch", str(MAX_SIZE)] if flags.probe else [])]
 
 
 if __name__ == "__main__":

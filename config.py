@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
@@ -33,6 +33,31 @@ def option(default: Any, help: str, **argument: Any) -> Any:
 def flag_name(field: str) -> str:
     """The flag that sets a field, such as "--norm-arg"."""
     return "--" + {"norm_args": "norm-arg"}.get(field, field.replace("_", "-"))
+
+
+def to_flags(options: Mapping[str, Any]) -> list[str]:
+    """Flags that set `options`, such as {"norm": "dyt", "norm_args": {"alpha": 0.5}, "tie_embeddings": False}."""
+    flags = []
+    for name, value in options.items():
+        flag = flag_name(name)
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, dict):
+            flags += [f"{flag}={key}={shown(part)}" for key, part in value.items()]
+        elif isinstance(value, list | tuple):
+            flags += [flag, *map(str, value)]
+        elif value is not None:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def shown(value: Any) -> str:
+    """An option's value as its flag takes it."""
+    if isinstance(value, dict):
+        return " ".join(f"{name}={shown(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def _check_choices(config: Any) -> None:
@@ -177,6 +202,9 @@ class TrainConfig:
     eval_tokens: int = option(1 << 17, "validation tokens per evaluation, evenly spaced; fewer make evaluation faster")
     save_every: int = option(250, "steps between checkpoints; also after the last step")
     keep: int = option(2, "number of most recent checkpoints to keep")
+    watch: int = option(
+        None, "steps between rows of watch.jsonl: the residual stream, norms, gradients and updates (default: no rows)"
+    )
     log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
     out: str = option("", "run directory (default: a new one under runs/)", metavar="DIR")
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
@@ -187,7 +215,8 @@ class TrainConfig:
             object.__setattr__(self, "micro_batch_size", self.batch_size)
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
-        check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
+        counts = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep", "watch")
+        check_sizes(self, *counts)
         require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
@@ -243,7 +272,9 @@ FOLLOWS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line and exits with 2."""
+    """An argument parser that reports an error in one line and exits with 2, or raises ValueError with that line."""
+
+    raises = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
@@ -258,6 +289,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def error(self, message: str) -> Any:
+        require(not self.raises, one_line(message))
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 

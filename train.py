@@ -7,18 +7,22 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
-from config import Parser, add_flags, flag_name, require
+from config import Parser, add_flags, flag_name, require, to_flags
 from data.batches import evaluation_batches, training_batch
+from data.tokenizer import Tokenizer
 from files import lock_file
 from generate import Sampling, sample_text
 from model import Llama
@@ -41,7 +45,7 @@ from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
-from runtime.run_dir import LOCK, Log, check_run_dir, continued, has_evaluation, make_tracker, write_run_file
+from runtime.run_dir import LOCK, Log, check_run_dir, continued, has_evaluation, make_tracker, read_rows, write_run_file
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
@@ -61,17 +65,47 @@ def main(arguments: list[str] | None = None) -> None:
             run = resolve_run(flags)
         if flags.eval_only:
             evaluate_only(run)
-            return
-        with distributed.held_by_main(lock_file(run.folder / LOCK)):
-            with bad_input():
-                distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
-                distributed.from_main(clear_unfinished, run.folder)
-                trainer = Trainer(run)
-            trainer.train()
+        else:
+            execute(run)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+class Trained(NamedTuple):
+    """What `train` returns: the run directory, the trained model, its tokenizer, the rows of `metrics.jsonl`."""
+
+    folder: Path
+    model: Llama
+    tokenizer: Tokenizer
+    rows: list[dict[str, Any]]
+
+
+def train(**options: Any) -> Trained:
+    """Train in this process as the command does: `train(norm="dyt", norm_args={"alpha": 0.5}, steps=200)`.
+
+    Raises ValueError with the command's message for options that are not valid, NotFinite if the run diverges, InUse if
+    another process has it, and Stopped if a signal has ended it.
+    """
+    require("eval_only" not in options, "eval_only is for the command; use train.evaluate")
+    set_up_cpu()
+    with distributed.process_group():
+        run = resolve_run(parse(to_flags(options), raises=True))
+        trainer = execute(run)
+    return Trained(run.folder, trainer.model.eval(), run.data.tokenizer, read_rows(run.folder / "metrics.jsonl"))
+
+
+def execute(run: Run) -> "Trainer":
+    """Train a resolved run. Its folder is locked meanwhile."""
+    with distributed.held_by_main(lock_file(run.folder / LOCK)):
+        with bad_input():
+            distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
+            distributed.from_main(clear_unfinished, run.folder)
+            trainer = Trainer(run)
+        trainer.train()
+    return trainer
+
+
+def parse(arguments: list[str] | None, raises: bool = False) -> argparse.Namespace:
     parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
+    parser.raises = raises
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
     parser.add_argument(
         "--resume",
@@ -87,6 +121,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_flags(parser)
     import_first(parser, arguments)
     flags = parser.parse_args(arguments)
+    flags.command = [parser.prog, *(sys.argv[1:] if arguments is None else arguments)]
     if getattr(flags, "init_from", "") and (flags.resume or flags.eval_only):
         parser.error("--init-from is for new runs; --resume and --eval-only take the weights of the run")
     return flags
@@ -173,15 +208,16 @@ class Trainer:
             self.scaler.unscale_(optimizer)
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
         grad_norm = distributed.full_tensor(get_total_norm(gradients))
-        if self.run.config.clip:
-            clip_grads_with_norm_(self.weights, self.run.config.clip, grad_norm)
-        if not (self.scaler.is_enabled() and self.overflowed(grad_norm)):
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * group["lr_ratio"]
-                optimizer.step()
-            if self.after_step:
-                self.after_step(self.model)
+        with self.watched():
+            if self.run.config.clip:
+                clip_grads_with_norm_(self.weights, self.run.config.clip, grad_norm)
+            if not (self.scaler.is_enabled() and self.overflowed(grad_norm)):
+                for optimizer in self.optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr * group["lr_ratio"]
+                    optimizer.step()
+                if self.after_step:
+                    self.after_step(self.model)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.scaler.update()
@@ -212,6 +248,17 @@ class Trainer:
             self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
         return distributed.all_reduce_mean(loss)
+
+    def watched(self) -> AbstractContextManager:
+        """Around the update of every so many steps, the first and the last: `--watch` adds rows to `watch.jsonl`."""
+        run, step, every = self.run, self.step + 1, self.run.config.watch
+        if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
+            return nullcontext()
+        from runtime.watch import watched
+
+        rows = distributed.rows(run.config.batch_size)[: run.config.micro_batch_size]
+        tokens, _ = training_batch(run.data.train, run.config.seed, self.step, rows, run.model_config.context)
+        return watched(self.model, to_device(tokens, run.device), run.dtype, step, run.folder / "watch.jsonl")
 
     # Logging, evaluation, saving.
 

@@ -123,6 +123,12 @@ def write(text: str) -> None:
 # --- exit codes ------------------------------------------------------------------------------------------------------
 
 
+class BadInput(ValueError):
+    """What the user asked for cannot be done."""
+
+    code = BAD_INPUT
+
+
 class NotFinite(ValueError):
     """A loss, a gradient, a weight or a logit is NaN or infinite. In training, `step` says when."""
 
@@ -154,14 +160,13 @@ class CellFailed(Exception):
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Exit with code 2 on a ValueError or OSError inside, and with 1 if the disk failed. All ranks must have it."""
+    """Raise BadInput for a ValueError or OSError inside, except if memory or disk failed. All ranks must have it."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or (isinstance(error, OSError) and error.errno in DISK_FAILED):
             raise
-        failed = isinstance(error, OSError) and error.errno in DISK_FAILED
-        _exit(FAILED if failed else BAD_INPUT, str(error), together=True)
+        raise BadInput(str(error)) from error
 
 
 @contextmanager
@@ -171,7 +176,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
         yield
     except InUse as error:
         _exit(IN_USE, str(error), together=True)
-    except (NotFinite, Stopped, CellFailed) as error:
+    except (BadInput, NotFinite, Stopped, CellFailed) as error:
         _exit(error.code, str(error), together=True)
     except Exception as error:
         if out_of_memory(error):

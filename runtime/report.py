@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config import shown
 from files import write_atomically
 from runtime.run_dir import SAMPLE_HEADING, read_rows, read_run_file, read_samples
 
@@ -129,6 +130,7 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
     sections = [
         markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
+        *watch_section(folder),
         "<h2>Last 20 samples</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
         preformatted(shlex.join(["python", *run["command"]])),
@@ -137,15 +139,20 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
 
 
+def watch_section(folder: Path) -> list[str]:
+    """The heat maps of a run's `watch.jsonl`, if it has one, which are also written as `watch.png`."""
+    if not (rows := read_rows(folder / "watch.jsonl")):
+        return []
+    from runtime.watch import plot_watch  # only with --watch
+
+    plot = plot_watch({"": rows})
+    save_plot(plot, folder / "watch.png")
+    return [
+        "<h2>Inside the model</h2>",
+        figure(plot, alt="Heat maps of watch.jsonl over steps and depth"),
+    ]
+
+
 def settings_list(values: dict[str, Any]) -> str:
     """HTML: a line per setting."""
     return preformatted("\n".join(f"{name}: {shown(value)}" for name, value in values.items()))
-
-
-def shown(value: Any) -> str:
-    """An option's value as its flag takes it."""
-    if isinstance(value, dict):
-        return " ".join(f"{name}={shown(part)}" for name, part in value.items())
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool | None) else str(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from config import ModelConfig, TrainConfig, configs_from, flag_name, require
+from config import ModelConfig, TrainConfig, configs_from, flag_name, require, shown
 from data.prepare import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
@@ -20,7 +20,6 @@ from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoin
 from runtime.device import compile_by_default, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import import_records, warn_of_imports
-from runtime.report import shown
 from runtime.run_dir import (
     RUNS_FOLDER,
     check_not_in_use,
@@ -44,6 +43,7 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     data: Prepared
+    command: list[str]
     earlier: dict[str, Any] | None = None  # the run.json of the run that is continued or evaluated
 
 
@@ -92,7 +92,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
         require(same, f"the {name} of the run in {out} has changed since the run started")
     folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
     device = pick_device(config.device)
-    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data, earlier)
+    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data, flags.command, earlier)
 
 
 def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
@@ -140,6 +140,7 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
         raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:
         raise ValueError(f"--norm {norm} supports only one rank: its statistics are not synchronized")
+    require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
         shares = f"{ranks} ranks with --micro-batch-size {micro}"
@@ -150,8 +151,8 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     """Print options that differ. Raise ValueError if they cannot change, or if the checkpoints are missing."""
     fixed, changed, there = [], [], run["model"] | run["training"]
     for name, here in (asdict(model_config) | asdict(config)).items():
-        flag = f"{flag_name(name)} {shown(there[name])}"
-        if there[name] == here:
+        flag = f"{flag_name(name)} {shown(there.get(name))}"
+        if there.get(name) == here:
             continue
         if name in run["model"] or name in FIXED_ON_RESUME:
             fixed.append(f"{flag}, not {shown(here)}")
@@ -179,5 +180,5 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "ranks": distributed.world_size(),
         "launch": os.environ.get("TORCHELASTIC_RUN_ID"),  # of torchrun's job, which a restart keeps
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": run.command,
     }

@@ -105,25 +105,34 @@ class Log:
 
     def __init__(self, folder: Path, step: int, tracker: Tracker):
         self.path, self.samples, self.tracker = folder / "metrics.jsonl", folder / "samples.txt", tracker
-        self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self.rows = keep_rows(self.path, step)
+        if (folder / "watch.jsonl").exists():
+            keep_rows(folder / "watch.jsonl", step)
         evaluated = max((row["step"] for row in self.rows if "val_loss" in row), default=0)
         kept = [SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder) if step <= evaluated]
         write_atomically(self.samples, "".join(kept))
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
-        _append(self.path, json.dumps(row, allow_nan=False) + "\n")
+        append(self.path, json.dumps(row, allow_nan=False) + "\n")
         self.tracker(row)
 
     def add_sample(self, step: int, text: str) -> None:
-        _append(self.samples, SAMPLE_HEADING.format(step) + text + "\n")
+        append(self.samples, SAMPLE_HEADING.format(step) + text + "\n")
 
 
-def _append(path: Path, text: str) -> None:
+def append(path: Path, text: str) -> None:
+    """Add `text` to a file. Raises OSError, naming the file, if the disk is full."""
     data = text.encode()
     with explained(path, len(data)), path.open("ab") as file:
         file.write(data)
+
+
+def keep_rows(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the rows after `step` from a `.jsonl`, and return the others."""
+    rows = [row for row in read_rows(path) if row["step"] <= step]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
 
 
 def read_samples(folder: Path) -> list[tuple[int, str]]:
@@ -135,7 +144,7 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, or none. A truncated last line is ignored. Raises ValueError for other damage."""
+    """The rows of a `.jsonl`, or none. A truncated last line is ignored. Raises ValueError for other damage."""
     rows: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
@@ -144,7 +153,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             row = None
         valid = is_a(row, dict[str, Any]) and is_a(row.get("step"), int)
-        valid = valid and all(value is None or isinstance(value, int | float) for value in row.values())
+        valid = valid and all(name == "site" or isinstance(value, int | float | None) for name, value in row.items())
         require(valid, f"{path} is damaged: line {number} is not a row of the log; repair or remove the file")
         rows.append(row)
     return rows

@@ -17,6 +17,7 @@ from config import (
     add_flags,
     check_fields,
     configs_from,
+    to_flags,
 )
 from model import Llama
 from norms import KINDS
@@ -145,7 +146,7 @@ TRAINING: dict[str, Any] = dict(
     data=["shakespeare"], steps=100, warmup=5, batch_size=12, micro_batch_size=2, lr=0.3, schedule="cosine",
     weight_decay=0.3, momentum=0.3, clip=3.0, seed=3, device="cpu", dtype="float32", tf32=True,
     deterministic=True, recompute=True, compile=False, shard=True, eval_every=3, eval_tokens=3,
-    save_every=3, keep=3, log="wandb", out="out", cache_dir="elsewhere",
+    save_every=3, keep=3, watch=3, log="wandb", out="out", cache_dir="elsewhere",
 )  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "--dim 256": {"dim": 256, "hidden_dim": 704, "head_dim": 64},
@@ -224,14 +225,7 @@ def test_every_flag_sets_its_field():
     model = ModelConfig(**MODEL | {"rope_scaling": dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 6.0), strict=True))})
     model = dataclasses.replace(model, placement="sandwich")
     training = TrainConfig(**TRAINING | {"optimizer": "adamw", "init_from": "base", "tokenizer": "pretrained"})
-    flags = []
-    for name, value in fields_of(model, training).items():
-        if isinstance(value, bool):
-            flags.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
-        elif isinstance(value, dict):
-            flags += [f"{flag(FIELDS[name])} {key}={str(part).lower()}" for key, part in value.items()]
-        else:
-            flags.append(f"{flag(FIELDS[name])} {' '.join(value) if isinstance(value, list) else value}")
+    flags = to_flags(fields_of(model, training))
     assert parse(" ".join(flags)) == (model, training)
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from norms import KINDS
 from norms.placement import PLACEMENTS, supports
 from optim import learning_rate
 from runtime.checkpoint import find_checkpoint, load_pretrained
+from runtime.process import NotFinite
 from runtime.run import resolve_run
 from runtime.run_dir import read_samples
 
@@ -433,16 +435,52 @@ def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_it
         assert excinfo.value.code == 2 and "has changed since the run started" in capsys.readouterr().err
 
 
-def test_a_resumed_run_keeps_its_first_command(command, monkeypatch):
+def test_a_resumed_run_keeps_its_first_command(command):
     for flags in ("--steps 1", "--steps 2 --resume", "--steps 3 --resume"):
-        monkeypatch.setattr("sys.argv", ["/somewhere/train.py", *flags.split()])
         run = command(flags)
     last = json.loads((run / "run.json").read_text())
-    assert last["command"] == ["train.py", "--steps", "1"]
-    assert last["resumed"] == [
-        {"step": 1, "command": ["train.py", "--steps", "2", "--resume"]},
-        {"step": 2, "command": ["train.py", "--steps", "3", "--resume"]},
-    ]
+    commands = [last["command"], *(each["command"] for each in last["resumed"])]
+    assert {each[0] for each in commands} == {"train.py"} and [each["step"] for each in last["resumed"]] == [1, 2]
+    assert [each[each.index("--steps") + 1 :] for each in commands] == [["1"], ["2", "--resume"], ["3", "--resume"]]
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------
+
+
+def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, monkeypatch):
+    """Twice in one process: the same bits, and the same words for an error, without ending the process."""
+    by_command = command("--steps 3 --norm dyt --norm-arg alpha=0.25 --no-tie-embeddings --seed 4")
+    options = {
+        "dim": 32,
+        "layers": 2,
+        "heads": 2,
+        "context": 32,
+        "batch_size": 8,
+        "tokenizer": "bytes",
+        "device": "cpu",
+    }
+    options |= {"dtype": "float32", "data": [str(text)], "cache_dir": tmp_path / "cache", "norm_args": {"alpha": 0.25}}
+    options |= {"norm": "dyt", "tie_embeddings": False, "steps": 3, "seed": 4}
+    monkeypatch.chdir(tmp_path)
+    first, second = train.train(**options), train.train(**options | {"out": "mine"})
+    assert (first.folder.name, second.folder) == ("text-dyt-pre", Path("mine"))
+    assert fingerprint(by_command) == fingerprint(first.folder) == fingerprint(second.folder)
+    assert second.rows == read_metrics(second.folder) and "val_bpb" in second.rows[-1]
+    saved, tokenizer = load_pretrained(second.folder)
+    assert all(map(torch.equal, second.model.state_dict().values(), saved.state_dict().values()))
+    assert not second.model.training and tokenizer.hash == second.tokenizer.hash
+    assert json.loads((second.folder / "run.json").read_text())["command"][:2] == ["train.py", "--dim=32"]
+    for wrong, message in (
+        ({"norm": "layrnorm"}, "argument --norm: invalid choice: 'layrnorm'"),
+        ({"sed": 1}, "unrecognized arguments: --sed=1; did you mean --seed"),
+        ({"heads": 3}, "--dim 32 is not divisible by --heads 3"),
+        ({"out": "mine"}, "already holds a run"),
+        ({"eval_only": True}, "eval_only is for the command"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            train.train(**options | wrong)
+    with pytest.raises(NotFinite, match="at step"):
+        train.train(**options | {"lr": 1e30, "steps": 9})
 
 
 def test_resuming_prints_the_options_that_change(command, capsys):

@@ -34,7 +34,7 @@ from runtime.run_dir import read_rows, read_run_file
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
-NOT_COMPARED = {"out", "cache_dir", "log", "keep", "save_every"}  # options that change no result
+NOT_COMPARED = {"out", "cache_dir", "log", "keep", "save_every", "watch"}  # options that change no result
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from config import FIELDS, flag_name, require
+from config import FIELDS, require, to_flags
 
 BySeed = Mapping[int, float]
 
@@ -32,18 +32,15 @@ class Arm:
     @property
     def flags(self) -> list[str]:
         """Its flags of `train.py`. Raises ValueError for a bad truth value."""
-        flags = []
+        options: dict[str, Any] = dict(self.factors)
+        if "norm" in options:
+            options["norm"], _, norm_args = options["norm"].partition(":")
+            options["norm_args"] = dict(pair.partition("=")[::2] for pair in norm_args.split(",") if pair)
         for factor, value in self.factors:
-            flag = flag_name(factor)
-            if factor == "norm":
-                value, _, norm_args = value.partition(":")
-                flags += [f"--norm-arg={pair}" for pair in norm_args.split(",") if pair]
             if FIELDS[factor].type is bool:
                 require(value in ("true", "false"), f"factor {factor} takes true or false, not {value!r}")
-                flags.append(flag if value == "true" else flag.replace("--", "--no-", 1))
-            else:
-                flags += [flag, value]
-        return flags
+                options[factor] = value == "true"
+        return to_flags(options)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from config import check_sizes, require
-from data.batches import evaluation_batches
 from data.prepare import prepare
 from experiments.ablation.factors import resolve_factors
 from experiments.ablation.grid import (
@@ -20,7 +19,6 @@ from experiments.ablation.grid import (
     SELECTION_SEEDS,
     Cell,
     Grid,
-    Outcomes,
     cells,
     resolve_arms,
     settings_digest,
@@ -30,13 +28,10 @@ from experiments.ablation.plots import plot_curves, plot_differences
 from experiments.ablation.processes import resolve_devices
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import comparison_section, introduction, sweep_section
-from experiments.probe import probe
 from files import write_atomically
-from model import Llama
-from runtime.checkpoint import load_pretrained
-from runtime.process import bad_input
 from runtime.report import figure, folded, markdown, page, save_plot, settings_list
-from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
+from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
+from runtime.watch import plot_watch
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,6 @@ def run_ablation(ablation: Ablation, command: str) -> None:
         grid.run(ablation.reported(optima))
     finally:
         write_report(ablation, sweep, optima, command)
-    if flags.probe:
-        write_probes(ablation, grid.outcomes(ablation.reported(optima)))
 
 
 # --- what it writes --------------------------------------------------------------------------------------------------
@@ -137,6 +130,11 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     if runs and runs[0].arm == reported[0].arm:  # the baseline
         figures = {"differences": plot_differences(runs, title, optima)} if len(grid.settings) > 1 else {}
         figures["curves"] = plot_curves(runs, title)
+    watched = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
+    rows = [dict(cell.arm.factors) | {"seed": cell.seed} | row for cell in watched for row in watched[cell]]
+    if rows:
+        write_csv(folder / "watch.csv", rows)
+        figures["watch"] = plot_watch({cell.arm.name: watched[cell] for cell in watched if cell.seed == seeds[0]})
     sections = [markdown(summary)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
@@ -148,27 +146,9 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows that all have the same keys, with a header."""
+    """Write rows, with a header of all their keys."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+    writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(path, file.getvalue())
-
-
-def write_probes(ablation: Ablation, outcomes: Outcomes) -> None:
-    """Write `probe.csv`: statistics of the blocks of all reported runs, before and after training."""
-    rows: list[dict[str, Any]] = []
-    for cell, outcome in outcomes.items():
-        model_config, config = ablation.grid.settings[cell.arm]
-        windows = evaluation_batches(ablation.grid.data.val, model_config.context, config.micro_batch_size)
-        batch = next(windows)
-        models = {"start": Llama(model_config, cell.seed)}
-        if not outcome.diverged:
-            with bad_input():  # the checkpoint may have been deleted
-                models["end"] = load_pretrained(ablation.grid.cell_folder(cell))[0]
-        for when, model in models.items():
-            torch.manual_seed(cell.seed)  # for dropout
-            blocks = probe(model, *batch)
-            rows += [dict(cell.arm.factors) | {"seed": cell.seed, "when": when} | asdict(block) for block in blocks]
-    write_csv(ablation.grid.folder / "probe.csv", rows)

@@ -15,9 +15,9 @@ from experiments.benchmarks import training_step
 from experiments.claims.claim import Arm, Claim, Effect, Measured, Protocol, Row, difference, slope
 from experiments.claims.measure import Lab
 from experiments.claims.trained import WARMUPS, S, lns
-from experiments.probe import probe
 from model import Llama, weights_by_role
 from norms import KINDS
+from runtime.watch import stream_rms
 
 DEPTHS = (6, 12, 24, 48, 96)
 WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
@@ -123,9 +123,8 @@ def growth(protocol: Protocol, lab: Lab) -> Measured:
     rows: list[Row] = []
     for seed in lab.seeds(protocol):
         for placement in ("pre", "sandwich"):
-            model, *batch = initial(seed, placement=placement, layers=protocol.depths[0], init="xavier")
-            rms = [block.residual_rms for block in probe(model, *batch)]
-            rows.append({"arm": placement, "seed": seed, "value": None, "residual_rms": rms})
+            model, tokens, _ = initial(seed, placement=placement, layers=protocol.depths[0], init="xavier")
+            rows.append({"arm": placement, "seed": seed, "value": None, "residual_rms": stream_rms(model, tokens)})
     return {"runs": rows}
 
 

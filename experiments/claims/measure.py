@@ -17,10 +17,10 @@ from experiments.ablation.outcome import Arm as Factors
 from experiments.ablation.outcome import Outcome
 from experiments.ablation.rates import SPACING, Optimum
 from experiments.claims.claim import Measured, Protocol, Row
-from experiments.probe import probe
 from files import write_atomically
 from runtime.checkpoint import load_pretrained
 from runtime.device import describe
+from runtime.watch import stream_rms
 
 WIDEN = 14  # rates and seeds that an arm may try on top until its optimum is found
 THREADS = 1  # of each run; another number changes the last digits
@@ -79,8 +79,8 @@ class RecordedGrid(Grid):
         row |= {"train_loss": losses[:: max(1, len(losses) // CURVE)], "residual_rms": None}
         if not outcome.diverged:
             model = load_pretrained(self.cell_folder(cell))[0]
-            batch = next(evaluation_batches(self.data.val, model.config.context, 8))
-            row["residual_rms"] = [round(block.residual_rms, 6) for block in probe(model, *batch)]
+            tokens, _ = next(evaluation_batches(self.data.val, model.config.context, 8))
+            row["residual_rms"] = [round(value, 6) for value in stream_rms(model.train(), tokens)]
         return row | {"commit": self.lab.commit, "device": describe(torch.device(self.lab.devices[0]))}
 
 

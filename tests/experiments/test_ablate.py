@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ablate
+from config import MAX_SIZE
 from files import lock_file
 from runtime.run_dir import LOCK
 
@@ -102,4 +103,4 @@ def test_flags_of_train_py_are_passed_on_in_order():
     mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --probe --lrs 0.1 1e-3 --out x --threads 1 --placements pre post"
     theirs = "--data a b c --norm-arg eps=1e-5 --no-compile --lr 0.5 --preset small"
     for line in (f"{mine} {theirs}", f"{theirs} {mine}", f"--data a b c {mine} {theirs.removeprefix('--data a b c ')}"):
-        assert ablate.parse(line.split())[1] == theirs.split()
+        assert ablate.parse(line.split())[1] == [*theirs.split(), "--watch", str(MAX_SIZE)]  # of --probe

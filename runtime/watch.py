@@ -1,0 +1,200 @@
+"""What happens inside a model while it trains: the residual stream, norms, attention, gradients and updates.
+
+`--watch 50` writes rows to `watch.jsonl` about every 50th step, the first and the last. docs/python.md has the columns.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+
+from model import Llama
+from norms import KINDS
+from runtime.device import autocast
+from runtime.run_dir import append
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+Parts = dict[str, Any]  # modules
+PANELS = {  # columns, up to a dot: what a heat map shows of them, and whether its colors are logarithmic
+    "stream_after": ("RMS of the residual stream", True),
+    "input_rms": ("RMS of the norm's input", True),
+    "gain_mean": ("mean gain", False),
+    "max_logit": ("largest attention logit", False),
+    "grad_rms": ("RMS of the gradient", True),
+    "update": ("‖update‖ / ‖weight‖", True),
+}
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watched(model: Llama, tokens: Tensor, dtype: torch.dtype, step: int, path: Path) -> Iterator[None]:
+    """Append rows about the update of `step`, which happens inside, to `path`. The update keeps its bits.
+
+    What happens in the forward pass is measured on `tokens` (B, T). Gradients are those of the whole batch, before
+    clipping. Needs memory for a second copy of the matrices.
+    """
+    with autocast(tokens.device, dtype):
+        rows = measure(model, tokens)
+    sites = [matrices(parts) for _, _, parts in split(model)]
+    for row, site in zip(rows, sites, strict=True):
+        row |= {f"grad_rms.{name}": rms(weight.grad) for name, weight in site.items() if weight.grad is not None}
+    before = {weight: weight.detach().clone() for site in sites for weight in site.values()}
+    yield
+    for row, site in zip(rows, sites, strict=True):
+        for name, weight in site.items():
+            row[f"update.{name}"] = rms(weight.detach() - before[weight]) / rms(before[weight])
+        row |= {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    append(path, "".join(json.dumps({"step": step} | row) + "\n" for row in rows))
+
+
+def measure(model: Llama, tokens: Tensor) -> list[Row]:
+    """A row for each site of the model, about the forward pass of `tokens` (B, T). Keeps running statistics."""
+    rows: list[Row] = []
+    hooks: list[RemovableHandle] = []
+    for block, site, parts in split(model):
+        rows.append({"block": block, "site": site})
+        hooks += attach(rows[-1], parts)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        functional_call(model, buffers, (tokens,))
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+def stream_rms(model: Llama, tokens: Tensor) -> list[float]:
+    """RMS of the residual stream before the first block and after each."""
+    rows = measure(model, tokens)
+    return [rows[1]["stream_before"], *(row["stream_after"] for row in rows if row["site"] == "mlp")]
+
+
+def split(model: Llama) -> Iterator[tuple[int, str, Parts]]:
+    """Block, name and parts of each site, in the order of the forward pass. Blocks count from 1."""
+    yield 0, "embedding", {"embed_tokens": model.embed_tokens}
+    for block, layer in enumerate(model.layers, 1):
+        yield block, "attention", {"residual": layer.attention_residual, "self_attn": layer.self_attn}
+        yield block, "mlp", {"residual": layer.mlp_residual, "mlp": layer.mlp}
+    yield len(model.layers) + 1, "output", {"final_norm": model.final_norm, "lm_head": model.lm_head}
+
+
+def attach(row: Row, parts: Parts) -> list[RemovableHandle]:
+    """Hooks on the parts of a site that fill its row."""
+
+    def record(column: str, x: Tensor | tuple[Tensor, ...]) -> None:
+        for prefix, stream in zip(("", "second_"), x if isinstance(x, tuple) else (x,), strict=False):
+            row[prefix + column] = rms(stream)
+
+    def record_input(module: nn.Module, column: str) -> RemovableHandle:
+        return module.register_forward_pre_hook(lambda module, args: record(column, args[0]))
+
+    hooks = []
+    for name, module in modules(parts).items():
+        if isinstance(module, tuple(KINDS.values())):
+            hooks.append(record_input(module, f"input_rms.{name}"))
+            if (gain := getattr(module, "weight", None)) is not None:
+                row |= {f"gain_mean.{name}": gain.mean().item(), f"gain_std.{name}": gain.std(correction=0).item()}
+    if "residual" in parts:
+        hooks.append(record_input(parts["residual"], "stream_before"))
+        hooks.append(parts["residual"].register_forward_hook(lambda module, args, x: record("stream_after", x)))
+    if "self_attn" in parts:
+        rotated: list[Tensor] = []  # queries, then keys
+
+        def record_logit(module: nn.Module, args: tuple[Tensor], x: Tensor) -> None:
+            rotated.append(x)
+            if len(rotated) == 2:
+                row["max_logit"] = max_logit(*rotated)
+
+        attention = modules(parts)
+        hooks += [attention[f"rotated_{x}_norm"].register_forward_hook(record_logit) for x in "qk"]
+    return hooks
+
+
+def modules(parts: Parts) -> dict[str, nn.Module]:
+    """All modules of a site. A part's name is left out of the names of modules in it."""
+    named = (pair for top, part in parts.items() for pair in part.named_modules(prefix=top))
+    return {name.partition(".")[2] or name: module for name, module in named}
+
+
+def matrices(parts: Parts) -> dict[str, nn.Parameter]:
+    """The weight matrices of a site: {"q_proj": ..., "k_proj": ...}."""
+    weights = {name: getattr(module, "weight", None) for name, module in modules(parts).items()}
+    return {name: weight for name, weight in weights.items() if weight is not None and weight.ndim == 2}
+
+
+def rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def max_logit(q: Tensor, k: Tensor) -> float:
+    """The largest q·k/√D of a token and one that it attends to. `q` is B T H D, `k` B T K D."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # B T H D
+    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    largest = []
+    with torch.autocast(q.device.type, enabled=False):
+        for q_one, k_one in zip(q.float(), k.float(), strict=True):  # one sequence at a time, for memory
+            logits = torch.einsum("qhd,khd->hqk", q_one, k_one).masked_fill(future, -math.inf)
+            largest.append(logits.max().item())
+    return max(largest) / math.sqrt(q.shape[-1])
+
+
+# --- showing ---------------------------------------------------------------------------------------------------------
+
+
+def plot_watch(arms: Mapping[str, list[Row]]) -> "Figure":
+    """Heat maps over steps and depth, from the bottom up: a column for each arm, with the same colors in a row."""
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
+    maps = {column: [tabulate(rows, column) for rows in arms.values()] for column in PANELS}
+    maps = {column: each for column, each in maps.items() if any(labels for labels, _, _ in each)}
+    heights = [1 + 0.1 * max(len(labels) for labels, _, _ in each) for each in maps.values()]
+    plot = Figure(figsize=(3 + 3.2 * len(arms), 1 + sum(heights)), layout="constrained")
+    panels = plot.subplots(len(maps), len(arms), squeeze=False, height_ratios=heights)
+    for (column, each), row in zip(maps.items(), panels, strict=True):
+        title, logarithmic = PANELS[column]
+        shown = [value for _, _, values in each for line in values for value in line]
+        shown = [value for value in shown if value > 0 or (not logarithmic and math.isfinite(value))]
+        scale = LogNorm if logarithmic and shown else Normalize
+        colors = scale(min(shown, default=0), max(shown, default=1))
+        for arm, axes, (labels, steps, values) in zip(arms, row, each, strict=True):
+            axes.set_title(arm, fontsize="medium")
+            axes.set_axis_off()
+            if labels:
+                axes.set_axis_on()
+                mesh = axes.pcolormesh(values, norm=colors, rasterized=True)
+                axes.set_xticks(*ticks(steps, 3))
+                axes.set_yticks(*ticks(labels, 9))
+                axes.set_xlabel("step")
+        plot.colorbar(mesh, ax=list(row), label=title)
+    return plot
+
+
+def tabulate(rows: list[Row], column: str) -> tuple[list[str], list[int], list[list[float]]]:
+    """Labels, steps, and for each label the values over the steps, NaN where there is none."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            start, _, name = key.partition(".")
+            if start == column:
+                label = f"{row['block']} {row['site']} {name}".strip()
+                found.setdefault(label, {})[row["step"]] = math.nan if value is None else value
+    steps = sorted({row["step"] for row in rows})
+    return list(found), steps, [[line.get(step, math.nan) for step in steps] for line in found.values()]
+
+
+def ticks(labels: Sequence[Any], most: int) -> tuple[list[float], list[str]]:
+    """Positions and texts of at most `most` labels, the first among them."""
+    every = math.ceil(len(labels) / most)
+    return [index + 0.5 for index in range(0, len(labels), every)], [str(label) for label in labels[::every]]

@@ -1,0 +1,159 @@
+"""`--watch` against a float64 model that is followed step by step; and the run that it must not disturb."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from config import ModelConfig, TrainConfig
+from model import Llama, rotate
+from norms.placement import PLACEMENTS
+from runtime.run import check_options
+from runtime.run_dir import read_rows
+from runtime.watch import measure, plot_watch, tabulate, watched
+
+LAYERS, LR = 3, 0.5
+# fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
+TOLERANCE = 1e-5
+
+
+def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Any:
+    """A tiny model whose gains are not all one, and some of them negative."""
+    sizes = {"dim": 16, "layers": LAYERS, "heads": 4, "kv_heads": 2, "context": 8, "vocab_size": 20}
+    model = Llama(norm=norm, placement=placement, **sizes, **fields)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1).mul_(torch.randn_like(weight).sign())
+    return model
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(3))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def rms(x: Tensor) -> float:
+    return math.sqrt(sum(value * value for value in x.flatten().tolist()) / x.numel())
+
+
+def largest_logit(x: Tensor, model: Any, layer: int) -> float:
+    """Over all sequences, heads, tokens and those that each token sees, from the normalized input of attention."""
+    attention, (batch, length, _) = model.layers[layer].self_attn, x.shape
+    rope = model.rope(0, length)
+    q = rotate((x @ attention.q_proj.weight.T).view(batch, length, 4, 4), rope)
+    k = rotate((x @ attention.k_proj.weight.T).view(batch, length, 2, 4), rope)
+    seen = [(b, h, t, s) for b in range(batch) for h in range(4) for t in range(length) for s in range(t + 1)]
+    return max(float(q[b, t, h] @ k[b, s, h // 2]) / 2 for b, h, t, s in seen)
+
+
+@pytest.mark.parametrize("norm, placement", [("rmsnorm", "pre"), ("layernorm", "siamese"), ("batchnorm", "post")])
+def test_rows_match_float64(norm, placement, tmp_path):
+    model, (tokens, targets) = make_model(norm, placement), make_batch()
+    exact = copy.deepcopy(model).double()
+    exact.loss(tokens, targets).backward()
+    model.loss(tokens, targets).backward()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with watched(model, tokens, torch.float32, 7, tmp_path / "watch.jsonl"), torch.no_grad():
+        for weight in model.parameters():
+            weight.sub_(weight.grad, alpha=LR)
+
+    rows = read_rows(tmp_path / "watch.jsonl")
+    assert [row["site"] for row in rows] == ["embedding", *["attention", "mlp"] * LAYERS, "output"]
+    assert [row["block"] for row in rows] == [0, 1, 1, 2, 2, 3, 3, 4] and {row["step"] for row in rows} == {7}
+    exact.requires_grad_(False)
+    stream = PLACEMENTS[placement].init_stream(exact.embed_tokens.weight[tokens])
+    rope = exact.rope(0, tokens.shape[1])
+    for layer, block in enumerate(exact.layers):
+        for site, arguments in (("attention", (block.self_attn, rope)), ("mlp", (block.mlp,))):
+            row = next(row for row in rows if (row["block"], row["site"]) == (layer + 1, site))
+            residual = getattr(block, f"{site}_residual")
+            before, stream = stream, residual(stream, *arguments)
+            for prefix, x, after in zip(("", "second_"), *map(as_tuple, (before, stream)), strict=False):
+                assert row[f"{prefix}stream_before"] == pytest.approx(rms(x), rel=TOLERANCE)
+                assert row[f"{prefix}stream_after"] == pytest.approx(rms(after), rel=TOLERANCE)
+            if placement == "pre":
+                assert row["input_rms.norm"] == pytest.approx(rms(before), rel=TOLERANCE)
+                if site == "attention":
+                    expected = largest_logit(residual.norm(before), exact, layer)
+                    assert row["max_logit"] == pytest.approx(expected, rel=TOLERANCE)
+            gain = residual.get_submodule("norm").weight
+            assert row["gain_mean.norm"] == pytest.approx(float(gain.mean()), rel=TOLERANCE)
+            assert row["gain_std.norm"] == pytest.approx(float(gain.std(correction=0)), rel=TOLERANCE)
+            for name in ("q_proj", "o_proj") if site == "attention" else ("gate_proj", "down_proj"):
+                weight = arguments[0].get_submodule(name).weight
+                assert row[f"grad_rms.{name}"] == pytest.approx(rms(weight.grad), rel=TOLERANCE)
+                assert row[f"update.{name}"] == pytest.approx(LR * rms(weight.grad) / rms(weight), rel=1e-4)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def as_tuple(stream: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return stream if isinstance(stream, tuple) else (stream,)
+
+
+@pytest.fixture
+def run(text, tmp_path, monkeypatch):
+    """Train for six steps in this process; `run("--watch 2", "name")` returns the folder."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)
+
+    def start(flags: str, name: str):
+        sizes = "--dim 32 --layers 2 --heads 2 --context 32 --tokenizer bytes --device cpu --steps 6 --save-every 4"
+        cache = tmp_path / "cache"
+        train.main(f"{sizes} --data {text} --cache-dir {cache} --out {tmp_path / name} {flags}".split())
+        return tmp_path / name
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--norm batchnorm --dropout 0.5 --dtype bfloat16 --micro-batch-size 4",
+        "--norm powernorm --recompute --dtype float32",
+        "--placement ngpt --dtype float32",
+    ],
+)
+def test_watching_does_not_change_a_bit(flags, run, fingerprint):
+    watched, plain = run(f"{flags} --watch 3", "watched"), run(flags, "plain")
+    assert fingerprint(watched) == fingerprint(plain)
+    assert not (plain / "watch.jsonl").exists()
+    assert sorted({row["step"] for row in read_rows(watched / "watch.jsonl")}) == [1, 3, 6]
+
+
+def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(run):
+    folder = run("--watch 1 --dropout 0.5 --keep 9", "run")
+    before = (folder / "watch.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text("")
+    for file in (folder / "checkpoints" / "step-000006").iterdir():
+        file.unlink()
+    (folder / "checkpoints" / "step-000006").rmdir()
+    (folder / "watch.jsonl").write_text(before + '{"step": 6, "block"')
+    run("--resume", "run")
+    assert (folder / "watch.jsonl").read_text() == before
+
+
+def test_what_is_not_finite_is_none_and_white(tmp_path):
+    model, (tokens, _) = make_model(), make_batch()
+    with torch.no_grad():
+        model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    with watched(model, tokens, torch.float32, 1, tmp_path / "watch.jsonl"):
+        pass
+    lines = (tmp_path / "watch.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert rows[3]["stream_after"] > 0 and rows[4]["stream_after"] is None
+    labels, steps, values = tabulate(rows, "stream_after")
+    assert (labels[3], steps) == ("2 mlp", [1]) and math.isnan(values[3][0]) and values[2][0] == rows[3]["stream_after"]
+    none = [row | {"step": 1} for row in measure(make_model(norm="none", placement="rezero"), tokens)]
+    axes = plot_watch({"a": rows, "b": none}).axes
+    assert [each.get_title() for each in axes if each.get_title()] == ["a", "b"] * 5  # no gradients were computed
+
+
+def test_a_sharded_model_cannot_be_watched():
+    with pytest.raises(ValueError, match=r"--watch .* --no-shard"):
+        check_options(ModelConfig(), TrainConfig(watch=5, shard=True), 2)
