@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from config import DEVICES, ModelConfig, TrainConfig, check_sizes, configs_from, option
-from generate import Sampling, cast_matrices, stream_ids
+from generate import cast_matrices, generate
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
@@ -209,8 +209,10 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
         if name == "fast" and accelerate(model, config.samples):
             break
         for samples in sorted({1, config.samples}):
-            calls[f"{name} {samples}"] = partial(generate_tokens, model, config.dtype, tokens, samples)
-    seconds = time_alternately(calls, config.rounds, device)
+            prompts = torch.zeros(samples, 1, dtype=torch.int64)
+            calls[f"{name} {samples}"] = partial(generate, model, prompts, tokens=tokens, temperature=0)
+    with autocast(device, config.dtype):
+        seconds = time_alternately(calls, config.rounds, device)
     reading = seconds.pop("reading")
     rows = []
     for call, measured in seconds.items():
@@ -224,11 +226,3 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
         "fraction": "of that upper bound",
         "rows": rows,
     }
-
-
-def generate_tokens(model: Llama, dtype: torch.dtype, tokens: int, samples: int) -> None:
-    """Generate greedily, as in generate.py."""
-    prompts = torch.zeros(samples, 1, dtype=torch.int64)
-    with autocast(model.embed_tokens.weight.device, dtype):
-        for _ in stream_ids(model, prompts, Sampling(tokens, temperature=0)):
-            pass

@@ -10,7 +10,6 @@ import torch
 
 import bench
 from experiments import benchmarks, growth
-from generate import Sampling
 from norms import KINDS
 
 MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --device cpu"
@@ -73,19 +72,18 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     """15 tokens of each of 3 samples in 2 s, while the weights can be read 15 times in 0.5 s."""
     read, prompts = list[int](), list[tuple]()
 
-    def stream_ids(model, ids, sampling):
-        prompts.append((len(ids), sampling))
-        return iter(())
+    def generate(model, ids, **options):
+        prompts.append((len(ids), options))
 
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
-    monkeypatch.setattr(benchmarks, "stream_ids", stream_ids)
+    monkeypatch.setattr(benchmarks, "generate", generate)
     monkeypatch.setattr(benchmarks, "accelerate", lambda model, samples: None)
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3", tmp_path / "report.json")
     timed["reading"]()
     timed["plain 3"]()
     assert read == [pytest.approx(4 * MATRICES, rel=0.01)]
-    assert prompts == [(3, Sampling(15, temperature=0))]  # greedily, as many tokens as the context holds
+    assert prompts == [(3, {"tokens": 15, "temperature": 0})]  # greedily, as many tokens as the context holds
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
     assert found == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
 
