@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from config import Parser, add_flags, add_options, require
-from experiments import benchmarks, gpu, growth, plan
+from experiments import benchmarks, gpu, plan
 from files import write_atomically
 from runtime.device import describe, pick_device, set_up_cpu
 from runtime.plugins import import_first
@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[Any, Any, Any]] = {
     "norms": (benchmarks.bench_norms, benchmarks.NormsConfig, None),
     "train": (benchmarks.bench_train, benchmarks.RoundsConfig, benchmarks.read_model),
     "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig, benchmarks.read_model),
-    "growth": (growth.bench_growth, growth.GrowthConfig, None),
+    "growth": (benchmarks.bench_growth, benchmarks.GrowthConfig, None),
     "plan": (plan.bench_plan, plan.PlanConfig, plan.read_models),
     "gpu": (gpu.bench_gpu, gpu.GPUConfig, None),
 }

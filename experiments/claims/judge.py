@@ -129,8 +129,8 @@ def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
             inside, outside = [1.0], [1.0]
         else:
             found[effect.name] = estimate(values, slack)
-            inside = [p_beyond(values, bound, side, slack) for bound, side in sides(effect.reproduced)]
-            outside = [p_beyond(values, bound, -side, slack) for bound, side in sides(effect.expected)]
+            inside = p_values(values, effect.reproduced, slack, 1)
+            outside = p_values(values, effect.expected, slack, -1)
         if effect.judged:
             chances.append(max(inside))
             against.append(min(outside))
@@ -143,12 +143,11 @@ def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
     return Judgment(UNDECIDED, found)
 
 
-def sides(region: tuple[float, float]) -> list[tuple[float, int]]:
-    """The finite bounds of a region, each with the direction in which it lies outside."""
-    return [(bound, side) for bound, side in zip(region, (-1, 1), strict=True) if math.isfinite(bound)]
+def p_values(values: list[float], region: tuple[float, float], slack: float, way: int) -> list[float]:
+    """For each finite bound of a region: of "the mean lies outside of it" if `way` is 1, on its inner side if -1.
 
-
-def p_beyond(values: list[float], bound: float, side: int, slack: float) -> float:
-    """P-value of "the mean lies beyond `bound`" to this side, if learning rates may have cost up to `slack`."""
-    p = one_sided_p(values, bound - side * slack, side)
-    return 1.0 if p is None else p
+    Learning rates may have cost up to `slack`.
+    """
+    sides = [(bound, way * side) for bound, side in zip(region, (-1, 1), strict=True) if math.isfinite(bound)]
+    found = [one_sided_p(values, bound - side * slack, side) for bound, side in sides]
+    return [1.0 if p is None else p for p in found]

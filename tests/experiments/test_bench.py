@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bench
-from experiments import benchmarks, growth
+from experiments import benchmarks
 from norms import KINDS
 
 MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --device cpu"
@@ -107,7 +107,7 @@ def test_growth_by_hand():
     """The base has 256 features. Twice as many take half the speed, and activations twice their memory."""
     base = dict(speed=1000.0, memory=300e6, flops_per_token=50.0, weights=100e6, activations=10.0)
     large = dict(speed=450.0, memory=620e6, flops_per_token=100.0, weights=200e6, activations=20.0)
-    rows = growth.compare("dim", {256: base, 512: large})
+    rows = benchmarks.compare_growth("dim", {256: base, 512: large})
     assert list(rows[0].values()) == ["dim", 256, 1000, 1000, 300, 300]
     assert list(rows[1].values()) == ["dim", 512, 450, 500, 620, 600]
 

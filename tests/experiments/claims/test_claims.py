@@ -19,12 +19,11 @@ from experiments.ablation.outcome import Arm as Factors
 from experiments.claims import measure
 from experiments.claims.claim import Arm, Claim, Effect, Protocol, difference, slope
 from experiments.claims.command import CLAIMS
-from experiments.claims.document import write_pages
+from experiments.claims.document import plot, write_pages
 from experiments.claims.initial import by_depth, last_gradient, model_update
 from experiments.claims.initial import growth as measure_growth
 from experiments.claims.judge import DERIVED, judge, slack_of
 from experiments.claims.measure import Lab, excerpt, train
-from experiments.claims.plot import plot
 from experiments.claims.results import Entry, read_entries
 from experiments.statistics import Estimate
 
