@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Any:
     """A tiny model whose gains are not all one, and some of them negative."""
-    sizes = {"dim": 16, "layers": LAYERS, "heads": 4, "kv_heads": 2, "context": 8, "vocab_size": 20}
+    sizes: dict[str, Any] = {"dim": 16, "layers": LAYERS, "heads": 4, "kv_heads": 2, "context": 8, "vocab_size": 20}
     model = Llama(norm=norm, placement=placement, **sizes, **fields)
     torch.manual_seed(2)
     with torch.no_grad():
