@@ -283,6 +283,8 @@ def test_initial_weight_depends_on_seed_name_and_shape():
     assert torch.equal(weight, torch.randn(weight.shape, generator=generator) * 0.02)
     assert not torch.equal(weight, model.get_parameter(ours.replace("1", "0")))
     assert not torch.equal(weight, Llama(SMALL, seed=8).get_parameter(ours))
+    matrices = {f"model.{name}" for name, weight in model.named_parameters() if weight.ndim == 2}
+    assert {name for _, name, _ in weights_by_role(model)} == matrices
 
 
 def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
