@@ -20,7 +20,6 @@ from config import ModelConfig
 from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms.rmsnorm import RMSNorm
 from runtime.decoding import compile_decoding
-from runtime.huggingface.weights import hugging_face_name
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
@@ -137,14 +136,6 @@ def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32():
         loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1]).double()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(expected), rel=1e-6)
-
-
-def test_weights_by_role_uses_hugging_face_names():
-    config = dataclasses.replace(SMALL, tie_embeddings=False)
-    model = Llama(config)
-    by_role = {name for _, name, _ in weights_by_role(model)}
-    matrices = {hugging_face_name(name, config) for name, weight in model.named_parameters() if weight.ndim == 2}
-    assert by_role == matrices
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -292,6 +283,8 @@ def test_initial_weight_depends_on_seed_name_and_shape():
     assert torch.equal(weight, torch.randn(weight.shape, generator=generator) * 0.02)
     assert not torch.equal(weight, model.get_parameter(ours.replace("1", "0")))
     assert not torch.equal(weight, Llama(SMALL, seed=8).get_parameter(ours))
+    matrices = {f"model.{name}" for name, weight in model.named_parameters() if weight.ndim == 2}
+    assert {name for _, name, _ in weights_by_role(model)} == matrices
 
 
 def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():

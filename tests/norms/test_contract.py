@@ -541,6 +541,14 @@ def test_parameter_names_shapes_and_dtype(kind):
         assert torch.equal(tensor, trained.state_dict()[name])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KIND_NAMES if KINDS[kind].__module__.startswith("norms.")])
+def test_initial_values(kind):
+    norm = build_norm(kind, 16)
+    start = {"weight": 4.0 if kind == "scalenorm" else 1.0, "bias": 0.0, "alpha": 0.5, "shift": 0.0}
+    for name, parameter in norm.named_parameters():
+        assert torch.equal(parameter, torch.full_like(parameter, start[name])), name
+
+
 @each_kind
 @each_mode
 @pytest.mark.parametrize(

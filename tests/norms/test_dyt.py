@@ -1,7 +1,6 @@
 """DyT: the initial value of α, by site."""
 
 import pytest
-import torch
 from torch import Tensor
 
 from config import ModelConfig
@@ -52,9 +51,3 @@ def test_model_passes_the_site_to_its_norms():
 def test_invalid_initial_alpha_is_refused(norm_args):
     with pytest.raises(ValueError, match="alpha and attention_ratio of dyt must be positive"):
         DyT(8, **norm_args)
-
-
-def test_initial_values():
-    start = {"alpha": torch.tensor([0.5]), "weight": torch.ones(3), "bias": torch.zeros(3)}
-    assert DyT(3).state_dict().keys() == start.keys()
-    assert all(torch.equal(DyT(3).state_dict()[name], tensor) for name, tensor in start.items())

