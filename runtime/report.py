@@ -16,7 +16,7 @@ from runtime.run_dir import SAMPLE_HEADING, read_rows, read_run_file, read_sampl
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colors follow the browser's light or dark theme; figures keep a white background. Wide elements scroll on their own.
+# Colors follow the browser's light or dark theme, those of figures too. Wide tables scroll on their own.
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
@@ -24,7 +24,8 @@ table, figure { display: block; overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }
 pre { padding: 0.6rem; border: 1px solid #8886; font-size: 0.85rem; white-space: pre-wrap; }
-img { display: block; max-width: max(100%, 34rem); background: white; }
+img { display: block; max-width: 100%; background: white; }
+@media (prefers-color-scheme: dark) { img { filter: invert(0.93) hue-rotate(180deg); } }
 """
 
 
@@ -94,8 +95,8 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     """
     from matplotlib.figure import Figure  # imported here because it takes half a second
 
-    plot = Figure(figsize=(8, 4.5))
-    plot.subplots_adjust(left=0.09, right=0.91, bottom=0.11, top=0.97)  # a layout engine takes twice as long
+    plot = Figure(figsize=(6.4, 4.2))
+    plot.subplots_adjust(left=0.11, right=0.89, bottom=0.12, top=0.97)  # a layout engine takes twice as long
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
@@ -125,8 +126,9 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
     last, samples = rows[-1], read_samples(folder)[-20:]
     result = f"Diverged: loss, gradient or weight not finite at step {last['step']}."
     if "val_bpb" in last:
-        gzip = f"gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte"
-        result = f"val_bpb {last['val_bpb']:.4f} after {last['step']} steps; {gzip}."
+        bpb, than = last["val_bpb"], f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
+        change = f"{abs(1 - bpb / gzip_bpb):.0%} {'better' if bpb < gzip_bpb else 'worse'} {than}"
+        result = f"After {last['step']} steps the model needs {bpb:.4f} bits per byte of the validation text, {change}."
     sections = [
         markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),

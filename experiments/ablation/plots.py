@@ -33,15 +33,18 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
     An arm with a diverged run is marked with a cross. It has no mean, nor has any arm if a run of the baseline
-    diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals.
+    diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals. Those of two
+    seeds may be wide: the frame is at most five times as wide as what the dots cover.
     """
     arms = by_arm(runs)
     baseline, *others = arms
-    figure = Figure(figsize=(9, 2.0 + 0.32 * len(others)), layout="constrained")
+    figure = Figure(figsize=(6.8, 2.0 + 0.4 * len(others)), layout="constrained")
     axes = figure.subplots()
+    dots = [0.0]
     for height, arm in enumerate(others):
         color, diverged = looks(arms)[arm]["color"], sum(run.diverged for run in arms[arm])
         differences = list(contrast([final_bpb(arms[arm]), final_bpb(arms[baseline])]).values())
+        dots += differences
         axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
         note = f" n = {len(differences)}" + (f", {diverged} of {len(arms[arm])} diverged" if diverged else "")
         axes.text(1.01, height, note, transform=axes.get_yaxis_transform(), va="center")
@@ -52,9 +55,14 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
             found = estimate(differences, slack)
             axes.errorbar(found.mean, height, None, found.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
-    axes.set_yticks(range(len(others)), [arm.name for arm in others])
+    swept = optima and len({optimum.lr for optimum in optima.values()}) > 1
+    axes.set_yticks(range(len(others)), [f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name for arm in others])
     axes.set_ylim(len(others) - 0.4, -0.6)
-    axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better)")
+    (low, high), room = axes.get_xlim(), 2 * (max(dots) - min(dots))
+    kept = (max(low, min(dots) - room), min(high, max(dots) + room)) if room else (low, high)
+    axes.set_xlim(kept)
+    cut = "\nintervals are cut at the frame" if kept != (low, high) else ""
+    axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better){cut}")
     _finish(figure, title)
     return figure
 
@@ -66,8 +74,8 @@ def plot_curves(runs: list[Outcome], title: str) -> Figure:
     with a cross.
     """
     arms = by_arm(runs)
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True)
+    figure = Figure(figsize=(6.8, 7 + 0.2 * len(arms)), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
     for axes, (metric, label) in zip(panels, METRICS.items(), strict=True):
         for arm, look in looks(arms).items():
             means = by_step(arms[arm], metric)
@@ -77,7 +85,7 @@ def plot_curves(runs: list[Outcome], title: str) -> Figure:
             if means and any(run.diverged for run in arms[arm]):
                 axes.plot(*list(means.items())[-1], color=look["color"], **CROSS)
         axes.set_ylabel(label)
-        axes.set_xlabel("step")
+    panels[1].set_xlabel("step")
     _finish(figure, title, panels[0])
     return figure
 
@@ -97,4 +105,4 @@ def _finish(figure: Figure, title: str, legend: Axes | None = None) -> None:
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
     if legend:
-        figure.legend(*legend.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+        figure.legend(*legend.get_legend_handles_labels(), loc="outside lower center", fontsize="small")

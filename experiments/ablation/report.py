@@ -14,6 +14,7 @@ from experiments.statistics import Estimate, estimate
 from runtime.device import describe
 
 NONE = "–"
+LONG = 60  # seconds: the speed of a shorter run says more about what else the machine did
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 
 
@@ -30,7 +31,8 @@ def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
         "(two one-sided t tests): there, a small one means as good as the baseline. All p-values of this report are "
         "corrected together (Holm); each interval is for one comparison. `detectable` is the smallest true difference "
         "that so many seeds show in four of five experiments. A run diverged if its loss was not finite, or ended "
-        "above that of a uniform prediction. Tokens per second are a mean over the other runs.",
+        "above that of a uniform prediction. Tokens per second are a mean over the other runs of at "
+        "least a minute.",
         f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
         "the easy ones, so their mean is not comparable and has no p.",
     ]
@@ -60,7 +62,8 @@ def comparison_section(
     rows = []
     for arm, ended in runs.items():
         difference = found.get(arm, Finding(None, seeds))
-        speeds = [run.tokens_per_second for run in ended if run.tokens_per_second and not run.diverged]
+        timed = [run for run in ended if not run.diverged and (run.seconds or 0) >= LONG]
+        speeds = [run.tokens_per_second for run in timed if run.tokens_per_second]
         row = [*(level for _, level in arm.factors), f"{lrs[arm]:g}"]
         row += [shown(Finding(mean_of(bpb[arm]), seeds), ".4f"), *cells_of(difference)]
         row += [] if margin is None else [shown_p(difference.equivalence_p)]
