@@ -41,13 +41,11 @@ class BatchNorm(nn.Module):
             raise ValueError("batchnorm cannot train on a batch of one token: it has no variance")
         else:
             mean, var = statistics(h.reshape(-1, h.shape[-1]))
-            self.track(mean.detach(), var.detach() * count / (count - 1))
+            unbiased = var.detach() * count / (count - 1)
+            # Replaced, not modified, because backward may need the old ones.
+            self.running_mean = torch.lerp(self.running_mean, mean.detach().to(self.running_mean.dtype), self.momentum)
+            self.running_var = torch.lerp(self.running_var, unbiased.to(self.running_var.dtype), self.momentum)
         return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
-
-    def track(self, mean: Tensor, var: Tensor) -> None:
-        """Update the running averages. They are replaced, not modified, because backward may need the old ones."""
-        self.running_mean = torch.lerp(self.running_mean, mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var = torch.lerp(self.running_var, var.to(self.running_var.dtype), self.momentum)
 
 
 def statistics(tokens: Tensor) -> tuple[Tensor, Tensor]:

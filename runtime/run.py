@@ -17,7 +17,7 @@ from data.prepare import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
-from runtime.device import compile_by_default, describe, pick_device, pick_dtype
+from runtime.device import COMPILE_FLOPS, COMPILE_STEPS, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import import_records, warn_of_imports
 from runtime.report import shown
@@ -119,7 +119,8 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     compiled = config.compile
     if compiled is None:
         step_flops = 6 * model_config.weights * config.batch_size * model_config.context
-        compiled = compile_by_default(device, config.steps, step_flops)
+        long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
+        compiled = long.get(device.type, False)
     if compiled and (missing := missing_for_compile(device)):
         require(not config.compile, f"--compile needs {missing}; or use --no-compile")
         warn(f"not compiled: torch.compile needs {missing}")
