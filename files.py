@@ -1,6 +1,7 @@
 """What every package needs: checked JSON, atomic writes, one lock, messages on one line. Standard library only."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,6 @@ try:
 except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
-MAX_LINE = 1200  # characters of an error message
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
 
@@ -50,13 +50,13 @@ def load_json(path: Path) -> Any:
         raise ValueError(f"{path} is nested too deeply") from None
 
 
-def one_line(message: str) -> str:
-    """A message that may quote names and values from files, on one line that is safe to print.
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    Unprintable characters are escaped, and the middle of a message longer than `MAX_LINE` is left out.
-    """
-    if len(message) > MAX_LINE:
-        message = f"{message[: MAX_LINE // 2]} ... {message[-MAX_LINE // 3 :]}"
+
+def one_line(message: str) -> str:
+    """A message that may quote names and values from files, on one line: unprintable characters are escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
 
 

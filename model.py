@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, require
@@ -38,7 +37,9 @@ class Llama(nn.Module):
         super().__init__()
         require(config is None or not fields, "Llama takes a ModelConfig or its fields, not both")
         self.config = config = config or ModelConfig(**fields)
-        self.recompute = False  # gradient checkpointing: keep each block's input, recompute the rest in backward
+        # Gradient checkpointing (arXiv 1604.06174): keep each block's input, recompute the rest in backward. Not for
+        # norms with running statistics, which would be updated twice.
+        self.recompute = False
         placement = PLACEMENTS[config.placement]
         scaled = config.scaled_embedding or config.embedding_scale != 1
         self.embed_tokens: Embedding | ScaledEmbedding = ScaledEmbedding(config) if scaled else Embedding(config)
@@ -70,7 +71,7 @@ class Llama(nn.Module):
         x = self.init_stream(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
             if self.recompute and cache is None and torch.is_grad_enabled():
-                x = recomputed(block, x, rope)
+                x = checkpoint(block, x, rope, use_reentrant=False)
             else:
                 x = block(x, rope, cache[layer] if cache is not None else None)
         return self.final_norm(x)  # B T C
@@ -262,28 +263,6 @@ class LayerCache:
         """Which tokens each of `new` uncached ones may attend to, (new, S). None if `new` is 1 or nothing is cached."""
         past, device = self.length, self.keys.device
         return torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past) if past and new > 1 else None
-
-
-# --- gradient checkpointing ------------------------------------------------------------------------------------------
-
-
-def recomputed(block: nn.Module, x: Tensor, rope: RopeTable) -> Tensor:
-    """`block(x, rope)`, keeping only x for backward. Sublinear Memory Cost, arXiv 1604.06174.
-
-    The second forward must not update running statistics again, so it gets the buffers from before the first.
-    """
-    before, first = dict(block.named_buffers()), True
-    if not before:
-        return checkpoint(block, x, rope, use_reentrant=False)  # torch.compile cannot trace the closure below
-
-    def forward(x: Tensor) -> Tensor:
-        nonlocal first
-        if first:
-            first = False
-            return block(x, rope)
-        return functional_call(block, before, (x, rope))
-
-    return checkpoint(forward, x, use_reentrant=False)
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------

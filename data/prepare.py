@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data.corpus import SPLITS, Corpus, Split
 from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from files import explained, load_json, lock_file, write_atomically
+from files import explained, load_json, lock_file, sha256, write_atomically
 
 FORMAT_VERSION = 4  # of a prepared folder; increase it whenever the same text would give different tokens
 BATCH_CHARS = 1 << 20  # of text that is encoded at a time, in parallel
@@ -119,11 +119,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
 
 def _hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of the token files."""
-    hashes: dict[str, str] = {}
-    for split in SPLITS:
-        with open(folder / f"{split}.bin", "rb") as file:
-            hashes[split] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
+    return {split: sha256(folder / f"{split}.bin") for split in SPLITS}
 
 
 def _write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> None:

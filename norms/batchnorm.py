@@ -19,25 +19,15 @@ class BatchNorm(nn.Module):
     unbiased σ². An empty batch leaves them unchanged. A batch of one token has no variance and raises ValueError.
     """
 
-    running_mean: Tensor
-    running_var: Tensor
-
     def __init__(self, dim: int, eps: float = 1e-5, *, momentum: float = 0.1):
         super().__init__()
         check_arguments(dim, eps=eps)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum of batchnorm must be above 0 and at most 1, not {momentum}")
         self.eps, self.momentum = eps, momentum
-        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.register_buffer("running_mean", torch.empty(dim))
-        self.register_buffer("running_var", torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-        nn.init.zeros_(self.running_mean)
-        nn.init.ones_(self.running_var)
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+        self.running_mean: Tensor = nn.Buffer(torch.zeros(dim))
+        self.running_var: Tensor = nn.Buffer(torch.ones(dim))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}"
@@ -51,13 +41,11 @@ class BatchNorm(nn.Module):
             raise ValueError("batchnorm cannot train on a batch of one token: it has no variance")
         else:
             mean, var = statistics(h.reshape(-1, h.shape[-1]))
-            self.track(mean.detach(), var.detach() * count / (count - 1))
+            unbiased = var.detach() * count / (count - 1)
+            # Replaced, not modified, because backward may need the old ones.
+            self.running_mean = torch.lerp(self.running_mean, mean.detach().to(self.running_mean.dtype), self.momentum)
+            self.running_var = torch.lerp(self.running_var, unbiased.to(self.running_var.dtype), self.momentum)
         return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
-
-    def track(self, mean: Tensor, var: Tensor) -> None:
-        """Update the running averages. They are replaced, not modified, because backward may need the old ones."""
-        self.running_mean = torch.lerp(self.running_mean, mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var = torch.lerp(self.running_var, var.to(self.running_var.dtype), self.momentum)
 
 
 def statistics(tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,15 +23,8 @@ class Derf(nn.Module):
         if not 0 < alpha < math.inf:
             raise ValueError(f"alpha of derf must be a positive number, not {alpha}")
         self.initial_alpha = alpha
-        self.alpha, self.shift = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
-        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.alpha, self.initial_alpha)
-        nn.init.zeros_(self.shift)
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
+        self.alpha, self.shift = nn.Parameter(torch.full((1,), float(alpha))), nn.Parameter(torch.zeros(1))
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, alpha={self.initial_alpha}"

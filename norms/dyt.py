@@ -25,14 +25,8 @@ class DyT(nn.Module):
         if not 0 < alpha * attention_ratio < math.inf or alpha < 0:
             raise ValueError(f"alpha and attention_ratio of dyt must be positive, not {alpha} and {attention_ratio}")
         self.initial_alpha = alpha * attention_ratio if site == "attention" else alpha
-        self.alpha = nn.Parameter(torch.empty(1))
-        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.alpha, self.initial_alpha)
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
+        self.alpha = nn.Parameter(torch.full((1,), float(self.initial_alpha)))
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, alpha={self.initial_alpha}"

@@ -28,12 +28,7 @@ class GroupNorm(nn.Module):
                 f"not {groups}"
             )
         self.groups, self.eps = groups, eps
-        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}, groups={self.groups}"

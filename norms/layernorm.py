@@ -19,9 +19,6 @@ class LayerNorm(nn.Module):
     Computed in fp32 whatever the dtype of x, then cast back once.
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -34,15 +31,8 @@ class LayerNorm(nn.Module):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         check_arguments(*shape, eps=eps)
         self.normalized_shape, self.eps = shape, eps
-        self.register_parameter("weight", nn.Parameter(torch.empty(shape)) if elementwise_affine else None)
-        self.register_parameter("bias", nn.Parameter(torch.empty(shape)) if elementwise_affine and bias else None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.weight = nn.Parameter(torch.ones(shape)) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.zeros(shape)) if elementwise_affine and bias else None
 
     def extra_repr(self) -> str:
         affine = self.weight is not None

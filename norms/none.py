@@ -13,10 +13,6 @@ class NoNorm(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         check_arguments(dim)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """There is nothing to reset."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x

@@ -20,27 +20,16 @@ class PowerNorm(nn.Module):
     same sequence are in it. Evaluation does not update ψ². The gradient is approximate, see `DivideByRunningRMS`.
     """
 
-    running_square: Tensor
-    running_projection: Tensor
-    batches: Tensor
-
     def __init__(self, dim: int, eps: float = 1e-5, *, momentum: float = 0.9, warmup: int = 100):
         super().__init__()
         check_arguments(dim, eps=eps)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum of powernorm must be at least 0 and below 1, not {momentum}")
         self.eps, self.momentum, self.warmup = eps, momentum, warmup
-        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.register_buffer("running_square", torch.empty(dim))
-        self.register_buffer("running_projection", torch.empty(dim))
-        self.register_buffer("batches", torch.empty((), dtype=torch.int64))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        nn.init.ones_(self.running_square)
-        for zero in (self.bias, self.running_projection, self.batches):
-            nn.init.zeros_(zero)
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+        self.running_square: Tensor = nn.Buffer(torch.ones(dim))
+        self.running_projection: Tensor = nn.Buffer(torch.zeros(dim))
+        self.batches: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}, warmup={self.warmup}"

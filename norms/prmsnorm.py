@@ -23,11 +23,7 @@ class PartialRMSNorm(nn.Module):
         if not 0 < p <= 1:
             raise ValueError(f"p of prmsnorm, the fraction of features, must be above 0 and at most 1, not {p}")
         self.eps, self.first = eps, math.ceil(p * dim)
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+        self.weight = nn.Parameter(torch.ones(dim))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}, first={self.first}"

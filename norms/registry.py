@@ -39,16 +39,12 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
 
     The constructor takes the feature width first. Its other arguments are keywords with defaults, which
     `--norm-arg` can set. An argument called `site` is not settable; it receives the position of the norm
-    in the model ("attention", "mlp", "final", "query", "key" or "value"). Raises ValueError for a name that exists
-    and for an argument without a default.
+    in the model ("attention", "mlp", "final", "query", "key" or "value"). Raises ValueError for a name that exists.
     """
 
     def add(cls: NormClass) -> NormClass:
         if kind in KINDS:
             raise ValueError(f"norm {kind!r} is registered twice; choose another name")
-        for argument in list(inspect.signature(cls).parameters.values())[1:]:
-            if argument.default is argument.empty:
-                raise ValueError(f"norm {kind!r}: its argument {argument.name!r} needs a default")
         KINDS[kind], TRAITS[kind] = cls, Traits(**traits)
         return cls
 

@@ -20,8 +20,6 @@ class RMSNorm(nn.Module):
     Gradients lose digits for |x| beyond 1e13, where the derivative of torch.rsqrt(s), -½ / √s³, underflows.
     """
 
-    weight: nn.Parameter | None
-
     def __init__(
         self,
         dim: int,
@@ -36,12 +34,8 @@ class RMSNorm(nn.Module):
         if cast_order not in ("fp32", "llama"):
             raise ValueError(f"cast_order of rmsnorm is fp32 or llama, not {cast_order!r}")
         self.dim, self.eps, self.cast_order, self.zero_centered = dim, eps, cast_order, zero_centered
-        self.register_parameter("weight", nn.Parameter(torch.empty(dim)) if elementwise_affine else None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 0 if self.zero_centered else 1)
+        gain = torch.zeros(dim) if zero_centered else torch.ones(dim)
+        self.weight = nn.Parameter(gain) if elementwise_affine else None
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, elementwise_affine={self.weight is not None}"

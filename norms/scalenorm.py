@@ -21,11 +21,7 @@ class ScaleNorm(nn.Module):
         super().__init__()
         check_arguments(dim, eps=eps)
         self.dim, self.eps = dim, eps
-        self.weight = nn.Parameter(torch.empty(1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, math.sqrt(self.dim))
+        self.weight = nn.Parameter(torch.full((1,), math.sqrt(dim)))
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"

@@ -9,7 +9,6 @@ runs/NAME/checkpoints/step-000600/
     manifest.json           SHA-256 of each of these
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from config import require
 from data.tokenizer import Tokenizer
-from files import explained, is_a, load_json, sync
+from files import explained, is_a, load_json, sha256, sync
 from model import Llama
 from runtime import distributed
 from runtime.huggingface.directory import CONFIG, match_weights, read_model, read_tokenizer, stored_state, write_model
@@ -233,8 +232,3 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
         file = checkpoint / name
         intact = file.is_file() and sha256(file) == hashes[name]
         require(intact, f"{file} is missing or damaged: its SHA-256 is not that of the manifest")
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

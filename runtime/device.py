@@ -80,13 +80,6 @@ def measured_products() -> str:
     return f" (a matrix product takes {float32} in float32, {bfloat16} in bfloat16)"
 
 
-def compile_by_default(device: torch.device, steps: int, step_flops: float) -> bool:
-    """Whether a run of `steps`, each with so many FLOPs, is long enough for `torch.compile`."""
-    if device.type == "cuda":
-        return steps >= COMPILE_STEPS
-    return device.type == "cpu" and steps * step_flops >= COMPILE_FLOPS
-
-
 def set_up_cpu() -> None:
     """Settings of this process for computing on a CPU. Call it before any other function of torch."""
     torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer

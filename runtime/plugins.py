@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[1]
 
 
 IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record, for run.json and config.json, and the source
-WARNED: set[str] = set()  # lines that were printed
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
@@ -108,7 +107,7 @@ def check_imports(description: dict[str, Any]) -> list[str]:
 
 def warn_of_imports(description: dict[str, Any]) -> None:
     """`check_imports`, and print what differs, once per process."""
+    from runtime.cards import warn
+
     for line in check_imports(description):
-        if line not in WARNED and distributed.is_main():
-            print(f"warning: {one_line(line)}", file=sys.stderr)
-            WARNED.add(line)
+        warn(f"warning: {one_line(line)}")

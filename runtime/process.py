@@ -28,14 +28,21 @@ SAME_STOP = 1.0  # seconds
 
 
 def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Prepare the process of a command. It continues when the streams `may_close` are closed."""
+    """Prepare the process of a command. It continues when the streams `may_close` are closed.
+
+    Characters that the locale cannot encode are escaped there.
+    """
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
-    survive_closed_output(may_close)
+    for name in may_close:
+        stream = getattr(sys, name)
+        if stream and stream is getattr(sys, f"__{name}__"):  # not a notebook's
+            lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
@@ -98,15 +105,6 @@ class _Lossy(io.FileIO):
             return super().write(data)
         except OSError:
             return memoryview(data).nbytes
-
-
-def survive_closed_output(may_close: Sequence[str]) -> None:
-    """Keep running after the streams `may_close` are closed. Characters the locale cannot encode are escaped."""
-    for name in may_close:
-        stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # not a notebook's
-            lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 def write(text: str) -> None:

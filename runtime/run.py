@@ -17,7 +17,7 @@ from data.prepare import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
-from runtime.device import compile_by_default, describe, pick_device, pick_dtype
+from runtime.device import COMPILE_FLOPS, COMPILE_STEPS, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import import_records, warn_of_imports
 from runtime.run_dir import (
@@ -119,8 +119,8 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     compiled = config.compile
     if compiled is None:
         step_flops = 6 * model_config.weights * config.batch_size * model_config.context
-        recomputed = config.recompute and not TRAITS[model_config.norm].causal_in_training  # not supported compiled
-        compiled = compile_by_default(device, config.steps, step_flops) and not recomputed
+        long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
+        compiled = long.get(device.type, False)
     if compiled and (missing := missing_for_compile(device)):
         require(not config.compile, f"--compile needs {missing}; or use --no-compile")
         warn(f"not compiled: torch.compile needs {missing}")
@@ -134,8 +134,8 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
     """Raise ValueError if this model and these options cannot be trained on `ranks` ranks."""
     norm, traits = model_config.norm, TRAITS[model_config.norm]
-    if config.compile and config.recompute and not traits.causal_in_training:
-        raise ValueError(f"--recompute and --compile do not work together with --norm {norm}")
+    if config.recompute and not traits.per_token:
+        raise ValueError(f"--recompute does not support --norm {norm}: its statistics would be updated twice")
     if not traits.per_token and config.micro_batch_size * model_config.context < 2:
         raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:

@@ -376,23 +376,16 @@ def test_dropout_applies_to_attention_and_mlp(dtype):
             assert torch.allclose(first[kept], second[kept]) != probabilities
 
 
-@pytest.mark.parametrize("norm, norm_args", [("rmsnorm", {}), ("batchnorm", {}), ("powernorm", {"warmup": 0})])
-def test_gradient_checkpointing_is_bit_identical(norm, norm_args):
-    """Loss, gradients and running statistics of two batches with dropout.
-
-    Both forward passes run before the backward pass, so the first batch is recomputed after the running statistics
-    have changed. powernorm divides by them once its warmup is over.
-    """
+def test_gradient_checkpointing_is_bit_identical():
+    """Loss and gradients of two batches with dropout."""
     tokens = torch.arange(4 * 18).view(2, 4, 9) % 11
 
     def two_batches(recompute: bool) -> list[torch.Tensor]:
-        config = ModelConfig(dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2)
-        model = Llama(dataclasses.replace(config, norm=norm, norm_args=norm_args))
+        model = Llama(dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2)
         model.recompute = recompute
         torch.manual_seed(0)
         losses = [model.loss(batch[:, :-1], batch[:, 1:]) for batch in tokens]
         torch.stack(losses).sum().backward()
-        grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        return [*losses, *grads, *model.buffers()]
+        return [*losses, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
     assert all(map(torch.equal, two_batches(True), two_batches(False)))

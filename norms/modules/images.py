@@ -26,12 +26,7 @@ class InstanceNorm(nn.Module):
         super().__init__()
         check_arguments(channels, eps=eps)
         self.eps = eps
-        self.weight, self.bias = nn.Parameter(torch.empty(channels)), nn.Parameter(torch.empty(channels))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x.movedim(1, -1), len(self.weight)).movedim(-1, 1)

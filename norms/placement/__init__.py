@@ -13,11 +13,13 @@ from norms.placement.ngpt import NormalizedUpdate, add_scales, init_on_sphere, r
 from norms.placement.one_stream import (
     DeepNorm,
     LayerNormScaling,
+    MakeNorm,
     PostNorm,
     PreNorm,
     Reordered,
     ReZero,
     Sandwich,
+    Site,
     deepnorm_gain,
     hybrid_norm,
     keel,
@@ -25,7 +27,6 @@ from norms.placement.one_stream import (
     with_final_norm,
     without_final_norm,
 )
-from norms.placement.site import MakeNorm, Site
 from norms.placement.two_streams import ResiDual, ResiDualOutput, Siamese, SiameseOutput, duplicate
 from norms.registry import TRAITS
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from norms.numerics import upcast
-from norms.placement.site import Site
+from norms.placement.one_stream import Site
 
 ALPHA = 0.05  # the initial α
 

@@ -1,15 +1,27 @@
-"""Residual connections with one stream.
+"""What a residual connection gets, and those with one stream.
 
 In the formulas N is a norm, f a sublayer (attention or MLP), x the residual stream (B, T, dim), l the index
 of the block, from 1, and L the number of blocks.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from norms.placement.site import MakeNorm, Site
+MakeNorm = Callable[[str], nn.Module]  # site name -> a new norm of the chosen kind
+
+
+@dataclass(frozen=True)
+class Site:
+    """The position of a residual connection in the model, and the factory for its norms."""
+
+    name: str  # "attention" or "mlp"
+    layer: int  # index of the block, from 0
+    depth: int  # number of blocks
+    dim: int  # width of the residual stream
+    make_norm: MakeNorm
 
 
 class OneNorm(nn.Module):

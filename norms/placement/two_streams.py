@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from norms.placement.one_stream import OneNorm
-from norms.placement.site import MakeNorm, Site
+from norms.placement.one_stream import MakeNorm, OneNorm, Site
 
 
 def duplicate(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -509,14 +509,7 @@ def test_meta_device(kind):
     with torch.device("meta"):
         norm = build_norm(kind, dim)
         assert norm(torch.empty(2, 3, dim)).shape == (2, 3, dim)
-    norm.to_empty(device="cpu")
-    for tensor in norm.state_dict().values():
-        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
-    norm.reset_parameters()  # type: ignore[operator]
-    fresh = build_norm(kind, dim)
-    assert norm.state_dict().keys() == fresh.state_dict().keys()
-    for name, tensor in fresh.state_dict().items():
-        assert torch.equal(norm.state_dict()[name], tensor), name
+    assert all(tensor.is_meta for tensor in norm.state_dict().values())
 
 
 @each_kind

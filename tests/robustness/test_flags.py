@@ -23,7 +23,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --data nothing.txt": (train.main, "nothing.txt"),
     "--resume --out taken --tokenizer sentencepiece": (train.main, "--tokenizer bytes, not sentencepiece"),
     "--data missing.txt": (train.main, "missing.txt"),
-    "--norm batchnorm --recompute --compile": (train.main, "--recompute and --compile"),
+    "--norm batchnorm --recompute": (train.main, "--recompute does not support --norm batchnorm"),
     "--config missing.json": (train.main, "missing.json is missing or damaged"),
     "--device cuda:99": (train.main, "--device cuda:99"),
     "--stepz 3": (train.main, "did you mean --steps?"),

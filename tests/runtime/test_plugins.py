@@ -14,7 +14,7 @@ import generate
 import train
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
-from runtime import plugins
+from runtime import cards, plugins
 from runtime.checkpoint import find_checkpoint, load_pretrained
 
 TOY = "--data text.txt --tokenizer bytes --dim 16 --layers 2 --heads 2 --context 16 --device cpu --dtype float32 "
@@ -51,7 +51,7 @@ def forget() -> None:
     for module in [name for name in sys.modules if name.startswith("imported_")]:
         del sys.modules[module]
     plugins.IMPORTED.clear()
-    plugins.WARNED.clear()
+    cards.warn.cache_clear()
 
 
 def call(command: str) -> None:
