@@ -14,8 +14,9 @@ if __name__ == "__main__":  # before the imports, which take seconds
 import argparse
 import shlex
 import sys
+from functools import partial
 
-from config import Parser, add_flags
+from config import Parser, add_flags, match_case
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
 from experiments.compare import main as compare_command
@@ -68,6 +69,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             nargs="+",
             default=["pre"],
             choices=PLACEMENTS,
+            type=partial(match_case, choices=PLACEMENTS),
             help="placements to compare; the first is the baseline (default: pre)",
         )
         add(
