@@ -35,9 +35,9 @@ HOW_TO_READ = (
 
 
 def main(arguments: list[str]) -> None:
-    """Compare runs, or all runs of ablations: what differs, final losses, curves. The first one is the baseline."""
+    """Compare runs that exist: differing settings, final losses, curves. The arm of the first is the baseline."""
     parser = Parser(prog="ablate.py compare", description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run or of an ablation")
+    parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or of an ablation for all its runs")
     parser.add_argument("--out", metavar="DIR", help="where the page goes (default: runs/compare-HASH of the runs)")
     flags = parser.parse_args(arguments)
     with bad_input():
