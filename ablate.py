@@ -1,6 +1,7 @@
 """Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
 
 `python ablate.py claim NAME` tests one of the claims in CLAIMS.md, and `python ablate.py claims` all of them.
+`python ablate.py compare DIR DIR ...` compares runs that exist.
 
 The code is in `experiments/ablation/`.
 """
@@ -13,10 +14,12 @@ if __name__ == "__main__":  # before the imports, which take seconds
 import argparse
 import shlex
 import sys
+from functools import partial
 
-from config import MAX_SIZE, Parser, add_flags
+from config import MAX_SIZE, Parser, add_flags, match_case
 from experiments.ablation.run import resolve_ablation, run_ablation
 from experiments.claims.command import main as claims_command
+from experiments.compare import main as compare_command
 from files import lock_file
 from norms.placement import PLACEMENTS
 from runtime.plugins import import_first
@@ -29,6 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
         if arguments[:1] in (["claim"], ["claims"]):
             claims_command(arguments)
+            return
+        if arguments[:1] == ["compare"]:
+            compare_command(arguments[1:])
             return
         flags, train_flags = parse(arguments)
         with bad_input():
@@ -43,8 +49,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """All flags, and the part of `arguments` that belongs to train.py, which every run gets."""
     everything = Parser(
         prog="ablate.py",
-        description="Train norms × placements × other factors × seeds and report on them. `ablate.py claim NAME` and "
-        "`ablate.py claims` test published claims instead; see `ablate.py claims --help`.",
+        description="Train norms × placements × other factors × seeds and report on them. Subcommands: "
+        "`ablate.py compare DIR DIR ...` compares runs that exist; `ablate.py claim NAME` and `ablate.py claims` test "
+        "published claims. Each has its own --help.",
         allow_abbrev=False,
     )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -62,6 +69,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             nargs="+",
             default=["pre"],
             choices=PLACEMENTS,
+            type=partial(match_case, choices=PLACEMENTS),
             help="placements to compare; the first is the baseline (default: pre)",
         )
         add(

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_origin, get_type_hints
 
 import torch
@@ -20,6 +21,11 @@ DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
+SYNONYMS = {  # of nanoGPT and Hugging Face, where the spelling does not suggest ours
+    "--learning-rate": "--lr", "--max-iters": "--steps", "--n-layer": "--layers", "--num-layers": "--layers",
+    "--n-head": "--heads", "--n-embd": "--dim", "--d-model": "--dim", "--block-size": "--context",
+    "--seq-len": "--context",
+}  # fmt: skip
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
@@ -65,6 +71,11 @@ def _check_choices(config: Any) -> None:
         choices, value = option.metadata.get("choices"), getattr(config, option.name)
         if choices and value not in choices:
             raise ValueError(f"unknown {flag_name(option.name)} {value!r}; choose from {', '.join(choices)}")
+
+
+def match_case(text: str, choices: Collection[str]) -> str:
+    """The choice that differs from `text` in capitals at most, such as rmsnorm for RMSNorm; `text` if there is none."""
+    return text if text in choices else next((name for name in choices if name.lower() == text.lower()), text)
 
 
 def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
@@ -282,7 +293,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_usage())
             mistyped = [name.partition("=")[0].replace("_", "-") for name in unknown if name.startswith("--")]
-            names = ["--lr" if name == "--learning-rate" else name for name in mistyped]  # not spelled alike
+            names = [SYNONYMS.get(name, name) for name in mistyped]
             similar = [flag for name in names for flag in difflib.get_close_matches(name, known, n=1)]
             hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -319,7 +330,9 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
             argument = {"action": "append", "metavar": "KEY=VALUE"}
         elif get_origin(kind) is list:
             argument = {"nargs": "+", "metavar": "NAME|PATH"}
-        elif "choices" not in option.metadata:
+        elif "choices" in option.metadata:
+            argument["type"] = partial(match_case, choices=option.metadata["choices"])
+        else:
             argument["metavar"] = kind.__name__.upper()
         argument |= {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
         if default not in (None, ""):

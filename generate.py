@@ -181,6 +181,8 @@ def generate(
     `end_of_document`, repeats it; by default no row ends. The model may be in training mode. Raises ValueError for bad
     ids, for more tokens than the context holds, and if a logit is NaN or infinite.
     """
+    if isinstance(ids, str):
+        raise TypeError("generate takes token ids, not text: generate(model, tokenizer.encode(text))")
     sampling, prompts = Sampling(**options), torch.as_tensor(ids)
     if prompts.ndim not in (1, 2) or not prompts.numel() or prompts.is_floating_point() or prompts.dtype == torch.bool:
         raise ValueError(f"ids must be integers of shape (T) or (B, T), not {prompts.dtype} of {tuple(prompts.shape)}")

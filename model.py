@@ -67,6 +67,7 @@ class Llama(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Final hidden states (B, T, C), the input of `lm_head`. See `forward`."""
+        require(tokens.ndim == 2, "token ids must have the shape (B, T); tokens.unsqueeze(0) is a batch of one")
         rope = self.rope(cache[0].length if cache is not None else 0, tokens.shape[1])
         x = self.init_stream(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
@@ -202,8 +203,7 @@ class Rope(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> "Rope":
         """Follow the model to its device, but stay in fp32 under `.bfloat16()` and be refilled after `to_empty`."""
         super()._apply(fn, recurse)
-        tables = (table.to(self.cos.device) for table in self.make_table())
-        self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in tables)
+        self.cos, self.sin = (nn.Buffer(table.to(self.cos.device), persistent=False) for table in self.make_table())
         return self
 
 

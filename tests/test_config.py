@@ -105,6 +105,8 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
         ("--dimension 3", "unrecognized arguments: --dimension 3; did you mean --dim?"),
         ("--lrr=3", "unrecognized arguments: --lrr=3; did you mean --lr?"),
         ("--learning-rate 3", "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
+        ("--seq-len 256", "unrecognized arguments: --seq-len 256; did you mean --context?"),
+        ("--n_layer=6", "unrecognized arguments: --n_layer=6; did you mean --layers?"),
         ("--batch_size 3", "unrecognized arguments: --batch_size 3; did you mean --batch-size?"),
         ("--no-comiple", "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
         ("--laers 3 --stesp 4", "unrecognized arguments: --laers 3 --stesp 4; did you mean --layers and --steps?"),
@@ -183,6 +185,11 @@ def test_more_steps_keep_a_warmup_that_was_chosen(warmup, later):
     before = fields_of(ModelConfig(), TrainConfig(steps=100, warmup=warmup))
     assert parse("--steps 200", of_run=before)[1].warmup == later
     assert parse("--steps 200 --warmup 3", of_run=before)[1].warmup == 3
+
+
+def test_capitals_of_a_choice_do_not_matter():
+    model, training = parse("--norm RMSNorm --placement PRE --optimizer AdamW")
+    assert (model.norm, model.placement, training.optimizer) == ("rmsnorm", "pre", "adamw")
 
 
 def test_flags_come_before_the_run_and_the_run_before_defaults():

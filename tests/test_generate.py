@@ -243,10 +243,11 @@ def test_generation_restores_the_mode_and_records_no_gradients():
         ([], "ids must be integers of shape (T) or (B, T), not torch.float32 of (0,)"),
         ([5, 257], "ids must be from 0 to 256, not [257]"),
         ([[5, -1]], "ids must be from 0 to 256, not [-1]"),
+        ("def ", "generate takes token ids, not text: generate(model, tokenizer.encode(text))"),
     ],
 )
 def test_generate_says_what_is_wrong(model, ids, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(TypeError if isinstance(ids, str) else ValueError, match=re.escape(message)):
         generate(model, ids)
 
 

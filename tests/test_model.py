@@ -261,6 +261,8 @@ def test_next_logits_matches_the_last_logits_of_forward():
 
 def test_exceeding_the_context_is_refused():
     model = random_weights_model(SMALL)
+    with pytest.raises(ValueError, match=r"must have the shape \(B, T\)"):
+        model(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="17 tokens exceed the model's context of 16"):
         model(torch.zeros(1, 17, dtype=torch.long))
     cache = model.new_cache()

@@ -5,7 +5,7 @@ may be the easy ones, and where an arm's best learning rate was not found, a dif
 statistic has no p-value, and the tables mark it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from experiments.ablation.outcome import Arm, BySeed
@@ -32,7 +32,10 @@ class Finding:
     def __str__(self) -> str:
         """In words: what is shown of the first arm of a difference, compared with the second."""
         if self.p is None or self.estimate is None:
-            reason = "the best learning rate was not found" if self.complete and not self.tuned else "too few runs"
+            if self.estimate and self.complete and self.tuned:
+                side = "above" if self.estimate.mean > 0 else "below"
+                return f"ended {abs(self.estimate.mean):.4f} {side}, which a single seed cannot tell from chance"
+            reason = "the best learning rate was not found" if self.complete else "too few runs"
             return f"is not compared ({reason})"
         size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:
@@ -45,16 +48,17 @@ class Finding:
 
 def compare(
     bpb: Mapping[Arm, BySeed],
-    seeds: int,
+    planned: Mapping[Arm, Collection[int]],
     margin: float | None = None,
     regrets: Mapping[Arm, float | None] | None = None,
 ) -> dict[Arm | str, Finding]:
     """The difference of each arm from the first, by arm, and the interactions, by name, paired by seed.
 
-    With `margin`, differences are also tested for equivalence. `regrets` is what the error of an arm's learning rate is
-    expected to cost, None if the best rate was not found. Holm's method corrects all p-values together. One that is
-    missing counts as a comparison that found nothing: which runs diverge is chance too, so they must not make the
-    correction of the others milder.
+    `planned` are the seeds of each arm, with those of runs that diverged or have not ended. With `margin`, differences
+    are also tested for equivalence. `regrets` is what the error of an arm's learning rate is expected to cost, None if
+    the best rate was not found. Holm's method corrects all p-values together. One that is missing counts as a
+    comparison that found nothing: which runs diverge is chance too, so they must not make the correction of the others
+    milder.
     """
     baseline, *others = bpb
     found: dict[Arm | str, Finding] = {}
@@ -63,7 +67,8 @@ def compare(
         costs = [(regrets or {}).get(arm, 0.0) for arm in arms]
         slack = sum(cost or 0.0 for cost in costs)
         values = list(contrast([bpb[arm] for arm in arms]).values())
-        found[key] = Finding(estimate(values, slack) if values else None, seeds, None not in costs)
+        pairs = len(set.intersection(*(set(planned[arm]) for arm in arms)))
+        found[key] = Finding(estimate(values, slack) if values else None, pairs, None not in costs)
         valid = found[key].complete and found[key].tuned
         tests[key, "p"] = estimate(values, slack).p if valid else None
         if margin is not None and key in others:

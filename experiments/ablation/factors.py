@@ -3,7 +3,7 @@
 from argparse import Namespace
 from itertools import product
 
-from config import FIELDS, flag_name, require
+from config import FIELDS, flag_name, match_case, require
 from experiments.ablation.grid import NOT_COMPARED
 from experiments.ablation.outcome import Arm
 from norms import KINDS
@@ -14,9 +14,13 @@ SHARED = NOT_COMPARED | {"data", "tokenizer", "vocab_size", "eval_tokens", "devi
 
 def resolve_factors(flags: Namespace) -> list[Arm]:
     """The arms, without checking whether the model supports each. Raises ValueError for invalid flags."""
-    factors = {"norm": flags.norms, "placement": flags.placements}
-    for kind in (norm.partition(":")[0] for norm in flags.norms):
-        require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}")
+    factors = {"norm": [], "placement": flags.placements}
+    for text in flags.norms:
+        kind, colon, norm_args = text.partition(":")
+        kind = match_case(kind, KINDS)
+        advice = "separate norms with spaces" if "," in kind else f"choose from {', '.join(KINDS)}"
+        require(kind in KINDS, f"--norms: unknown kind {kind!r}; {advice}")
+        factors["norm"].append(kind + colon + norm_args)
     for text in flags.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")

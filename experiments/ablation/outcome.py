@@ -27,7 +27,9 @@ class Arm:
     @property
     def name(self) -> str:
         """The norm, the placement, and other factors with their names."""
-        return " ".join(value if name in ("norm", "placement") else f"{name}={value}" for name, value in self.factors)
+        return " ".join(
+            value if name in ("norm", "placement", "run") else f"{name}={value}" for name, value in self.factors
+        )
 
     @property
     def flags(self) -> list[str]:

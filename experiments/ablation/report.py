@@ -54,18 +54,19 @@ def comparison_section(
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in arms_of(cells)}
     bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
     lrs = {cell.arm: cell.lr for cell in cells}
-    baseline, seeds = next(iter(bpb)), len(cells) // len(bpb)
+    baseline, seeds = next(iter(bpb)), {arm: {cell.seed for cell in cells if cell.arm == arm} for arm in bpb}
     found = compare(bpb, seeds, margin, {arm: optimum.regret for arm, optimum in (optima or {}).items()})
     titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
-    titles += ["lr", "val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p"]
+    rate = [] if "lr" in titles else ["lr"]
+    titles += [*rate, "val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p"]
     titles += [] if margin is None else [f"p of ±{margin:g}"]
     rows = []
     for arm, ended in runs.items():
-        difference = found.get(arm, Finding(None, seeds))
+        difference = found.get(arm, Finding(None, 0))
         timed = [run for run in ended if not run.diverged and (run.seconds or 0) >= LONG]
         speeds = [run.tokens_per_second for run in timed if run.tokens_per_second]
-        row = [*(level for _, level in arm.factors), f"{lrs[arm]:g}"]
-        row += [shown(Finding(mean_of(bpb[arm]), seeds), ".4f"), *cells_of(difference)]
+        row = [*(level for _, level in arm.factors), *(f"{lrs[arm]:g}" for _ in rate)]
+        row += [shown(Finding(mean_of(bpb[arm]), len(seeds[arm])), ".4f"), *cells_of(difference)]
         row += [] if margin is None else [shown_p(difference.equivalence_p)]
         row += [f"{sum(run.diverged for run in ended)} of {len(ended)}", f"{mean(speeds):,.0f}" if speeds else NONE]
         rows.append(row)

@@ -58,7 +58,7 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
 def test_the_page_has_conclusion_plots_table_and_folded_the_rest(folder):
     html = (folder / "report.html").read_text("utf-8")
     assert "<td>layernorm:bias=false</td>" in html
-    order = "not compared .too few runs.*<img.*<h2>Comparison.*<details><summary>How to.*python ablate.py --dim 16"
+    order = "a single seed.*<img.*<h2>Comparison.*<details><summary>How to.*python ablate.py --dim 16"
     assert re.search(f"Compared with rmsnorm pre: .*{order}.*<details><summary>Settings", html, re.DOTALL)
     plots = sorted(path.name for path in folder.glob("*.png"))
     assert plots == ["curves.png", "differences.png"] and html.count('<img src="data:') == 2

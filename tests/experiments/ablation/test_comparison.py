@@ -84,6 +84,7 @@ BPB: dict[Arm, BySeed] = {
     NONE: {0: 2.5, 1: 2.5},
     DYT: {0: 2.3, 1: 3.1, 2: 4.1},
 }
+PLANNED = dict.fromkeys(BPB, range(3))
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 BELOW, ABOVE = [-0.5, -0.4, -0.6], [0.3, 0.1, 0.1]  # layernorm and dyt minus rmsnorm
 
@@ -95,7 +96,7 @@ def p_of(values: list[float], center: float, alternative: str = "two-sided") -> 
 def test_p_values_are_those_of_scipy_beyond_the_regrets_corrected_by_hand():
     """Four of six tests have a p-value: sorted, they are multiplied by 6, 5, 4 and 3."""
     regrets = {RMSNORM: 0.1, LAYERNORM: 0.2}
-    layernorm, none, dyt = compare(BPB, seeds=3, margin=0.9, regrets=regrets).values()
+    layernorm, none, dyt = compare(BPB, PLANNED, margin=0.9, regrets=regrets).values()
     assert layernorm.estimate and layernorm.estimate.mean == pytest.approx(-0.5) and layernorm.complete
     assert layernorm.estimate.high == pytest.approx(-0.5 + T_TWO * 0.1 / 3**0.5 + 0.3)
     assert dyt.equivalence_p == pytest.approx(6 * p_of(ABOVE, 0.9 - 0.1, "less"))
@@ -103,7 +104,7 @@ def test_p_values_are_those_of_scipy_beyond_the_regrets_corrected_by_hand():
     assert layernorm.equivalence_p == pytest.approx(4 * p_of(BELOW, -0.9 + 0.3, "greater")) and dyt.p == 1
     assert none.estimate and none.estimate.n == 2 and not none.complete
     assert none.p is None and none.equivalence_p is None
-    assert compare(BPB, seeds=3, margin=0.3, regrets=regrets)[LAYERNORM].equivalence_p is None  # no margin is left
+    assert compare(BPB, PLANNED, margin=0.3, regrets=regrets)[LAYERNORM].equivalence_p is None  # no margin is left
 
 
 def test_the_whole_table_and_its_plot():
@@ -171,13 +172,15 @@ def test_interactions_are_differences_of_differences_corrected_with_the_differen
     both = [[0.2, 0.1, 0.1], [-0.1, 0.0, 0.1], [0.0, 0.0]]
     names = ("norm", "placement", "optimizer")
     bpb = {Arm(tuple(zip(names, key, strict=True))): dict(enumerate(found)) for key, found in values.items()}
-    found, expected = compare(bpb, seeds=3), differences + both
+    found, expected = compare(bpb, dict.fromkeys(bpb, range(3))), differences + both
     assert list(found)[6:] == ["post × optimizer=adamw", "dyt × optimizer=adamw", "dyt × post"]  # none within a factor
     corrected = holm([p_of(each, 0) if len(each) == 3 else 1.0 for each in expected])
     for finding, each, p in zip(found.values(), expected, corrected, strict=True):
         assert finding.estimate and finding.estimate.mean == pytest.approx(sum(each) / len(each))
         assert finding.p == (pytest.approx(p) if len(each) == 3 else None)
-    tuned = compare(bpb, seeds=3, margin=0.5, regrets=dict.fromkeys(bpb, 0.01))["dyt × optimizer=adamw"]
+    tuned = compare(bpb, dict.fromkeys(bpb, range(3)), margin=0.5, regrets=dict.fromkeys(bpb, 0.01))[
+        "dyt × optimizer=adamw"
+    ]
     assert tuned.estimate and tuned.estimate.high == pytest.approx(T_TWO * 0.1 / 3**0.5 + 4 * 0.01)
     assert tuned.equivalence_p is None
 

@@ -75,7 +75,9 @@ def csv_rows(file: Path) -> list[dict[str, str]]:
 
 
 def test_arms_are_the_product_of_all_factors(resolve):
-    ablation = resolve("--norms rmsnorm dyt:alpha=0.5 --factor clip=0,8 --factor tie-embeddings=true,false")
+    ablation = resolve(
+        "--norms RMSNorm DyT:alpha=0.5 --placements Pre --factor clip=0,8 --factor tie-embeddings=true,false"
+    )
     arms = ablation.grid.settings
     assert [tuple(value for _, value in arm.factors) for arm in arms] == [
         (norm, "pre", clip, tied)
@@ -92,6 +94,8 @@ def test_arms_are_the_product_of_all_factors(resolve):
     "flags, named",
     [
         ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
+        ("--norms rmsnorm,layernorm", "--norms: unknown kind 'rmsnorm,layernorm'; separate norms with spaces"),
+        ("--norms rmsnorm RMSNorm", "--norms takes values that differ"),
         ("--norms rmsnorm rmsnorm", "--norms takes values that differ"),
         ("--norm rmsnorm", "--norm is for a single run; list all values with --norms"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),

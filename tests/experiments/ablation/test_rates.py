@@ -85,7 +85,11 @@ def report(curves: Iterable[tuple[float, float]], noise: float, rng: np.random.G
     grid.run = lambda cells: {cell: outcome(cell) for cell in cells}
     optima, _ = Grid.tune(grid, list(arms), [SPACING**i for i in range(-2, 3)], range(5), widen=14)
     bpb = {arm: {seed: outcome(Cell(arm, optima[arm].lr, seed)).val_bpb or 0.0 for seed in range(5)} for arm in arms}
-    return list(compare(bpb, 5, regrets={arm: found.regret for arm, found in optima.items()}).values())
+    return list(
+        compare(
+            bpb, dict.fromkeys(bpb, range(5)), regrets={arm: found.regret for arm, found in optima.items()}
+        ).values()
+    )
 
 
 @pytest.mark.slow

@@ -1,0 +1,100 @@
+"""`ablate.py compare` on run directories that the project's own writers made."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import scipy.stats
+
+import ablate
+import train
+from runtime.run_dir import read_run_file, write_run_file
+
+FLAGS = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 4"
+
+
+@pytest.fixture(scope="module")
+def template(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compare")
+    train.main(
+        [*FLAGS.split(), "--data", str(text), "--cache-dir", str(folder / "cache"), "--out", str(folder / "run")]
+    )
+    return folder / "run"
+
+
+@pytest.fixture
+def make(template, tmp_path, monkeypatch):
+    """`make("name", 2.5, seed=1, norm="dyt")` writes a run that ended with this val_bpb, or without one has not."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, bpb: float | None = None, corpus: str = "", last: dict | None = None, **changed) -> str:
+        folder = Path(name)
+        folder.mkdir(parents=True)
+        run = read_run_file(template / "run.json")
+        for part in ("model", "training"):
+            run[part] |= {name: value for name, value in changed.items() if name in run[part]}
+        run["corpus"]["hash"] = corpus or run["corpus"]["hash"]
+        write_run_file(folder / "run.json", run)
+        training = {"train_loss": 3.0, "tokens_per_second": 128.0}
+        early, late = ({"step": step, "tokens": 64 * step, "seconds": 0.5 * step} | training for step in (2, 4))
+        log = [early, {"step": 2, "val_loss": 4.0, "val_bpb": 3.25}]
+        log += [late, {"step": 4, "val_loss": 2.0, "val_bpb": bpb}] if bpb else [last] if last else []
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+        return name
+
+    return write
+
+
+def compared(*runs: str) -> str:
+    ablate.main(["compare", *runs, "--out", "out"])
+    return Path("out/compare.md").read_text("utf-8")
+
+
+def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys):
+    """Also for cells of an ablation, and for a norm whose file is not imported. The baseline has a third seed."""
+    for seed, bpb in enumerate((2.0, 2.5, 9.0)):
+        make(f"abl/cells/a{seed}", bpb, seed=seed)
+    runs = ["abl", *(make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8)))]
+    page = compared(*runs)
+    p = scipy.stats.ttest_1samp([0.1, 0.3], 0).pvalue
+    assert page.startswith(f"Compared with rmsnorm: mynorm is indistinguishable (+0.2000 ± 1.2706, p = {p:.2g}).\n")
+    assert "| mynorm | 0.015 | 2.4500 ± 4.4472 (2) | +0.2000 ± 1.2706 (2) |" in page
+    assert "| norm | rmsnorm | rmsnorm | rmsnorm | mynorm | mynorm |" in page
+    assert "| val_bpb | 2.0000 | 2.5000 | 9.0000 | 2.1000 | 2.8000 |" in page and "| seconds | 2 |" in page
+    assert f"{page.splitlines()[0]}\nsee out/compare.html" in capsys.readouterr().out
+    html = Path("out/compare.html").read_text("utf-8")
+    assert html.index("is indistinguishable") < html.index("<img src=") < html.index("<table>")
+    assert Path("out/compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_other_text_is_warned_of_and_never_paired(make):
+    page = compared(make("a", 2.0), make("b", 2.5, corpus="f" * 64))
+    assert page.startswith("The runs differ in data, so only bits per byte of each one's own validation text")
+    assert "b (val_bpb 2.5000) and a (val_bpb 2.0000) are not paired: they differ in data." in page
+    assert "Compared with" not in page and "+0.5" not in page
+    page = compared("a", make("c", 2.5, batch_size=4, micro_batch_size=4))
+    assert "are not paired: they differ in batch size." in page and "Compared with" not in page
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_runs_without_a_result_and_a_single_seed(make):
+    runs = [make("a", 2.0), make("b", 2.5, lr=0.1), make("c", lr=0.2)]
+    page = compared(*runs, make("d", last={"step": 3, "not_finite": True}, lr=0.3))
+    assert page.startswith("Compared with lr=0.015: lr=0.1 ended 0.5000 above, which a single seed cannot tell from ")
+    assert "lr=0.2 is not compared (too few runs); lr=0.3 is not compared" in page.splitlines()[0]
+    assert "c has not ended: it is at step 2 of 4, its last val_bpb is 3.2500." in page.splitlines()[0]
+    assert "d diverged at step 3 of 4" in page.splitlines()[0]
+    again = compared("a", str(shutil.copytree("a", "again")))
+    assert "rmsnorm pre folder=again ended 0.0000 below" in again
+    assert compared("a", make("e", 2.2, seed=1)).startswith("The runs differ in their seed only.")
+
+
+def test_what_is_no_run_or_damaged_is_refused_in_a_line(make, refused):
+    Path("empty").mkdir()
+    Path(shutil.copytree(make("a", 2.0), "log"), "metrics.jsonl").write_text("garbage\n")
+    Path(shutil.copytree("a", "run"), "run.json").write_text("{}")
+    for name, error in {"empty": "no run in empty", "log": "log/metrics.jsonl is d", "run": "run/run.json"}.items():
+        assert error in refused(ablate.main, ["compare", "a", name])
+    assert "at least two runs; a is one" in refused(ablate.main, ["compare", "a", "a"])
