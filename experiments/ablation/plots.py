@@ -4,10 +4,12 @@ Each function gets the runs that have ended, those of the first arm first: it is
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from statistics import mean
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -56,7 +58,8 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
             axes.errorbar(found.mean, height, None, found.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
     swept = optima and len({optimum.lr for optimum in optima.values()}) > 1
-    axes.set_yticks(range(len(others)), [f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name for arm in others])
+    names = [f"{arm.name}\nlr {optima[arm].lr:g}" if optima and swept else arm.name for arm in others]
+    axes.set_yticks(range(len(others)), names)
     axes.set_ylim(len(others) - 0.4, -0.6)
     (low, high), room = axes.get_xlim(), 2 * (max(dots) - min(dots))
     kept = (max(low, min(dots) - room), min(high, max(dots) + room)) if room else (low, high)
@@ -67,37 +70,38 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     return figure
 
 
-def plot_curves(runs: list[Outcome], title: str) -> Figure:
-    """Each arm's mean training loss and val_bpb over the steps that all its runs logged.
+def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",)) -> Figure:
+    """Each arm's mean training loss and val_bpb over the steps that all its runs logged, or over tokens or seconds.
 
     About ten points of a line have markers, so that a single one is seen. The line of an arm with a diverged run ends
     with a cross.
     """
     arms = by_arm(runs)
-    figure = Figure(figsize=(6.8, 7 + 0.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True)
-    for axes, (metric, label) in zip(panels, METRICS.items(), strict=True):
+    figure = Figure(figsize=(6.8, 1 + 3 * len(units) * len(METRICS) + 0.2 * len(arms)), layout="constrained")
+    panels = figure.subplots(len(units) * len(METRICS), 1, sharex=len(units) == 1)
+    for axes, (unit, metric) in zip(panels, product(units, METRICS), strict=True):
         for arm, look in looks(arms).items():
-            means = by_step(arms[arm], metric)
-            every = max(1, math.ceil(len(means) / MARKED))
-            marked = ((len(means) - 1) % every, every)  # with the last
-            axes.plot(list(means), list(means.values()), marker="o", label=arm.name, ms=4, markevery=marked, **look)
-            if means and any(run.diverged for run in arms[arm]):
-                axes.plot(*list(means.items())[-1], color=look["color"], **CROSS)
-        axes.set_ylabel(label)
-    panels[1].set_xlabel("step")
+            points = curve(arms[arm], metric, unit)
+            every = max(1, math.ceil(len(points) / MARKED))
+            marked = ((len(points) - 1) % every, every)  # with the last
+            axes.plot(*np.reshape(points, (-1, 2)).T, marker="o", label=arm.name, ms=4, markevery=marked, **look)
+            if points and any(run.diverged for run in arms[arm]):
+                axes.plot(*points[-1], color=look["color"], **CROSS)
+        axes.set(xlabel=unit, ylabel=METRICS[metric])
     _finish(figure, title, panels[0])
     return figure
 
 
-def by_step(runs: list[Outcome], metric: str) -> dict[int, float]:
-    """The mean of a metric at the steps that all `runs` logged."""
-    steps: dict[int, list[float]] = {}
+def curve(runs: list[Outcome], metric: str, unit: str) -> list[tuple[float, float]]:
+    """The means of a unit and of a metric at the steps that all `runs` logged."""
+    steps: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
+        at = {row["step"]: row[unit] for row in run.log if unit in row}  # evaluations have no seconds of their own
         for row in run.log:
-            if metric in row:
-                steps.setdefault(row["step"], []).append(row[metric])
-    return {step: mean(values) for step, values in sorted(steps.items()) if len(values) == len(runs)}
+            if metric in row and row["step"] in at:
+                steps.setdefault(row["step"], []).append((at[row["step"]], row[metric]))
+    complete = (points for _, points in sorted(steps.items()) if len(points) == len(runs))
+    return [(mean(x for x, _ in points), mean(y for _, y in points)) for points in complete]
 
 
 def _finish(figure: Figure, title: str, legend: Axes | None = None) -> None:

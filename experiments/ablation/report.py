@@ -16,6 +16,18 @@ from runtime.device import describe
 NONE = "–"
 LONG = 60  # seconds: the speed of a shorter run says more about what else the machine did
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
+HOW_TO_READ = (
+    "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
+    "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
+    "tests for no difference (paired t test), and p of ±margin for a difference of at least the margin either way "
+    "(two one-sided t tests): there, a small one means as good as the baseline. All p-values of this report are "
+    "corrected together (Holm); each interval is for one comparison. `detectable` is the smallest true difference "
+    "that so many seeds show in four of five experiments. A run diverged if its loss was not finite, or ended "
+    "above that of a uniform prediction. Tokens per second are a mean over the other runs of at "
+    "least a minute.",
+    f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
+    "the easy ones, so their mean is not comparable and has no p.",
+)
 
 
 def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
@@ -25,16 +37,7 @@ def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
     return [
         f"`{command}`",
         f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}, {machine}, torch {torch.__version__}.",
-        "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
-        "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
-        "tests for no difference (paired t test), and p of ±margin for a difference of at least the margin either way "
-        "(two one-sided t tests): there, a small one means as good as the baseline. All p-values of this report are "
-        "corrected together (Holm); each interval is for one comparison. `detectable` is the smallest true difference "
-        "that so many seeds show in four of five experiments. A run diverged if its loss was not finite, or ended "
-        "above that of a uniform prediction. Tokens per second are a mean over the other runs of at "
-        "least a minute.",
-        f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
-        "the easy ones, so their mean is not comparable and has no p.",
+        *HOW_TO_READ,
     ]
 
 
