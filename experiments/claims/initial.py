@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from config import ModelConfig, TrainConfig
 from experiments.benchmarks import training_step
-from experiments.claims.claim import Arm, Claim, Effect, Measured, Protocol, Row, difference, slope
+from experiments.claims.claim import Claim, Effect, Measured, Protocol, Row, difference, slope
 from experiments.claims.measure import Lab
-from experiments.claims.trained import WARMUPS, S, lns
+from experiments.claims.trained import WARMUPS, S
 from model import Llama, weights_by_role
 from norms import KINDS
-from runtime.watch import stream_rms
 
 DEPTHS = (6, 12, 24, 48, 96)
 WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
@@ -118,16 +117,6 @@ def model_update(model: Llama, tokens: Tensor) -> dict[str, float]:
     return found
 
 
-def growth(protocol: Protocol, lab: Lab) -> Measured:
-    """The residual stream of new models; that of trained ones is measured where they are trained."""
-    rows: list[Row] = []
-    for seed in lab.seeds(protocol):
-        for placement in ("pre", "sandwich"):
-            model, tokens, _ = initial(seed, placement=placement, layers=protocol.depths[0], init="xavier")
-            rows.append({"arm": placement, "seed": seed, "value": None, "residual_rms": stream_rms(model, tokens)})
-    return {"runs": rows}
-
-
 def from_warmup(name: str, layers: int) -> Effect:
     """What post-norm gains from warm-up minus what pre-norm does, each at the best of its rates."""
     terms = {f"{placement} {layers} {warmup}": 1.0 for placement in ("post", "pre") for warmup in ("with", "without")}
@@ -139,8 +128,6 @@ def over_depth(name: str, template: str, **more: Any) -> Effect:
     """The exponent of a power law. The template has a place for the number of blocks."""
     return slope(name, {math.log(depth): {template.format(depth): 1.0} for depth in DEPTHS}, **more)
 
-
-SANDWICH = Arm(dict(lns(24)["pre"].factors) | {"placement": "sandwich"}, lrs=(1e-3,))
 
 BELOW_93 = (-math.inf, math.log(0.93))
 FLAT, FALLING = (-0.15, 0.15), (-0.65, -0.35)
@@ -194,17 +181,5 @@ CLAIMS = (
         measure=by_depth(model_update, "deepnorm", "post"),
         over="blocks",
         across="update with DeepNorm",
-    ),
-    Claim(
-        "prenorm-variance",
-        effects=(
-            Effect("pre-norm", {"pre": 1}, (0.0, math.inf), (0.0, math.inf), value="growth"),
-            Effect("sandwich", {"sandwich": 1}, value="growth"),
-        ),
-        protocols={
-            "24 blocks": Protocol(5, S, {"pre": lns(24)["pre"], "sandwich": SANDWICH}),
-            "initialization": Protocol(5, depths=(24,)),
-        },
-        measure=growth,
     ),
 )

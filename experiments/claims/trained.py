@@ -72,6 +72,8 @@ def lns(layers: int) -> dict[str, Arm]:
     }
 
 
+SANDWICH = Arm(dict(lns(24)["pre"].factors) | {"placement": "sandwich"}, lrs=(1e-3,))
+
 SIZES = {
     50_000: "50 kB",
     200_000: "200 kB",
@@ -144,6 +146,14 @@ CLAIMS = (
             "S": Protocol(12, S, RMSNORM | LAYERNORM | SHAKESPEARE),
             "M": Protocol(6, M, with_muon(RMSNORM | LAYERNORM)),
         },
+    ),
+    Claim(
+        "prenorm-variance",
+        effects=(
+            Effect("pre-norm", {"pre": 1}, (0.0, math.inf), (0.0, math.inf), value="growth"),
+            Effect("sandwich", {"sandwich": 1}, value="growth"),
+        ),
+        protocols={"24 blocks": Protocol(5, S, {"pre": lns(24)["pre"], "sandwich": SANDWICH})},
     ),
     Claim(
         "lns",
