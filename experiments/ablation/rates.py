@@ -6,7 +6,7 @@ what the error of the rate may cost. The arms are then compared with other seeds
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,6 +34,11 @@ class Optimum:
     def loss_at(self, lr: float) -> float:
         """The loss at another rate, by the parabola."""
         return self.loss + self.curvature * math.log(lr / self.lr) ** 2
+
+    def holds(self, losses: Iterable[float], window: float = WINDOW) -> bool:
+        """Whether the other seeds, which are reported, end near the parabola. If not, training is a matter of luck."""
+        values = list(losses)
+        return self.regret is not None and not (values and abs(mean(values) - self.loss) > window)
 
     def scaled(self, factor: float) -> "Optimum":
         """With losses in another unit."""

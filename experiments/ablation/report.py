@@ -58,7 +58,8 @@ def comparison_section(
     bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
     lrs = {cell.arm: cell.lr for cell in cells}
     baseline, seeds = next(iter(bpb)), {arm: {cell.seed for cell in cells if cell.arm == arm} for arm in bpb}
-    found = compare(bpb, seeds, margin, {arm: optimum.regret for arm, optimum in (optima or {}).items()})
+    known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in (optima or {}).items()}
+    found = compare(bpb, seeds, margin, known)
     titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
     rate = [] if "lr" in titles else ["lr"]
     titles += [*rate, "val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p"]
@@ -109,7 +110,8 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses "
         f"within {WINDOW:.3f} of the lowest, of at least {POINTS} rates. The regret is what its error is expected to "
         "cost: intervals are wider by it, and p-values count only what is beyond. Without an optimum, an arm is "
-        "reported at its best rate and has no p-value: another arm may have hit its own more closely. `--widen 8` adds "
+        "reported at its best rate and has no p-value: another arm may have hit its own more closely. Nor has an arm "
+        "whose reported seeds end, on average, further than that window from the parabola. `--widen 8` adds "
         "rates and seeds.",
         table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows),
     ]
