@@ -95,6 +95,7 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
     """What was found, in a paragraph, and the tables of arms and of runs."""
     paired: dict[Cell, Outcome] = {}
     notes: list[str] = []
+    unpaired: dict[str, list[str]] = {}  # by the options that differ
     rows: list[list[str]] = []
     baseline, first = next(iter(settings.items()))
     for folder, run in settings.items():
@@ -107,16 +108,20 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
             how = "diverged" if outcome.diverged else "has not ended: it is"
             notes.append(f"{folder} {how} at step {step}, its last val_bpb is {losses[0]}.")
         if other := [name.replace("_", " ") for name in PAIRED_BY if run[name] != first[name]]:
-            notes.append(f"{folder} and {baseline} are not paired: they differ in {', '.join(other)}.")
+            unpaired.setdefault(", ".join(other), []).append(str(folder))
         else:
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
     ended = {cell: run for cell, run in paired.items() if run.diverged or run.val_bpb is not None}
     summary, *tables = comparison_section(list(paired), ended, None)
-    if not differing and len({run.arm for run in runs.values()}) == 1:
-        summary = "The runs differ in their seed only."
+    notes += [f"Not paired with {baseline}: {', '.join(names)} (other {why})." for why, names in unpaired.items()]
+    finals = {run.val_bpb: folder for folder, run in runs.items() if run.val_bpb is not None}
     if texts := {"data", "tokenizer"} & set(differing):
         unfair = ", and of different texts not even that fairly" if "data" in texts else ""
         fair = f"only bits per byte of each one's own validation text (val_bpb) can be compared{unfair}"
         summary = f"The runs differ in {' and '.join(sorted(texts))}, so {fair}. {summary}"
+    elif not differing and len({run.arm for run in runs.values()}) == 1:
+        summary = "The runs differ in their seed only."
+    elif finals and not summary:
+        summary = f"No two runs can be paired. The lowest val_bpb is {min(finals):.4f}, of {finals[min(finals)]}."
     titles = ["run", "seed", *differing, "step", *FINAL]
     return [" ".join([summary, *notes]).strip(), *filter(None, tables), "## Runs", table(titles, rows), *HOW_TO_READ]

@@ -51,11 +51,12 @@ def preformatted(text: str) -> str:
 
 
 def figure(plot: "Figure", alt: str) -> str:
-    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows."""
+    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows. On a phone, a wide one scrolls."""
     svg = io.BytesIO()
     plot.savefig(svg, format="svg")
     data = base64.b64encode(svg.getvalue()).decode()
-    return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
+    least = f"min-width: {52 * plot.get_figwidth():.0f}px"  # 6.8 inches fill a phone
+    return f'<figure><img style="{least}" src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
 def folded(title: str, content: str) -> str:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Parts = dict[str, Any]  # modules
 PANELS = {  # columns, up to a dot: what a heat map shows of them, and whether its colors are logarithmic
-    "stream_after": ("RMS of the residual stream", True),
-    "input_rms": ("RMS of the norm's input", True),
+    "stream_after": ("stream, RMS", True),
+    "input_rms": ("norm's input, RMS", True),
     "gain_mean": ("mean gain", False),
-    "max_logit": ("largest attention logit", False),
-    "grad_rms": ("RMS of the gradient", True),
+    "max_logit": ("largest logit", False),
+    "grad_rms": ("gradient, RMS", True),
     "update": ("‖update‖ / ‖weight‖", True),
 }
 
@@ -159,7 +159,7 @@ def plot_watch(arms: Mapping[str, list[Row]]) -> "Figure":
 
     maps = {column: [tabulate(rows, column) for rows in arms.values()] for column in PANELS}
     maps = {column: each for column, each in maps.items() if any(labels for labels, _, _ in each)}
-    heights = [1 + 0.1 * max(len(labels) for labels, _, _ in each) for each in maps.values()]
+    heights = [1.2 + 0.1 * max(len(labels) for labels, _, _ in each) for each in maps.values()]
     plot = Figure(figsize=(3 + 3.2 * len(arms), 1 + sum(heights)), layout="constrained")
     panels = plot.subplots(len(maps), len(arms), squeeze=False, height_ratios=heights)
     for (column, each), row in zip(maps.items(), panels, strict=True):

@@ -115,8 +115,8 @@ def run(text, tmp_path, monkeypatch):
     "flags",
     [
         "--norm batchnorm --dropout 0.5 --dtype bfloat16 --micro-batch-size 4",
-        "--norm powernorm --recompute --dtype float32",
-        "--placement ngpt --dtype float32",
+        "--norm powernorm --dtype float32",
+        "--placement ngpt --recompute --dtype float32",
     ],
 )
 def test_watching_does_not_change_a_bit(flags, run, fingerprint):
