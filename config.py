@@ -46,6 +46,8 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
     flags = []
     for name, value in options.items():
         flag = flag_name(name)
+        if value is False and name not in FIELDS:
+            continue  # --resume has no opposite
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, dict):
@@ -213,9 +215,7 @@ class TrainConfig:
     eval_tokens: int = option(1 << 17, "validation tokens per evaluation, evenly spaced; fewer make evaluation faster")
     save_every: int = option(250, "steps between checkpoints; also after the last step")
     keep: int = option(2, "number of most recent checkpoints to keep")
-    watch: int = option(
-        None, "steps between rows of watch.jsonl: the residual stream, norms, gradients and updates (default: no rows)"
-    )
+    watch: int = option(0, "steps between rows of watch.jsonl: the stream, norms, gradients and updates; 0 is none")
     log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
     out: str = option("", "run directory (default: a new one under runs/)", metavar="DIR")
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
@@ -226,12 +226,11 @@ class TrainConfig:
             object.__setattr__(self, "micro_batch_size", self.batch_size)
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
-        counts = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep", "watch")
-        check_sizes(self, *counts)
+        check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        for name in ("warmup", "weight_decay", "clip", "seed"):
+        for name in ("warmup", "weight_decay", "clip", "seed", "watch"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")

@@ -84,7 +84,7 @@ def train(**options: Any) -> Trained:
     Raises ValueError with the command's message for options that are not valid, NotFinite if the run diverges, InUse if
     another process has it, and Stopped if a signal has ended it.
     """
-    require("eval_only" not in options, "eval_only is for the command; use train.evaluate")
+    require(not options.keys() & {"eval_only", "help"}, "eval_only and help are for the command")
     set_up_cpu()
     with distributed.process_group():
         run = resolve_run(parse(to_flags(options), raises=True))
@@ -254,11 +254,11 @@ class Trainer:
         run, step, every = self.run, self.step + 1, self.run.config.watch
         if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
             return nullcontext()
-        from runtime.watch import watched
+        from runtime import watch
 
         rows = distributed.rows(run.config.batch_size)[: run.config.micro_batch_size]
         tokens, _ = training_batch(run.data.train, run.config.seed, self.step, rows, run.model_config.context)
-        return watched(self.model, to_device(tokens, run.device), run.dtype, step, run.folder / "watch.jsonl")
+        return watch.watched(self.model, to_device(tokens, run.device), run.dtype, step, run.folder / "watch.jsonl")
 
     # Logging, evaluation, saving.
 

@@ -54,12 +54,14 @@ def find_runs(names: list[str]) -> list[Path]:
     """The directories of the runs, with those of each ablation. Raises ValueError if one is neither."""
     found: list[Path] = []
     for folder in map(Path, names):
-        cells = sorted(file.parent for file in folder.glob("cells/*/run.json"))
+        files = sorted(folder.glob("cells/*/run.json"), key=lambda file: file.stat().st_mtime_ns)  # the baseline first
+        cells = [file.parent for file in files]
         if not cells:
             check_run_dir(folder, exists=True)
         found += cells or [folder]
-    require(len(set(found)) > 1, f"compare needs at least two runs; {names[0]} is one")
-    return list(dict.fromkeys(found))
+    different = {folder.resolve(): folder for folder in reversed(found)}
+    require(len(different) > 1, f"compare needs at least two runs; {names[0]} is one")
+    return [folder for folder in found if folder in different.values()]
 
 
 def read_settings(folder: Path) -> dict[str, str]:
@@ -124,4 +126,10 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
     elif finals and not summary:
         summary = f"No two runs can be paired. The lowest val_bpb is {min(finals):.4f}, of {finals[min(finals)]}."
     titles = ["run", "seed", *differing, "step", *FINAL]
-    return [" ".join([summary, *notes]).strip(), *filter(None, tables), "## Runs", table(titles, rows), *HOW_TO_READ]
+    return [
+        " ".join(filter(None, [summary.strip(), *notes])),
+        *filter(None, tables),
+        "## Runs",
+        table(titles, rows),
+        *HOW_TO_READ,
+    ]

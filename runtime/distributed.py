@@ -42,8 +42,10 @@ def process_group() -> Iterator[None]:
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=count)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def rank() -> int:

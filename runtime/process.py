@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -79,10 +80,12 @@ def stop_requests() -> Iterator[list[int]]:
         nonlocal first
         first = first or time.monotonic()
         if time.monotonic() - first > SAME_STOP and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            stop_now(number)
+            handler = earlier[number]
+            (handler if callable(handler) else stop_now)(number, frame)  # in a notebook, a KeyboardInterrupt
         requests.append(number)
 
-    earlier = {number: signal.signal(number, request) for number in _not_ignored()}
+    main = threading.current_thread() is threading.main_thread()  # others get no signals
+    earlier = {number: signal.signal(number, request) for number in _not_ignored() if main}
     try:
         yield requests
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from config import ModelConfig, TrainConfig, configs_from, flag_name, require, shown
+from config import FIELDS, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
 from data.prepare import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
@@ -151,15 +151,16 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     """Print options that differ. Raise ValueError if they cannot change, or if the checkpoints are missing."""
     fixed, changed, there = [], [], run["model"] | run["training"]
     for name, here in (asdict(model_config) | asdict(config)).items():
-        flag = f"{flag_name(name)} {shown(there.get(name))}"
-        if there.get(name) == here:
+        before = there.get(name, FIELDS[name].default)
+        flag = f"{flag_name(name)} {shown(before)}"
+        if before == here:
             continue
         if name in run["model"] or name in FIXED_ON_RESUME:
             fixed.append(f"{flag}, not {shown(here)}")
         else:
             changed.append(f"{flag} -> {shown(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
-    rows = read_rows(folder / "metrics.jsonl")
+    rows, _ = (read_rows(folder / name) for name in ("metrics.jsonl", "watch.jsonl"))  # refuses damaged ones
     lost = rows and rows[-1]["step"] > config.save_every and not list_checkpoints(folder)
     require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     if changed and distributed.is_main():

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from model import Llama
 from norms import KINDS
+from norms.numerics import upcast
 from runtime.device import autocast
 from runtime.run_dir import append
 
@@ -54,7 +55,8 @@ def watched(model: Llama, tokens: Tensor, dtype: torch.dtype, step: int, path: P
     yield
     for row, site in zip(rows, sites, strict=True):
         for name, weight in site.items():
-            row[f"update.{name}"] = rms(weight.detach() - before[weight]) / rms(before[weight])
+            norm = before[weight].norm()  # zero for some initializations
+            row[f"update.{name}"] = ((weight.detach() - before[weight]).norm() / norm).item()
         row |= {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     append(path, "".join(json.dumps({"step": step} | row) + "\n" for row in rows))
 
@@ -134,7 +136,7 @@ def matrices(parts: Parts) -> dict[str, nn.Parameter]:
 
 
 def rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
+    return upcast(x).square().mean().sqrt().item()
 
 
 def max_logit(q: Tensor, k: Tensor) -> float:

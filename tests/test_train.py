@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -462,7 +463,9 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
     options |= {"dtype": "float32", "data": [str(text)], "cache_dir": tmp_path / "cache", "norm_args": {"alpha": 0.25}}
     options |= {"norm": "dyt", "tie_embeddings": False, "steps": 3, "seed": 4}
     monkeypatch.chdir(tmp_path)
-    first, second = train.train(**options), train.train(**options | {"out": "mine"})
+    first = train.train(**options)
+    with ThreadPoolExecutor(1) as thread:  # which gets no signals
+        second = thread.submit(train.train, **options, out="mine", resume=False).result()
     assert (first.folder.name, second.folder) == ("text-dyt-pre", Path("mine"))
     assert fingerprint(by_command) == fingerprint(first.folder) == fingerprint(second.folder)
     assert second.rows == read_metrics(second.folder) and "val_bpb" in second.rows[-1]
@@ -475,7 +478,7 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
         ({"sed": 1}, "unrecognized arguments: --sed=1; did you mean --seed"),
         ({"heads": 3}, "--dim 32 is not divisible by --heads 3"),
         ({"out": "mine"}, "already holds a run"),
-        ({"eval_only": True}, "eval_only is for the command"),
+        ({"eval_only": True}, "eval_only and help are for the command"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             train.train(**options | wrong)

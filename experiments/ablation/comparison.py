@@ -35,7 +35,7 @@ class Finding:
             if self.estimate and self.complete and self.tuned:
                 side = "above" if self.estimate.mean > 0 else "below"
                 return f"ended {abs(self.estimate.mean):.4f} {side}, which a single seed cannot tell from chance"
-            reason = "the best learning rate was not found" if self.complete else "too few runs"
+            reason = "the best learning rate was not found" if self.complete else "too few pairs of runs"
             return f"is not compared ({reason})"
         size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:

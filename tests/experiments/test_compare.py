@@ -54,14 +54,14 @@ def compared(*runs: str) -> str:
 def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys):
     """Also for cells of an ablation, and for a norm whose file is not imported. The baseline has a third seed."""
     for seed, bpb in enumerate((2.0, 2.5, 9.0)):
-        make(f"abl/cells/a{seed}", bpb, seed=seed)
+        make(f"abl/cells/{9 - seed}", bpb, seed=seed)
     runs = ["abl", *(make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8)))]
     page = compared(*runs)
     p = scipy.stats.ttest_1samp([0.1, 0.3], 0).pvalue
     assert page.startswith(f"Compared with rmsnorm: mynorm is indistinguishable (+0.2000 ± 1.2706, p = {p:.2g}).\n")
     assert "| mynorm | 0.015 | 2.4500 ± 4.4472 (2) | +0.2000 ± 1.2706 (2) |" in page
     assert "| run | seed | norm | step | val_bpb | val_loss | train_loss | tokens | seconds |" in page
-    assert "| abl/cells/a2 | 2 | rmsnorm | 4 of 4 | 9.0000 | 2.0000 | 3.0000 | 256 | 2 |" in page
+    assert "| abl/cells/7 | 2 | rmsnorm | 4 of 4 | 9.0000 | 2.0000 | 3.0000 | 256 | 2 |" in page
     assert f"{page.splitlines()[0]}\nsee out/compare.html" in capsys.readouterr().out
     html = Path("out/compare.html").read_text("utf-8")
     assert html.index("is indistinguishable") < html.index("<img ") < html.index("<table>")
@@ -87,7 +87,7 @@ def test_runs_without_a_result_and_a_single_seed(make):
     runs = [make("a", 2.0), make("b", 2.5, lr=0.1), make("c", lr=0.2)]
     page = compared(*runs, make("d", last={"step": 3, "not_finite": True}, lr=0.3))
     assert page.startswith("Compared with lr=0.015: lr=0.1 ended 0.5000 above, which a single seed cannot tell from ")
-    assert "lr=0.2 is not compared (too few runs); lr=0.3 is not compared" in page.splitlines()[0]
+    assert "lr=0.2 is not compared (too few pairs of runs); lr=0.3 is not compared" in page.splitlines()[0]
     assert "c has not ended: it is at step 2 of 4, its last val_bpb is 3.2500." in page.splitlines()[0]
     assert "d diverged at step 3 of 4" in page.splitlines()[0]
     again = compared("a", str(shutil.copytree("a", "again")))
@@ -101,4 +101,4 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line(make, refused):
     Path(shutil.copytree("a", "run"), "run.json").write_text("{}")
     for name, error in {"empty": "no run in empty", "log": "log/metrics.jsonl is d", "run": "run/run.json"}.items():
         assert error in refused(ablate.main, ["compare", "a", name])
-    assert "at least two runs; a is one" in refused(ablate.main, ["compare", "a", "a"])
+    assert "at least two runs; a is one" in refused(ablate.main, ["compare", "a", str(Path("a").resolve())])

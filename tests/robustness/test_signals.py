@@ -94,12 +94,22 @@ def test_two_signals_that_are_one(ranks, pause, stopped, monkeypatch):
     ended: list[int] = []
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(process, "SAME_STOP", 0.01)
-    monkeypatch.setattr(process, "stop_now", ended.append)
+    monkeypatch.setattr(process, "stop_now", lambda number, frame: ended.append(number))
     with process.stop_requests() as requests:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
             time.sleep(pause)
     assert requests == [signal.SIGTERM] * 2 and ended == stopped
+
+
+def test_a_second_interrupt_in_a_notebook_is_a_keyboard_interrupt(monkeypatch):
+    """`stop_at_signals` was not called there, and ending the process would lose the notebook's memory."""
+    monkeypatch.setattr(process, "SAME_STOP", 0.01)
+    with pytest.raises(KeyboardInterrupt), process.stop_requests() as requests:
+        signal.raise_signal(signal.SIGINT)
+        assert requests == [signal.SIGINT]
+        time.sleep(0.02)
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.usefixtures("with_prepared_text")

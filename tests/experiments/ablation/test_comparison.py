@@ -139,7 +139,7 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     assert comparison_section(list(runs), runs, 0.5, optima)[0] == (
         "Compared with rmsnorm pre: layernorm pre is better by 1.0000 ± 0.0248; none pre is worse by 1.0000 ± 0.0248; "
         "dyt pre is as good (+0.0010 ± 0.0248); batchnorm pre is not compared (the best learning rate was not found); "
-        "derf pre is indistinguishable (+0.4000 ± 0.9937, p = 1); crmsnorm pre is not compared (too few runs)."
+        "derf pre is indistinguishable (+0.4000 ± 0.9937, p = 1); crmsnorm pre is not compared (too few pairs of runs)."
     )
     corrected = Finding(estimate([0.10, 0.11, 0.12]), 3, p=0.2)
     assert str(corrected) == "may differ (+0.1100 ± 0.0248, p = 0.2)"  # alone, its p is 0.003
