@@ -55,6 +55,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest(value: Any) -> str:
+    """The SHA-256 of a value that JSON can store."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def one_line(message: str) -> str:
     """A message that may quote names and values from files, on one line: unprintable characters are escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)

@@ -3,7 +3,6 @@
 It only reads. Runs that differ in nothing but their seed are an arm; that of the first run is the baseline.
 """
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from experiments.ablation.grid import Cell, compared
 from experiments.ablation.outcome import Arm, Outcome, read_outcome
 from experiments.ablation.plots import plot_curves
 from experiments.ablation.report import HOW_TO_READ, NONE, comparison_section, table
-from files import write_atomically
+from files import digest, write_atomically
 from runtime.process import bad_input
 from runtime.report import figure, markdown, page, save_plot, shown
 from runtime.run_dir import RUNS_FOLDER, check_run_dir, read_rows, read_run_file
@@ -34,8 +33,8 @@ def main(arguments: list[str]) -> None:
         folders = find_runs(flags.runs)
         settings = {folder: read_settings(folder) for folder in folders}
         logs = {folder: read_rows(folder / "metrics.jsonl") for folder in folders}
-        digest = hashlib.sha256(" ".join(str(folder.resolve()) for folder in folders).encode()).hexdigest()
-        out = Path(flags.out or RUNS_FOLDER / f"compare-{digest[:8]}")
+        name = f"compare-{digest([str(folder.resolve()) for folder in folders])[:8]}"
+        out = Path(flags.out or RUNS_FOLDER / name)
         out.mkdir(parents=True, exist_ok=True)
     options = [name for name in settings[folders[0]] if name not in ("seed", "folder")]
     differing = [name for name in options if len({run[name] for run in settings.values()}) > 1]

@@ -1,6 +1,5 @@
 """The directory of a run: who may write to it, its run.json, and its logs."""
 
-import hashlib
 import json
 import re
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config import check_fields, require
-from files import explained, is_a, load_json, lock_file, write_atomically
+from files import digest, explained, is_a, load_json, lock_file, write_atomically
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # in a folder that one process at a time may write to
@@ -62,7 +61,7 @@ def check_not_in_use(folder: Path) -> None:
 
 def write_run_file(path: Path, run: dict[str, Any]) -> None:
     run = {"format": FORMAT} | run
-    write_atomically(path, json.dumps(run | {CHECKSUM: _checksum(run)}, indent=2) + "\n")
+    write_atomically(path, json.dumps(run | {CHECKSUM: digest(run)}, indent=2) + "\n")
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -74,7 +73,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     require(is_a(run, dict), f"{path} is missing or damaged")
     require(run.get("format") == FORMAT, f"{path} was written by another version: its format is not {FORMAT}")
     found = run.pop(CHECKSUM, None)
-    require(found == _checksum(run), f"{path} is damaged or was edited; pass changed options as flags instead")
+    require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")
     check_fields(run["model"] | run["training"], str(path))
     return run
 
@@ -90,10 +89,6 @@ def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[s
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
     kept = {name: earlier[name] for name in ("command", "weights_from") if name in earlier}
     return run | kept | {"resumed": resumed, "imports": imports}
-
-
-def _checksum(run: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(run).encode()).hexdigest()
 
 
 class Log:

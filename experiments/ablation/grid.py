@@ -5,8 +5,6 @@ at a learning rate with a seed, in a directory of its own. Arms share their seed
 batches: they are compared in pairs.
 """
 
-import hashlib
-import json
 import math
 import re
 import sys
@@ -25,6 +23,7 @@ from data.prepare import Prepared
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, read_outcome
 from experiments.ablation.processes import last_line, start_process
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
+from files import digest
 from norms.placement import Unsupported
 from runtime.plugins import check_imports, import_flags
 from runtime.process import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, stop_requests
@@ -90,7 +89,7 @@ def compared(model: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
 def settings_digest(settings: Settings) -> str:
     """Short hash of the compared settings. More seeds or learning rates do not change it."""
     arms = [(arm.factors, compared(asdict(model), asdict(config))) for arm, (model, config) in settings.items()]
-    return hashlib.sha256(json.dumps(arms).encode()).hexdigest()[:8]
+    return digest(arms)[:8]
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 All of it is written down, and committed, before the runs.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from files import digest
 
 Row = dict[str, Any]  # JSON: {"arm": "RMSNorm", "seed": 0, "value": 1.4}, and more of a run of train.py
 Measured = dict[str, Any]  # JSON: {"runs": reported rows, ...}
@@ -88,4 +88,4 @@ class Claim:
     def hash(self, scale: str) -> str:
         """Of what was written down before the runs at a scale: what is judged, and the protocol."""
         content = [[asdict(each) for each in self.effects if each.judged], asdict(self.protocols[scale])]
-        return hashlib.sha256(json.dumps([self.name, *content]).encode()).hexdigest()[:12]
+        return digest([self.name, *content])[:12]

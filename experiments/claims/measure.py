@@ -1,6 +1,5 @@
 """The measurement that claims about training share. All use of the ablation is here."""
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from experiments.ablation.outcome import Arm as Factors
 from experiments.ablation.outcome import Outcome
 from experiments.ablation.rates import SPACING, Optimum
 from experiments.claims.claim import Measured, Protocol, Row
-from files import write_atomically
+from files import digest, write_atomically
 from runtime.checkpoint import load_pretrained
 from runtime.device import describe
 from runtime.watch import stream_rms
@@ -69,7 +68,7 @@ class RecordedGrid(Grid):
         model, config = self.settings[cell.arm]
         options = compared(asdict(model), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
         options["data"] = self.data.corpus_hash
-        return hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
+        return digest(options)[:16]
 
     def row(self, cell: Cell, outcome: Outcome) -> Row:
         """Its line in the ledger."""

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from norms.batchnorm import BatchNorm
 from norms.layernorm import LayerNorm
-from norms.modules.images import ChannelsFirstLayerNorm, InstanceNorm
-from norms.modules.rnn import LayerNormRNN
+from norms.modules import ChannelsFirstLayerNorm, InstanceNorm, LayerNormRNN
 from norms.rmsnorm import RMSNorm
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from norms.modules.images import ChannelsFirstLayerNorm, InstanceNorm
+from norms.modules import ChannelsFirstLayerNorm, InstanceNorm
 
 NORMS = [ChannelsFirstLayerNorm, InstanceNorm]
 

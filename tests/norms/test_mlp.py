@@ -3,7 +3,7 @@
 import torch
 
 from norms.dyt import DyT
-from norms.modules.mlp import NormMLP
+from norms.modules import NormMLP
 
 
 def test_is_linear_norm_relu_linear():

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from norms.modules.rnn import LayerNormRNN
+from norms.modules import LayerNormRNN
 
 
 def cell(inputs: int = 3, hidden: int = 5, eps: float = 1e-5) -> LayerNormRNN:
