@@ -1,5 +1,5 @@
 """Comparing runs of `train.py`.
 
-From the bottom: `outcome.py` says what an arm and its result are, `grid.py` makes runs in `processes.py`,
-`comparison.py` computes, `report.py` and `plots.py` show, and `run.py` is the command, with arms from `factors.py`.
+From the bottom: `outcome.py` says what an arm and its result are, `grid.py` makes runs, `comparison.py` computes,
+`report.py` and `plots.py` show, and `run.py` is the command.
 """

@@ -6,13 +6,15 @@ batches: they are compared in pairs.
 """
 
 import math
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from subprocess import Popen
+from shutil import which
 from typing import Any
 
 from tqdm import tqdm
@@ -21,10 +23,10 @@ import train
 from config import ModelConfig, TrainConfig, flag_name, require
 from data.prepare import Prepared
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, read_outcome
-from experiments.ablation.processes import last_line, start_process
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
 from files import digest
 from norms.placement import Unsupported
+from runtime.device import describe, pick_device
 from runtime.plugins import check_imports, import_flags
 from runtime.process import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, stop_requests
 from runtime.run import resolve
@@ -33,6 +35,7 @@ from runtime.run_dir import read_rows, read_run_file
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
+END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
 NOT_COMPARED = {"out", "cache_dir", "log", "keep", "save_every", "watch"}  # options that change no result
 
 
@@ -90,6 +93,18 @@ def settings_digest(settings: Settings) -> str:
     """Short hash of the compared settings. More seeds or learning rates do not change it."""
     arms = [(arm.factors, compared(asdict(model), asdict(config))) for arm, (model, config) in settings.items()]
     return digest(arms)[:8]
+
+
+def resolve_devices(device: str) -> tuple[str, ...]:
+    """The devices that `--device` names: ("cuda:0", "cuda:1") for "cuda:0,1".
+
+    Raises ValueError if this machine does not have one of them, or if they are different kinds of cards.
+    """
+    kind, _, indices = device.partition(":")
+    devices = tuple(f"{kind}:{index}" for index in indices.split(",")) if "," in indices else (device,)
+    names = {describe(pick_device(name)) for name in devices}
+    require(len(names) == 1, f"--device {device} mixes {' and '.join(sorted(names))}; runs on both are not comparable")
+    return devices
 
 
 @dataclass(frozen=True)
@@ -157,7 +172,7 @@ class Grid:
         outcomes = self.outcomes(cells)
         waiting = [cell for cell in dict.fromkeys(cells) if cell not in outcomes]
         free = list(self.devices) * self.jobs
-        running: dict[Cell, tuple[Popen, str]] = {}
+        running: dict[Cell, tuple[subprocess.Popen, str]] = {}
         with stop_requests() as stop, tqdm(total=len(waiting), unit="run", disable=None, dynamic_ncols=True) as bar:
             try:
                 while waiting or running:
@@ -187,8 +202,21 @@ class Grid:
                     process.wait()
         return {cell: outcomes[cell] for cell in cells}
 
-    def start(self, cell: Cell, device: str) -> Popen:
-        return start_process(self.command(cell, device), self.log(cell), self.threads)
+    def start(self, cell: Cell, device: str) -> subprocess.Popen:
+        """Start a cell in a process of its own, whose output is appended to its log.
+
+        Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
+        """
+        self.log(cell).parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log(cell), "ab") as file:
+            return subprocess.Popen(
+                [*END_WITH_PARENT, *self.command(cell, device)],
+                env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads)),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+            )
 
     def command(self, cell: Cell, device: str = "") -> list[str]:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
@@ -226,6 +254,13 @@ class Grid:
             if not wanted:
                 break
         return {arm: find_optimum(losses[arm]) for arm in arms}, found
+
+
+def last_line(log: Path) -> str:
+    """The last error line in `log`, or else its last line."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1]
 
 
 def losses_of(arm: Arm, runs: Iterable[Outcome]) -> dict[float, list[float]]:

@@ -21,9 +21,6 @@ class Arm:
         """`Arm.of(norm="dyt:alpha=0.8", placement="pre", batch_size="4")`."""
         return cls(tuple(factors.items()))
 
-    def __getitem__(self, factor: str) -> str:
-        return dict(self.factors)[factor]
-
     @property
     def name(self) -> str:
         """The norm, the placement, and other factors with their names."""

@@ -6,32 +6,74 @@ import io
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import check_sizes, require
+from config import FIELDS, check_sizes, flag_name, match_case, option, require
 from data.prepare import prepare
-from experiments.ablation.factors import resolve_factors
 from experiments.ablation.grid import (
     MAX_SEEDS,
+    NOT_COMPARED,
     SELECTION_SEEDS,
     Cell,
     Grid,
     cells,
     resolve_arms,
+    resolve_devices,
     settings_digest,
 )
 from experiments.ablation.outcome import Arm
 from experiments.ablation.plots import plot_curves, plot_differences
-from experiments.ablation.processes import resolve_devices
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import comparison_section, introduction, sweep_section
 from files import write_atomically
+from norms import KINDS
+from norms.placement import PLACEMENTS
 from runtime.report import figure, folded, markdown, page, save_plot, settings_list
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
 from runtime.watch import plot_watch
+
+OWN_FLAG = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms", "lr": "--lrs", "seed": "--seeds"}
+SHARED = NOT_COMPARED | {"data", "tokenizer", "vocab_size", "eval_tokens", "device", "shard"}  # by all arms
+
+
+@dataclass(frozen=True)
+class AblationConfig:
+    """Options of `ablate.py`, besides those of train.py."""
+
+    norms: list[str] = option(
+        ["rmsnorm"], "norms to compare; the first is the baseline", metavar="KIND[:KEY=VALUE,...]"
+    )
+    placements: list[str] = option(
+        ["pre"],
+        "placements to compare; the first is the baseline",
+        metavar=None,
+        choices=PLACEMENTS,
+        type=partial(match_case, choices=PLACEMENTS),
+    )
+    factor: list[str] = option(
+        [],
+        "values of any other option, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
+        action="append",
+        nargs=None,
+        metavar="NAME=V1,V2",
+    )
+    seeds: int = option(3, "runs per arm, counting from --seed")
+    lrs: list[float] = option(
+        [],
+        "rates to try, together with --lr, on two other seeds; each arm is reported at its optimum",
+        type=float,
+        metavar="LR",
+    )
+    widen: int = option(0, "how many more rates or seeds an arm may try until its optimum is found, such as 8")
+    equivalence: float = option(None, "also test whether arms are within this margin of the baseline's val_bpb")
+    jobs: int = option(None, "runs at a time on each device (default: one per core, or one on a GPU)")
+    threads: int = option(1, "CPU threads per run")
+    probe: bool = option(False, "--watch at the first and the last step only")
 
 
 @dataclass(frozen=True)
@@ -86,6 +128,31 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     grid.outcomes(planned)  # a damaged log is an error before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     return Ablation(grid, lrs, seeds, flags)
+
+
+def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
+    """The arms, without checking whether the model supports each. Raises ValueError for invalid flags."""
+    factors = {"norm": [], "placement": flags.placements}
+    for text in flags.norms:
+        kind, colon, norm_args = text.partition(":")
+        kind = match_case(kind, KINDS)
+        advice = "separate norms with spaces" if "," in kind else f"choose from {', '.join(KINDS)}"
+        require(kind in KINDS, f"--norms: unknown kind {kind!r}; {advice}")
+        factors["norm"].append(kind + colon + norm_args)
+    for text in flags.factor:
+        dashed, _, values = text.partition("=")
+        name = dashed.replace("-", "_")
+        require(name in FIELDS, f"--factor {text}: {dashed!r} is no option of train.py; choose one, such as optimizer")
+        require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
+        require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
+        require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
+        factors[name] = values.split(",")
+    for name, levels in factors.items():
+        flag = OWN_FLAG.get(name, f"--factor {name}")
+        require(all(levels) and len(set(levels)) == len(levels), f"{flag} takes values that differ, not {levels}")
+        single = flag_name(name)
+        require(not hasattr(flags, name), f"{single} is for a single run; list all values with {flag}")
+    return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
 
 
 def run_ablation(ablation: Ablation, command: str) -> None:

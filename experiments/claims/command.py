@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import DEVICES, Parser, check_sizes, require
-from experiments.ablation.processes import resolve_devices
+from experiments.ablation.grid import resolve_devices
 from experiments.claims import initial, trained
 from experiments.claims.claim import Claim
 from experiments.claims.document import write_pages

@@ -16,9 +16,8 @@ import torch
 
 import ablate
 import train
-from experiments.ablation.grid import Cell, Grid, resolve_arms
+from experiments.ablation.grid import Cell, Grid, last_line, resolve_arms, resolve_devices
 from experiments.ablation.outcome import Arm
-from experiments.ablation.processes import last_line, resolve_devices, start_process
 from experiments.ablation.rates import Optimum
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
 from runtime.process import IN_USE, Stopped, exit_codes
@@ -302,8 +301,11 @@ def test_several_cards(monkeypatch, resolve):
     assert vars(resumed).items() >= expected.items()
 
 
-def test_a_process_gets_its_threads_and_appends_to_its_log(tmp_path):
-    log = tmp_path / "log"
+def test_a_process_gets_its_threads_and_appends_to_its_log(resolve, monkeypatch):
+    command = ["sh", "-c", 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo oh >&2']
+    monkeypatch.setattr(Grid, "command", lambda *_: command)
+    grid, cell = resolve("--threads 3").grid, Cell(ARM, 0.01, 0)
+    log = grid.log(cell)
     log.write_text("before\n")
-    process = start_process(["sh", "-c", 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo oh >&2'], log, threads=3)
-    assert process.wait() == 0 and last_line(log) == "oh" and log.read_text() == "before\n3 3\noh\n"
+    assert grid.start(cell, "").wait() == 0
+    assert last_line(log) == "oh" and log.read_text() == "before\n3 3\noh\n"
