@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import mean
 
 import torch
 
@@ -14,7 +13,6 @@ from experiments.statistics import Estimate, estimate
 from runtime.device import describe
 
 NONE = "–"
-LONG = 60  # seconds: the speed of a shorter run says more about what else the machine did
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
@@ -23,8 +21,7 @@ HOW_TO_READ = (
     "(two one-sided t tests): there, a small one means as good as the baseline. All p-values of this report are "
     "corrected together (Holm); each interval is for one comparison. `detectable` is the smallest true difference "
     "that so many seeds show in four of five experiments. A run diverged if its loss was not finite, or ended "
-    "above that of a uniform prediction. Tokens per second are a mean over the other runs of at "
-    "least a minute.",
+    "above that of a uniform prediction.",
     f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
     "the easy ones, so their mean is not comparable and has no p.",
 )
@@ -67,15 +64,12 @@ def comparison_section(
     rows = []
     for arm, ended in runs.items():
         difference = found.get(arm, Finding(None, 0))
-        timed = [run for run in ended if not run.diverged and (run.seconds or 0) >= LONG]
-        speeds = [run.tokens_per_second for run in timed if run.tokens_per_second]
         row = [*(level for _, level in arm.factors), *(f"{lrs[arm]:g}" for _ in rate)]
         row += [shown(Finding(mean_of(bpb[arm]), len(seeds[arm])), ".4f"), *cells_of(difference)]
         row += [] if margin is None else [shown_p(difference.equivalence_p)]
-        row += [f"{sum(run.diverged for run in ended)} of {len(ended)}", f"{mean(speeds):,.0f}" if speeds else NONE]
-        rows.append(row)
+        rows.append([*row, f"{sum(run.diverged for run in ended)} of {len(ended)}"])
     text = conclusion(baseline, found)
-    blocks = [text, "## Comparison", missing(cells, outcomes), table([*titles, "diverged", "tokens/s"], rows)]
+    blocks = [text, "## Comparison", missing(cells, outcomes), table([*titles, "diverged"], rows)]
     if combined := [[name, *cells_of(finding)] for name, finding in found.items() if isinstance(name, str)]:
         blocks += [
             f"Interactions: how much more (above 0) or less two changes of {baseline.name} raise val_bpb together than "
@@ -146,5 +140,5 @@ def shown_p(p: float | None) -> str:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    first, *others = (f"| {' | '.join(line)} |" for line in (titles, *rows))
+    return "\n".join([first, "|---" * len(titles) + "|", *others])

@@ -1,17 +1,25 @@
-"""`python ablate.py claim NAME` and `python ablate.py claims`."""
+"""`python ablate.py claim NAME`: a JSON file and a figure for each claim, and a ledger of all runs."""
 
-from dataclasses import replace
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+
+import torch
 
 from config import DEVICES, Parser, check_sizes, require
 from experiments.ablation.grid import resolve_devices
 from experiments.claims import initial, trained
 from experiments.claims.claim import Claim
 from experiments.claims.document import write_pages
-from experiments.claims.measure import Lab
-from experiments.claims.results import commit, read_entries, run_claim
-from files import lock_file
-from runtime.device import pick_device
+from experiments.claims.judge import Entry, judge
+from experiments.claims.measure import Lab, train
+from experiments.statistics import holm
+from files import load_json, lock_file, write_atomically
+from runtime.device import describe, pick_device
 from runtime.process import bad_input
 from runtime.run_dir import LOCK, RUNS_FOLDER
 
@@ -28,33 +36,26 @@ RESULTS = Path("results", "claims")
 
 
 def main(arguments: list[str]) -> None:
-    """Test one claim or all. Writes results, CLAIMS.md and claims.html, and continues where it was stopped."""
-    parser = Parser(prog=f"ablate.py {arguments[0]}", description=main.__doc__, allow_abbrev=False)
+    """Test claims. Writes results, CLAIMS.md and claims.html, and continues where it was stopped."""
+    parser = Parser(prog="ablate.py claim", description=main.__doc__, allow_abbrev=False)
     add = parser.add_argument
-    if arguments[0] == "claim":
-        add("name", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
-    add("--scale", help="scale to measure; see --list (default: all except gpu)")
-    add("--list", action="store_true", help="list all claims and their scales, then exit")
+    add("name", nargs="?", choices=CLAIMS, metavar="NAME", help=f"{', '.join(CLAIMS)} (default: all)")
+    add("--scale", help="scale to measure, such as S or gpu (default: all except gpu)")
     add("--report", action="store_true", help="rewrite the pages from existing results; run nothing")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"results directory (default: {RESULTS})")
     add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
-    flags = parser.parse_args(arguments[1:])
-    if flags.list:
-        for claim in CLAIMS.values():
-            print(f"{claim.name}: {', '.join(claim.protocols)}")
-        return
+    flags = parser.parse_args(arguments)
     results, runs = flags.results, RUNS_FOLDER / "claims"
     with bad_input():
         check_sizes(flags, "jobs")
-        chosen = [CLAIMS[flags.name]] if arguments[0] == "claim" else list(CLAIMS.values())
-        known = [(claim, scale) for claim in chosen for scale in claim.protocols]
-        wanted = [
-            (claim, scale) for claim, scale in known if scale == flags.scale or (not flags.scale and scale != "gpu")
-        ]
-        require(bool(wanted), f"--scale {flags.scale}: no such scale; see --list")
+        chosen = [CLAIMS[flags.name]] if flags.name else list(CLAIMS.values())
+        known = {scale for claim in chosen for scale in claim.protocols}
+        scales = {flags.scale} if flags.scale else known - {"gpu"}
+        require(scales <= known, f"--scale {flags.scale}: no such scale; choose from {', '.join(sorted(known))}")
+        wanted = [(claim, scale) for claim in chosen for scale in claim.protocols if scale in scales]
         devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
         require(results.is_dir() or not flags.report, f"--results {results}: no such directory")  # mistyped
         for folder in (runs, results):
@@ -71,3 +72,50 @@ def main(arguments: list[str]) -> None:
         if entry.claim in chosen:
             print(f"{entry.claim.name}: {entry.verdict}")
     print(f"see {results.parent.parent / 'CLAIMS.md'}")
+
+
+def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
+    """Measure a claim at a scale, and add it to its results."""
+    protocol, started = claim.protocols[scale], time.process_time()
+    measured = (train if protocol.arms or not claim.measure else claim.measure)(protocol, lab)
+    seconds = sum(row.get("seconds") or 0 for row in measured["runs"] + measured.get("search", []))
+    environment = {
+        "protocol": claim.hash(scale),
+        "commits": sorted({row.get("commit") or lab.commit or "unknown" for row in measured["runs"]}),
+        "device": describe(torch.device(lab.devices[0])),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hours": round((time.process_time() - started + seconds) / 3600, 3),
+    }
+    file = results / f"{claim.name}.json"
+    content = load_json(file) if file.exists() else {}
+    content[scale] = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
+    write_atomically(file, json.dumps(content) + "\n")
+
+
+def commit() -> str | None:
+    """The commit of this code, marked if code differs from it. None outside a clone."""
+    git = ["git", "-C", str(Path(__file__).parents[2])]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True).stdout
+    return head + "-dirty" * bool(changed) or None
+
+
+def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
+    """The claims that were measured at their first scale. Raises ValueError if one had other rules."""
+    entries, trained = [], {name for name, claim in claims.items() if next(iter(claim.protocols.values())).arms}
+    for claim in claims.values():
+        file = results / f"{claim.name}.json"
+        found = load_json(file) if file.exists() else {}
+        content = {scale: found[scale] for scale in claim.protocols if scale in found}
+        for scale, made in content.items():
+            if made["environment"]["protocol"] != claim.hash(scale):
+                raise ValueError(f"{file} was measured with other rules at scale {scale}; run the claim again")
+        if next(iter(claim.protocols)) in content:
+            judged = {scale: judge(claim, claim.protocols[scale], made["measured"]) for scale, made in content.items()}
+            entries.append(Entry(claim, content, judged))
+    p_values = dict.fromkeys(trained, 1.0)  # also of those that were not run or are undecided
+    p_values |= {entry.claim.name: next(iter(entry.judgments.values())).p or 1.0 for entry in entries}
+    corrected = dict(zip(trained, holm([p_values[name] for name in trained]), strict=True))
+    return [replace(entry, p=corrected.get(entry.claim.name)) for entry in entries]

@@ -6,8 +6,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from experiments.ablation.rates import Optimum
+from experiments.ablation.report import NONE, table
 from experiments.claims.claim import Effect, Row
-from experiments.claims.results import Entry
+from experiments.claims.judge import Entry
 from experiments.statistics import Estimate
 from files import write_atomically
 from runtime.report import figure, markdown, page, save_plot
@@ -19,7 +20,7 @@ def write_pages(entries: list[Entry], results: Path) -> None:
     """Write a figure for each claim to `results`, which is in a folder `results`, and both pages beside that."""
     introduction, *sections = Path(__file__).with_name("page.md").read_text("utf-8").split("\n## ")
     known = {entry.claim.name: entry for entry in entries}
-    lines = ["| claim | verdict | primary effect |", "|---|---|---|"]
+    rows: list[list[str]] = []
     text, html = [f"# {TITLE}", introduction], []
     for section in sections:
         title, _, prose = section.partition("\n")
@@ -27,12 +28,12 @@ def write_pages(entries: list[Entry], results: Path) -> None:
         if name not in known:
             continue
         entry, drawn = known[name], plot(known[name])
-        lines.append(f"| {title} | **{entry.verdict}** | {primary(entry)} |")
+        rows.append([title, f"**{entry.verdict}**", primary(entry)])
         content = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}"
         save_plot(drawn, results / f"{name}.png")
         text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
         html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
-    introduction = introduction.replace("<!-- TABLE -->", "\n".join(lines)).strip()
+    introduction = introduction.replace("<!-- TABLE -->", table(["claim", "verdict", "primary effect"], rows)).strip()
     text[1], top = introduction, results.parent.parent
     write_atomically(top / "CLAIMS.md", "\n\n".join(text) + "\n")
     write_atomically(top / "claims.html", page(TITLE, [markdown(introduction), *html]))
@@ -57,22 +58,20 @@ def details(entry: Entry) -> str:
         for each in entry.claim.effects
         if each.judged
     ]
-    rows = ["| effect | scale | mean ± 95% interval | detectable |", "|---|---|---|---|"]
-    made = []
+    rows, made = [], []
     for scale, judgment in entry.judgments.items():
         for effect in (each for each in entry.claim.effects if each.name in judgment.found):
             found = judgment.found[effect.name]
             least = None if isinstance(found, str) or effect.ratio else found.detectable
-            rows.append(
-                f"| {effect.name} | {scale} | {shown(effect, found)} | {'–' if least is None else f'{least:.2g}'} |"
-            )
+            rows.append([effect.name, scale, shown(effect, found), NONE if least is None else f"{least:.2g}"])
         by = entry.content[scale]["environment"]
         made.append(
             f"{scale}: {judgment.verdict}; {by['hours']:.2g} CPU hours, {by['device']}, {by['instruction_set']}, "
             f"commits {', '.join(by['commits'])}, protocol {by['protocol']}."
         )
+    titles = ["effect", "scale", "mean ± 95% interval", "detectable"]
     command = f"`python ablate.py claim {entry.claim.name}`."
-    return "\n\n".join([f"**{entry.verdict}**{p}. {' '.join(rules)}", "\n".join(rows), " ".join([command, *made])])
+    return "\n\n".join([f"**{entry.verdict}**{p}. {' '.join(rules)}", table(titles, rows), " ".join([command, *made])])
 
 
 def bounds(effect: Effect, region: tuple[float, float]) -> str:

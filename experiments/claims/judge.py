@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,23 @@ class Judgment:
     verdict: str
     found: Mapping[str, Estimate | str]  # by effect
     p: float | None = None  # of a verdict that is not "undecided", before it is corrected for the other claims
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A claim with its results and what follows from them, by scale, the one of the verdict first."""
+
+    claim: Claim
+    content: Mapping[str, Any]
+    judgments: Mapping[str, Judgment]
+    p: float | None = None  # of the verdict, corrected for all trained claims
+
+    @property
+    def verdict(self) -> str:
+        """At the first scale, which it names."""
+        scale, first = next(iter(self.judgments.items()))
+        found = first.verdict if self.p is None or self.p < ALPHA else UNDECIDED
+        return f"{found} at {scale}" if found in (REPRODUCED, NOT_REPRODUCED) else found
 
 
 def losses(rows: list[Row], name: str = "value") -> dict[str, list[float]]:
