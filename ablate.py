@@ -1,6 +1,6 @@
 """Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
 
-`python ablate.py claim NAME` tests one of the claims in CLAIMS.md, and `python ablate.py claim` all of them.
+`python ablate.py claim NAME` tests one of the claims in CLAIMS.md, and `python ablate.py claims` all of them.
 `python ablate.py compare DIR DIR ...` compares runs that exist.
 
 The code is in `experiments/ablation/`.
@@ -29,9 +29,9 @@ from runtime.run_dir import LOCK
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
-        for name, command in (("claim", claims_command), ("compare", compare_command)):
-            if arguments[:1] == [name]:
-                return command(arguments[1:])
+        commands = {"claim": claims_command, "claims": claims_command, "compare": compare_command}
+        if arguments and arguments[0] in commands:
+            return commands[arguments[0]](arguments)
         flags, train_flags = parse(arguments)
         with bad_input():
             ablation = resolve_ablation(flags, train_flags)
@@ -46,8 +46,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     everything = Parser(
         prog="ablate.py",
         description="Train norms × placements × other factors × seeds and report on them. Subcommands: "
-        "`ablate.py compare DIR DIR ...` compares runs that exist; `ablate.py claim NAME` tests a published "
-        "claim. Each has its own --help.",
+        "`ablate.py compare DIR DIR ...` compares runs that exist; `ablate.py claim NAME` and `ablate.py claims` test "
+        "published claims. Each has its own --help.",
         allow_abbrev=False,
     )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

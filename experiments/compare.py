@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     parser = Parser(prog="ablate.py compare", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or of an ablation for all its runs")
     parser.add_argument("--out", metavar="DIR", help="where the page goes (default: runs/compare-HASH of the runs)")
-    flags = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments[1:])
     with bad_input():
         folders = find_runs(flags.runs)
         settings = {folder: read_settings(folder) for folder in folders}

@@ -29,9 +29,6 @@ class BatchNorm(nn.Module):
         self.running_mean: Tensor = nn.Buffer(torch.zeros(dim))
         self.running_var: Tensor = nn.Buffer(torch.ones(dim))
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}"
-
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, len(self.weight))
         count = x.numel() // len(self.weight)

@@ -22,12 +22,8 @@ class Derf(nn.Module):
         check_arguments(dim)
         if not 0 < alpha < math.inf:
             raise ValueError(f"alpha of derf must be a positive number, not {alpha}")
-        self.initial_alpha = alpha
         self.alpha, self.shift = nn.Parameter(torch.full((1,), float(alpha))), nn.Parameter(torch.zeros(1))
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
-
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, alpha={self.initial_alpha}"
 
     def forward(self, x: Tensor) -> Tensor:
         return (torch.erf(self.alpha * upcast(x, len(self.weight)) + self.shift) * self.weight + self.bias).to(x.dtype)

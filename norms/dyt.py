@@ -24,12 +24,9 @@ class DyT(nn.Module):
         check_arguments(dim)
         if not 0 < alpha * attention_ratio < math.inf or alpha < 0:
             raise ValueError(f"alpha and attention_ratio of dyt must be positive, not {alpha} and {attention_ratio}")
-        self.initial_alpha = alpha * attention_ratio if site == "attention" else alpha
-        self.alpha = nn.Parameter(torch.full((1,), float(self.initial_alpha)))
+        initial_alpha = alpha * attention_ratio if site == "attention" else alpha
+        self.alpha = nn.Parameter(torch.full((1,), float(initial_alpha)))
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
-
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, alpha={self.initial_alpha}"
 
     def forward(self, x: Tensor) -> Tensor:
         return (torch.tanh(self.alpha * upcast(x, len(self.weight))) * self.weight + self.bias).to(x.dtype)

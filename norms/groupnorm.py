@@ -30,9 +30,6 @@ class GroupNorm(nn.Module):
         self.groups, self.eps = groups, eps
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}, groups={self.groups}"
-
     def forward(self, x: Tensor) -> Tensor:
         grouped = upcast(x, len(self.weight)).unflatten(-1, (self.groups, -1))
         y = F.layer_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)

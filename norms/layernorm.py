@@ -34,10 +34,6 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(shape)) if elementwise_affine and bias else None
 
-    def extra_repr(self) -> str:
-        affine = self.weight is not None
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={affine}, bias={self.bias is not None}"
-
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, *self.normalized_shape)
         # (h − μ) / sqrt(σ² + eps). On constant rows of 1e6 + 0.3 the formula itself gives 0.9999 in fp32, and this 0.

@@ -31,9 +31,6 @@ class PowerNorm(nn.Module):
         self.running_projection: Tensor = nn.Buffer(torch.zeros(dim))
         self.batches: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}, warmup={self.warmup}"
-
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, len(self.weight))
         if not (self.training and x.numel()):

@@ -25,9 +25,6 @@ class PartialRMSNorm(nn.Module):
         self.eps, self.first = eps, math.ceil(p * dim)
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}, first={self.first}"
-
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, len(self.weight))
         square = h[..., : self.first].square().mean(-1, keepdim=True)

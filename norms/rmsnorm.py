@@ -37,9 +37,6 @@ class RMSNorm(nn.Module):
         gain = torch.zeros(dim) if zero_centered else torch.ones(dim)
         self.weight = nn.Parameter(gain) if elementwise_affine else None
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}, elementwise_affine={self.weight is not None}"
-
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, self.dim)
         y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)

@@ -23,9 +23,6 @@ class ScaleNorm(nn.Module):
         self.dim, self.eps = dim, eps
         self.weight = nn.Parameter(torch.full((1,), math.sqrt(dim)))
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}"
-
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, self.dim)
         # The clamp is on the square, not on the norm, whose derivative at a zero row is infinite.

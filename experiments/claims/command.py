@@ -36,10 +36,12 @@ RESULTS = Path("results", "claims")
 
 
 def main(arguments: list[str]) -> None:
-    """Test claims. Writes results, CLAIMS.md and claims.html, and continues where it was stopped."""
-    parser = Parser(prog="ablate.py claim", description=main.__doc__, allow_abbrev=False)
+    """Test one claim or all. Writes results, CLAIMS.md and claims.html, and continues where it was stopped."""
+    parser = Parser(prog=f"ablate.py {arguments[0]}", description=main.__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("name", nargs="?", choices=CLAIMS, metavar="NAME", help=f"{', '.join(CLAIMS)} (default: all)")
+    parser.set_defaults(name=None)
+    if arguments[0] == "claim":
+        add("name", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
     add("--scale", help="scale to measure, such as S or gpu (default: all except gpu)")
     add("--report", action="store_true", help="rewrite the pages from existing results; run nothing")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"results directory (default: {RESULTS})")
@@ -47,7 +49,7 @@ def main(arguments: list[str]) -> None:
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
-    flags = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments[1:])
     results, runs = flags.results, RUNS_FOLDER / "claims"
     with bad_input():
         check_sizes(flags, "jobs")
