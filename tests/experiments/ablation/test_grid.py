@@ -218,7 +218,7 @@ def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, u
         run_ablation(ablation, "command")
     (row,) = csv_rows(ablation.grid.folder / "runs.csv")
     assert row["diverged"] == "True" and len(in_process) == 1
-    assert "| rmsnorm | pre | 10000 | – | – | – | – | 1 of 1 | – |" in (ablation.grid.folder / "table.md").read_text()
+    assert "| rmsnorm | pre | 10000 | – | – | – | – | 1 of 1 |" in (ablation.grid.folder / "table.md").read_text()
 
 
 def test_other_settings_and_another_text_are_refused(resolve, in_process, undrawn, tmp_path):
