@@ -64,10 +64,12 @@ def details(entry: Entry) -> str:
             found = judgment.found[effect.name]
             least = None if isinstance(found, str) or effect.ratio else found.detectable
             rows.append([effect.name, scale, shown(effect, found), NONE if least is None else f"{least:.2g}"])
-        by = entry.content[scale]["environment"]
+        by, measured = entry.content[scale]["environment"], entry.content[scale]["measured"]
+        commits = sorted({*by["commits"], *(row["commit"] for row in measured.get("search", []))})
+        alone = "" if entry.p is None else " before the correction"
         made.append(
-            f"{scale}: {judgment.verdict}; {by['hours']:.2g} CPU hours, {by['device']}, {by['instruction_set']}, "
-            f"commits {', '.join(by['commits'])}, protocol {by['protocol']}."
+            f"{scale}: {judgment.verdict}{alone}; {by['hours']:.2g} hours, {by['device']}, {by['instruction_set']}, "
+            f"commits {', '.join(commits)}, protocol {by['protocol']}."
         )
     titles = ["effect", "scale", "mean ± 95% interval", "detectable"]
     command = f"`python ablate.py claim {entry.claim.name}`."
