@@ -109,7 +109,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions. H/K query heads share each key/value head (GQA, 2305.13245)."""
+    """Causal self-attention with rotary positions. H/K query heads share each key/value head (GQA, 2305.13245).
+
+    Sharing makes the cache smaller, which is what limits long contexts and large batches in generation.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -132,9 +135,9 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B H T D, B K T D twice
         mask, dropout = None, self.dropout.p if self.training else 0.0
         if cache is not None:
-            mask = cache.mask(q.shape[2])
+            mask = cache.mask(q.shape[2])  # before `extend`, which moves the cache's end
             k, v = cache.extend(k, v)  # B K S D
-        causal = cache is None or (mask is None and q.shape[2] > 1)  # where nothing was cached before
+        causal = cache is None or (mask is None and q.shape[2] > 1)  # else the mask says it, or one token sees all
         if self.group > 1:  # enable_gqa has no fused kernel on older GPUs, in fp32, or with a mask
             k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))  # B H S D
         # softmax(q kᵀ / √D + mask) v, B H T D
@@ -180,6 +183,7 @@ def precompute_freqs_cis(
 def rotate(x: Tensor, rope: RopeTable) -> Tensor:
     """Rotate each pair of features (i, i + D/2) of `x`, B T H D, by the angle of its position, in at least fp32.
 
+    The product of a rotated query and a rotated key depends on their contents and on the distance of their positions.
     Features i and i + D/2 form a pair, as in Hugging Face's Llama weights.
     """
     cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 D/2
@@ -242,7 +246,10 @@ class FullWidth(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of one layer for the `length` tokens so far. Memory for the whole context is allocated once."""
+    """Keys and values of one layer for the `length` tokens so far, which no later step has to compute again.
+
+    Memory for the whole context is allocated once.
+    """
 
     def __init__(self, context: int):
         self.context, self.length = context, 0
@@ -304,7 +311,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        pass
+        pass  # a bias, if you add one, needs its initial value here
 
 
 # The role of each matrix in a block, and its path.

@@ -30,7 +30,8 @@ class Traits:
 
 KINDS: dict[str, type[nn.Module]] = {}
 TRAITS: dict[str, Traits] = {}
-PARSERS: dict[Any, Callable] = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float, str: str}
+TRUTH = {"true": True, "false": False}
+PARSERS: dict[Any, Callable] = {bool: lambda text: TRUTH[text.lower()], int: int, float: float, str: str}
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 

@@ -13,6 +13,8 @@ from norms.registry import register
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last axis, (..., dim) → (..., dim).
 
+    A sublayer then gets inputs of the same size, however large the residual stream has become.
+
     Computed in fp32 whatever the dtype of x. `cast_order` says when the result is cast back: "fp32" after the gain,
     "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained. With `zero_centered`, as in
     Gemma, the gain is 1 + weight, and the weight starts at 0.

@@ -1,4 +1,4 @@
-"""What a residual connection gets, and those with one stream.
+"""Residual connections with one stream, and the `Site` that each connection gets.
 
 In the formulas N is a norm, f a sublayer (attention or MLP), x the residual stream (B, T, dim), l the index
 of the block, from 1, and L the number of blocks.

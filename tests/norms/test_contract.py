@@ -67,7 +67,8 @@ def oracle_file(kind: str) -> ModuleType:
         spec.loader.exec_module(module)
         if hasattr(module, "oracle"):
             return module
-    pytest.fail(f"norm {kind!r} has no float64 oracle: define oracle(x, state, **norm_args) in tests/norms/{name}")
+    where = f"{name}, in tests/norms or next to the norm's file"
+    pytest.fail(f"norm {kind!r} has no float64 oracle: define oracle(x, state, **norm_args) in {where}")
 
 
 def width(kind: str, at_least: int) -> int:

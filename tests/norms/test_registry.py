@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from files import is_a
-from norms.registry import KINDS, build_norm, register
+from norms.registry import KINDS, build_norm, parse_norm_args, register
 
 
 def test_registering_a_kind_twice_is_refused():
@@ -48,3 +48,4 @@ def test_invalid_norm_args_are_refused(norm_args, message):
         build_norm("layernorm", 8, **norm_args)
     assert str(excinfo.value) == message
     build_norm("layernorm", 8, eps=1, bias=False)
+    assert parse_norm_args("layernorm", ["bias=False"]) == {"bias": False}
