@@ -62,7 +62,6 @@ class Architecture:
     eps: str = "rms_norm_eps"
     defaults: dict[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-    embedding_scale: Callable[[int], float] = lambda dim: 1.0
 
 
 PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
@@ -107,27 +106,14 @@ ARCHITECTURES = {
         eps="layer_norm_eps",
         defaults={"partial_rotary_factor": 0.25},
     ),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM", PRE | {"placement": "sandwich"}, RMSNORM | {"zero_centered": True},
-        lambda config: ATTENTION | {
-            "hidden_activation": ("silu", "gelu_pytorch_tanh"), "attn_logit_softcapping": (None, 50.0),
-            "final_logit_softcapping": (None, 30.0), "query_pre_attn_scalar": (config.head_dim, 256),
-            "layer_types": ([FULL] * config.layers, None), "use_bidirectional_attention": (None, None),
-        },
-        defaults={"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True},
-        unused=("sliding_window", "hidden_act"),
-        embedding_scale=math.sqrt,
-    ),
 }  # fmt: skip
 
 
 def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
-    scale = architecture.embedding_scale(config.dim)
-    theirs: dict[str, Any] = {"scaled_embedding": False, "embedding_scale": f"{scale:.6g}"}
-    theirs |= architecture.ours | architecture.norm_args
+    theirs = {"scaled_embedding": False, "embedding_scale": 1.0} | architecture.ours | architecture.norm_args
     if config.dim % config.heads or "head_dim" in architecture.fixed(config):
         theirs["head_dim"] = config.dim / config.heads
-    ours = NORM_DEFAULTS | asdict(config) | config.norm_args | {"embedding_scale": f"{config.embedding_scale:.6g}"}
+    ours = NORM_DEFAULTS | asdict(config) | config.norm_args
     return [f"{name} {value}, not {ours[name]}" for name, value in theirs.items() if ours[name] != value]
 
 
@@ -169,7 +155,6 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
             given[ours] = value
     given["norm_args"] = {name: value for name, value in architecture.norm_args.items() if name != "eps"}
     given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5) if architecture.eps else 1e-5
-    given["embedding_scale"] = architecture.embedding_scale(given["dim"])
     given["tie_embeddings"] = theirs.get("tie_word_embeddings", False)
     require(is_a(given["tie_embeddings"], bool), "tie_word_embeddings must be true or false")
     config = ModelConfig(**given, **_rope(theirs))
