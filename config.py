@@ -12,7 +12,7 @@ from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from files import is_a, one_line
+from files import BadInput, is_a, one_line
 from norms import KINDS, build_norm, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
@@ -282,9 +282,7 @@ FOLLOWS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line and exits with 2, or raises ValueError with that line."""
-
-    raises = False
+    """An argument parser that raises BadInput, with one line, where argparse prints the usage and exits."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
@@ -299,8 +297,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def error(self, message: str) -> Any:
-        require(not self.raises, one_line(message))
-        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+        raise BadInput(one_line(message))
 
 
 def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:

@@ -19,8 +19,16 @@ except ImportError:  # missing on Windows: locking is skipped there
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
 
+class BadInput(ValueError):
+    """What the user asked for cannot be done."""
+
+    code = 2  # with which a command exits
+
+
 class InUse(Exception):
     """Another process holds a lock."""
+
+    code = 4
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

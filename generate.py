@@ -94,10 +94,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     add_options(parser, Options)
-    import_first(parser, arguments)
-    flags = vars(parser.parse_args(arguments))
-    del flags["imports"]
     with exit_codes("--samples or --tokens"):
+        import_first(parser, arguments)
+        flags = vars(parser.parse_args(arguments))
+        del flags["imports"]
         with bad_input():
             options = Options(**flags)
             device = pick_device(options.device)

@@ -59,8 +59,7 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 def main(arguments: list[str] | None = None) -> None:
     with distributed.process_group(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
-        with distributed.printed_by_main():
-            flags = parse(arguments)
+        flags = parse(arguments)
         with bad_input():
             run = resolve_run(flags)
         if flags.eval_only:
@@ -87,7 +86,7 @@ def train(**options: Any) -> Trained:
     require(not options.keys() & {"eval_only", "help"}, "eval_only and help are for the command")
     set_up_cpu()
     with distributed.process_group():
-        run = resolve_run(parse(to_flags(options), raises=True))
+        run = resolve_run(parse(to_flags(options)))
         trainer = execute(run)
     return Trained(run.folder, trainer.model.eval(), run.data.tokenizer, read_rows(run.folder / "metrics.jsonl"))
 
@@ -103,9 +102,8 @@ def execute(run: Run) -> "Trainer":
     return trainer
 
 
-def parse(arguments: list[str] | None, raises: bool = False) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
-    parser.raises = raises
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
     parser.add_argument(
         "--resume",

@@ -7,7 +7,7 @@ exchanged between the devices, over NCCL or Gloo.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -127,21 +127,6 @@ def held_by_main(resource: AbstractContextManager) -> Iterator[None]:
     with ExitStack() as stack:
         from_main(stack.enter_context, resource)
         yield
-
-
-@contextmanager
-def printed_by_main() -> Iterator[None]:
-    """Let only rank 0 print. If the process exits inside, all ranks exit together."""
-    with ExitStack() as stack:
-        if not is_main():
-            null = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(redirect_stdout(null))
-            stack.enter_context(redirect_stderr(null))
-        try:
-            yield
-        except SystemExit:
-            barrier()
-            raise
 
 
 # --- what each rank gets ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from files import one_line
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from runtime import distributed
+from runtime.process import bad_input
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,11 +33,8 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
     parser.add_argument("--import", help="Python file that registers norms or placements; may be repeated", **flag)
     scan = argparse.ArgumentParser(add_help=False)
     scan.add_argument("--import", nargs="?", **flag)  # `parser` checks for a value
-    try:
-        with distributed.raise_on_all_ranks():
-            import_files(filter(None, scan.parse_known_args(arguments)[0].imports))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    with bad_input(), distributed.raise_on_all_ranks():
+        import_files(filter(None, scan.parse_known_args(arguments)[0].imports))
 
 
 def import_files(names: Iterable[str]) -> None:

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
-from files import DISK_FAILED, InUse, one_line
+from files import DISK_FAILED, BadInput, InUse, one_line
 
-FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, 2, 3, 4, 5
+FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, BadInput.code, 3, InUse.code, 5
 PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "matplotlib")
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py"  # in README
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -124,12 +124,6 @@ def write(text: str) -> None:
 # --- exit codes ------------------------------------------------------------------------------------------------------
 
 
-class BadInput(ValueError):
-    """What the user asked for cannot be done."""
-
-    code = BAD_INPUT
-
-
 class NotFinite(ValueError):
     """A loss, a gradient, a weight or a logit is NaN or infinite. In training, `step` says when."""
 
@@ -175,9 +169,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
     """Exit with the code of an error inside. `memory_options` names the flags to change when memory runs out."""
     try:
         yield
-    except InUse as error:
-        _exit(IN_USE, str(error), together=True)
-    except (BadInput, NotFinite, Stopped, CellFailed) as error:
+    except (BadInput, InUse, NotFinite, Stopped, CellFailed) as error:
         _exit(error.code, str(error), together=True)
     except Exception as error:
         if out_of_memory(error):

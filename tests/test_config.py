@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import train
 from config import (
     FIELDS,
     PRESETS,
@@ -116,7 +117,7 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
 )
 def test_argparse_error_is_one_line_with_exit_code_2(flags, message, refused):
     # quoting differs between Python versions
-    assert refused(parse, flags).replace("'", "") == f"train.py: error: {message}\n"
+    assert refused(train.main, flags.split()).replace("'", "") == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -131,4 +131,4 @@ BAD_FILES = {
 def test_an_error_in_the_file_is_one_line(source, message, refused):
     Path("bad.py").write_text(source) if source else None
     error = refused(call, "train.py --import bad.py")
-    assert error.startswith(f"train.py: error: --import bad.py{message}")
+    assert error.startswith(f"error: --import bad.py{message}")
