@@ -9,7 +9,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -338,7 +338,7 @@ class Trainer:
 
     def log_evaluation(self) -> None:
         run = self.run
-        val_loss, val_bpb = evaluate(self.model, run, self.parallel.loss)
+        val_loss, val_bpb = evaluate(self.model, run)
         if not math.isfinite(val_loss):
             raise NotFinite("validation loss is", self.step)
         prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
@@ -392,31 +392,27 @@ class Trainer:
 
 
 @torch.inference_mode()
-def evaluate(model: Llama, run: Run, loss: Callable | None = None) -> tuple[float, float]:
+def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes. `loss` may be a compiled or parallel `model.loss`.
+    the same ones. Special tokens add their loss and no bytes. Every rank computes all of it.
     """
-    loss, training = model.loss if loss is None else loss, model.training
+    training = model.training
     model.eval()
-    losses, sizes, utf8_bytes = [], [], 0.0
+    losses, sizes, utf8_bytes = [], [], 0
     context = run.model_config.context
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
     batches = evaluation_batches(run.data.val, context, batch_size, run.config.eval_tokens)
-    for (inputs, targets), counts in distributed.shares(batches):
+    for inputs, targets in batches:
         with autocast(run.device, run.dtype):
-            batch_loss = loss(to_device(inputs, run.device), to_device(targets, run.device))
-        if counts:
-            losses.append(batch_loss)
-            sizes.append(targets.numel())
-            utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
+            losses.append(model.loss(to_device(inputs, run.device), to_device(targets, run.device)))
+        sizes.append(targets.numel())
+        utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
     # The losses stay on the device until here, since reading one waits for it.
-    values = torch.stack(losses).tolist() if losses else []
-    nats = sum(value * size for value, size in zip(values, sizes, strict=True))
-    nats, tokens, utf8_bytes = distributed.all_reduce_sum(nats, sum(sizes), utf8_bytes)
+    nats = sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes, strict=True))
     model.train(training)
-    return nats / tokens, nats / math.log(2) / utf8_bytes
+    return nats / sum(sizes), nats / math.log(2) / utf8_bytes
 
 
 def evaluate_only(run: Run) -> None:

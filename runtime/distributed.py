@@ -6,9 +6,8 @@ exchanged between the devices, over NCCL or Gloo.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -79,11 +78,6 @@ def all_gather(x: T) -> list[T]:
 
 def all_reduce_max(number: int) -> int:
     return max(all_gather(number))
-
-
-def all_reduce_sum(*numbers: float) -> list[float]:
-    """The sum over the ranks of each number."""
-    return [sum(each) for each in zip(*all_gather(numbers), strict=True)]
 
 
 def all_reduce_mean(x: Tensor) -> Tensor:
@@ -159,17 +153,6 @@ def seed(of_step: int) -> int:
     return of_step + (rank() << 48)
 
 
-def shares(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """This rank's part of `batches`, and whether each counts.
-
-    The forward pass of a sharded model needs all ranks: one that has run out of batches gets one that another counts.
-    """
-    remaining = iter(batches)
-    while group := list(islice(remaining, world_size())):
-        counts = rank() < len(group)
-        yield group[rank() if counts else 0], counts
-
-
 # --- the parallel model ----------------------------------------------------------------------------------------------
 
 
@@ -182,11 +165,10 @@ class Parallel:
 
     def __init__(self, model: Llama, shard: bool):
         self.model, self.shard = model, shard
+        if shard:
+            shard_weights(model)  # which adds hooks to `model.loss`
         self.loss: Callable[[Tensor, Tensor], Tensor] = model.loss
-        if world_size() > 1 and shard:
-            shard_weights(model)
-            self.loss = model.loss  # with the hooks that gather the weights
-        elif world_size() > 1:
+        if world_size() > 1 and not shard:
             # Rotary tables never change, and norms with running statistics are refused.
             self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
             self.loss.broadcast_buffers = False  # the argument is deprecated, and older versions have no other
@@ -195,7 +177,7 @@ class Parallel:
         """`batches`. Gradients are averaged in the last backward pass only, over what all have accumulated."""
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
-            if self.shard and world_size() > 1:
+            if self.shard:
                 self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
             with self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) and not last else nullcontext():
                 yield batch
