@@ -40,7 +40,7 @@ from runtime.checkpoint import (
     weight_hashes,
 )
 from runtime.device import autocast, deterministic, measured_products, peak_flops, peak_memory, set_up_cpu, to_device
-from runtime.huggingface.directory import open_model, read_model
+from runtime.huggingface.directory import read_model
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
@@ -136,8 +136,6 @@ class Trainer:
         torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
         with distributed.raise_on_all_ranks():
-            if checkpoint:
-                open_model(checkpoint, run.model_config)  # refuses weights that do not match before a model is built
             if run.config.init_from and not checkpoint:
                 source = find_checkpoint(run.config.init_from)
                 self.model = read_model(source, run.model_config, torch.float32).to(run.device)

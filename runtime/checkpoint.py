@@ -50,7 +50,6 @@ def save_checkpoint(
     weights, state = _gathered(stored_state(model)), _gathered(_optimizer_state(model, optimizers))
     if not distributed.is_main():
         return finished
-    clear_unfinished(run)
     unfinished = checkpoints / f".{finished.name}-unfinished"
     earlier = [path for path in list_checkpoints(run) if _step(path) < step]
     try:
