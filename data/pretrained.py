@@ -1,11 +1,6 @@
-"""Tokenizers of other people's models, from a Hugging Face directory: `tokenizer.json` or `tokenizer.model`.
+"""Tokenizers of other people's models: the `tokenizer.json` of a Hugging Face directory.
 
-The first is read if there are both, as transformers does. Ids equal those of transformers, except for these texts:
-
-- A special token typed as text is text here, never the special token.
-- With a `tokenizer.model` that puts a space in front, transformers puts none in front of a text that begins with one.
-  SentencePiece does, and so do we. We also apply the model's normalization, which LlamaTokenizer of transformers skips.
-- Tokens added to a `tokenizer.model` are not encoded. Save such a tokenizer as `tokenizer.json` with transformers.
+Ids equal those of transformers, except that a special token typed as text is text here, never the special token.
 """
 
 import hashlib
@@ -14,14 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-
-from data.tokenizer import Tokenizer, byte_level_alphabet, piece_bytes, sentencepiece_bytes
+from data.tokenizer import Tokenizer, byte_level_alphabet, piece_bytes
 from files import write_atomically
 
-JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
-CONFIG = "tokenizer_config.json"
-COPIED = (JSON, SENTENCEPIECE, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
+COPIED = (JSON, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -29,42 +21,32 @@ class PretrainedTokenizer(Tokenizer):
 
     Some models normalize the text, or know no token for a character, so that it does not decode to itself. A space that
     the model puts in front of every text is removed by `decode` and kept by `decode_bytes`, which may be given the
-    middle of a text. The hash is the SHA-256 of the model file and the end-of-document id.
+    middle of a text. The hash is the SHA-256 of `tokenizer.json` and the end-of-document id.
     """
 
     kind = "pretrained"
     encode_batch: Callable
 
     def __init__(self, directory: Path):
-        """The end of a document is `eos_token` of tokenizer_config.json, or that of the SentencePiece model.
-
-        Raises ValueError, naming the file, if it cannot be used.
-        """
+        """The end of a document is `eos_token` of tokenizer_config.json. A ValueError names an unusable file."""
         self._files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
-        file = JSON if JSON in self._files else SENTENCEPIECE
-        if file not in self._files:
-            raise ValueError(f"{directory} holds no tokenizer: neither {JSON} nor {SENTENCEPIECE}")
+        if JSON not in self._files:
+            raise ValueError(f"{directory} holds no {JSON}; AutoTokenizer of transformers reads others and saves one")
         try:
-            settings = json.loads(self._files.get(CONFIG, b"{}"))
-            end = settings.get("eos_token")
+            end = json.loads(self._files.get(CONFIG, b"{}")).get("eos_token")
         except (AttributeError, RecursionError, ValueError):
             raise ValueError(f"{directory / CONFIG} is damaged: not a JSON object") from None
         end = end.get("content") if isinstance(end, dict) else end
         try:
-            if file == JSON:
-                self._open_json(self._files[file], end)
-            else:
-                self._open_sentencepiece(self._files[file], end)
-                if settings.get("add_bos_token") is False:  # LLaMA's tokenizers add it unless told otherwise
-                    self.prompt_start = ()
-        except (AttributeError, KeyError, RuntimeError, TypeError):
-            raise ValueError(f"{directory / file}: damaged, or not a tokenizer") from None
+            self._open(self._files[JSON], end)
+        except (AttributeError, KeyError, RecursionError, TypeError):
+            raise ValueError(f"{directory / JSON}: damaged, or not a tokenizer") from None
         except ValueError as error:
-            raise ValueError(f"{directory / file}: {error}") from None
-        self.hash = hashlib.sha256(f"{file} {self.end_of_document} ".encode() + self._files[file]).hexdigest()
+            raise ValueError(f"{directory / JSON}: {error}") from None
+        self.hash = hashlib.sha256(f"{JSON} {self.end_of_document} ".encode() + self._files[JSON]).hexdigest()
         self._space_in_front = self.decode_bytes(self.encode("a")) == b" a"
 
-    def _open_json(self, content: bytes, end: Any) -> None:
+    def _open(self, content: bytes, end: Any) -> None:
         """A file of the `tokenizers` library, changed so that special tokens typed as text stay text."""
         try:
             import tokenizers
@@ -77,7 +59,9 @@ class PretrainedTokenizer(Tokenizer):
         if "ByteLevel" not in decoder and "ByteFallback" not in decoder:
             raise ValueError(f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
         vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
-        self.end_of_document = _find_end(end, vocabulary)
+        if end not in vocabulary:
+            raise ValueError(f"no token ends a document: eos_token in {CONFIG} is {end!r}, which the vocabulary lacks")
+        self.end_of_document = vocabulary[end]
         special = {name for name, token in vocabulary.items() if token == self.end_of_document}
         special |= {token["content"] for token in added if token["special"]}
         for token in added:
@@ -107,18 +91,6 @@ class PretrainedTokenizer(Tokenizer):
             if piece and name != model.get("unk_token"):
                 raise ValueError(f"{name!r} is both a special token and an ordinary piece of text")
 
-    def _open_sentencepiece(self, content: bytes, end: Any) -> None:
-        """A SentencePiece model, after which control pieces never stand for text."""
-        model = sentencepiece.SentencePieceProcessor(num_threads=-1)  # one per CPU
-        model.LoadFromSerializedProto(content)
-        self.encode_batch, self.pieces = model.encode, sentencepiece_bytes(model)
-        self.prompt_start = [model.bos_id()] if model.bos_id() >= 0 else []
-        if end is None and model.eos_id() >= 0:
-            end = model.id_to_piece(model.eos_id())
-        self.end_of_document = _find_end(end, {model.id_to_piece(token): token for token in range(model.vocab_size())})
-        if self.pieces[self.end_of_document]:
-            raise ValueError(f"{end!r} is both a special token and an ordinary piece of text")
-
     def decode(self, ids: Iterable[int]) -> str:
         text = super().decode(ids)
         return text.removeprefix(" ") if self._space_in_front else text
@@ -127,10 +99,3 @@ class PretrainedTokenizer(Tokenizer):
         """Write the original files."""
         for name, content in self._files.items():
             write_atomically(directory / name, content)
-
-
-def _find_end(end: str | None, vocabulary: dict[str, int]) -> int:
-    """The id of the token that ends a document."""
-    if end not in vocabulary:
-        raise ValueError(f"no token ends a document: eos_token in {CONFIG} is {end!r}, which the vocabulary lacks")
-    return vocabulary[end]

@@ -125,11 +125,12 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes):
         self.model = model
         self.hash = hashlib.sha256(model).hexdigest()
-        self._processor = sentencepiece.SentencePieceProcessor(num_threads=-1)  # one per CPU
-        self._processor.LoadFromSerializedProto(model)
-        self.pieces = sentencepiece_bytes(self._processor)
-        self.end_of_document = self._processor.eos_id()
-        self._u2581_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        self._processor = processor = sentencepiece.SentencePieceProcessor(num_threads=-1)  # one per CPU
+        processor.LoadFromSerializedProto(model)
+        reserved = [processor.is_control(token) or processor.is_unknown(token) for token in range(len(processor))]
+        self.pieces = [b"" if none else piece_bytes(processor.id_to_piece(id)) for id, none in enumerate(reserved)]
+        self.end_of_document = processor.eos_id()
+        self._u2581_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         blocks = [
@@ -149,12 +150,6 @@ class SentencePieceTokenizer(Tokenizer):
         """Write `tokenizer.model`, a standard SentencePiece model file, and what transformers needs to know of it."""
         write_atomically(directory / "tokenizer.model", self.model)
         write_atomically(directory / "tokenizer_config.json", json.dumps(SENTENCEPIECE_CONFIG, indent=1))
-
-
-def sentencepiece_bytes(model: sentencepiece.SentencePieceProcessor) -> list[bytes]:
-    """The UTF-8 bytes of each id: none for control pieces and the unknown piece."""
-    silent = [model.is_control(token) or model.is_unknown(token) for token in range(model.vocab_size())]
-    return [b"" if none else piece_bytes(model.id_to_piece(token)) for token, none in enumerate(silent)]
 
 
 def piece_bytes(piece: str) -> bytes:

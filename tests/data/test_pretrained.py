@@ -45,7 +45,7 @@ def directories(tmp_path_factory) -> dict[str, Path]:
     """A directory of each kind."""
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about directories without a model
     root = tmp_path_factory.mktemp("tokenizers")
-    folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes", "saved")}
+    folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes")}
     for folder in folders.values():
         folder.mkdir()
     llama: dict[str, Any] = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
@@ -58,7 +58,7 @@ def directories(tmp_path_factory) -> dict[str, Path]:
     write(folders["byte-level"] / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": END})
     train_tokenizer([TEXT] + ["<s> </s>\n"] * 99, 500).save(folders["sentencepiece"])
     ByteTokenizer().save(folders["bytes"])
-    AutoTokenizer.from_pretrained(folders["llama"]).save_pretrained(folders["saved"])
+    AutoTokenizer.from_pretrained(folders["llama"]).save_pretrained(folders["llama"])
     return folders
 
 
@@ -88,16 +88,15 @@ def test_ours_has_the_same_ids_in_transformers_beside_any_architecture(directori
     assert ours.decode(ours.encode("a\u2581b")) == "a\u2581b"
 
 
-@pytest.mark.parametrize("name", ["byte-level", "llama", "saved", "sentencepiece", "bytes"])
+@pytest.mark.parametrize("name", ["byte-level", "llama", "bytes"])
 def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_path, name):
-    """With a tokenizer.model, transformers puts no space in front of a text that begins with one. We do."""
     ours, theirs = PretrainedTokenizer(directories[name]), AutoTokenizer.from_pretrained(directories[name])
     assert (ours.vocab_size, ours.end_of_document) == (len(theirs), theirs.eos_token_id)
-    space = b" " if name in ("llama", "saved") else b""
+    space = b" " if name == "llama" else b""
     for text, batched in zip(STRINGS, ours.encode_batch(STRINGS), strict=True):
         ids = ours.encode(text)
-        assert ids == batched == their_ids(theirs, f" {text}" if name == "llama" and text[:1] == " " else text), text
-        if text and not (name == "saved" and text[0] == " "):
+        assert ids == batched == their_ids(theirs, text), text
+        if text and not (name == "llama" and text[0] == " "):
             assert ours.decode(ids) == text
             assert b"".join(ours.decode_bytes([token]) for token in ids) == space + text.encode()
             assert ours.token_bytes[ids].sum() == len(space + text.encode())
@@ -116,20 +115,16 @@ def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_
         assert again.encode(text) == ours.encode(text) and their_ids(in_transformers, text) == their_ids(theirs, text)
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
-@pytest.mark.parametrize("begins", [True, False, None])
-def test_a_prompt_begins_as_in_transformers(directories, tmp_path, kind, begins):
-    """With the beginning-of-text token or without, as the directory says. LLaMA's default is with it."""
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_prompt_begins_as_in_transformers(directories, tmp_path, begins):
+    """With the beginning-of-text token or without, as the directory says."""
     shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
     fields = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "bos_token": "<s>"}
-    write(tmp_path / "tokenizer_config.json", **fields, **({} if begins is None else {"add_bos_token": begins}))
+    write(tmp_path / "tokenizer_config.json", **fields, add_bos_token=begins)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    if kind == "tokenizer.json":
-        theirs.save_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
     ours = PretrainedTokenizer(tmp_path)
-    first = [1] if begins or (begins is None and kind == "tokenizer.model") else []
-    assert ours.encode_prompt("once") == first + ours.encode("once")
-    assert begins is None or ours.encode_prompt("once") == theirs("once")["input_ids"]
+    assert ours.encode_prompt("once") == theirs("once")["input_ids"] == [1] * begins + ours.encode("once")
 
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -178,8 +173,7 @@ def test_a_tokenizer_json_that_cannot_be_used_is_refused_in_one_line(tmp_path, m
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer.model", None, "holds no tokenizer: neither tokenizer.json nor tokenizer.model"),
-        ("tokenizer.model", b"no model", "tokenizer.model: damaged, or not a tokenizer"),
+        ("tokenizer.json", None, "holds no tokenizer.json; AutoTokenizer of transformers reads others and saves one"),
         ("tokenizer.json", b"{}", "tokenizer.json: damaged, or not a tokenizer"),
         ("tokenizer_config.json", b"\xff", "tokenizer_config.json is damaged: not a JSON object"),
         ("tokenizer_config.json", b'{"eos_token": "="}', "'=' is both a special token and an ordinary piece of text"),
