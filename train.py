@@ -204,10 +204,13 @@ class Trainer:
             self.scaler.unscale_(optimizer)
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
         grad_norm = distributed.full_tensor(get_total_norm(gradients))
+        overflowed = self.scaler.is_enabled() and not grad_norm.isfinite()  # skips the step and halves the loss scale
+        if overflowed and self.scaler.get_scale() <= 1:
+            raise NotFinite("gradient is", self.step + 1)
         with self.watched():
             if self.run.config.clip:
                 clip_grads_with_norm_(self.weights, self.run.config.clip, grad_norm)
-            if not (self.scaler.is_enabled() and self.overflowed(grad_norm)):
+            if not overflowed:
                 for optimizer in self.optimizers:
                     for group in optimizer.param_groups:
                         group["lr"] = lr * group["lr_ratio"]
@@ -218,17 +221,6 @@ class Trainer:
             optimizer.zero_grad()
         self.scaler.update()
         self.unread.append(torch.stack((loss, grad_norm)))
-
-    def overflowed(self, grad_norm: Tensor) -> bool:
-        """Whether gradients overflowed in float16: the step is skipped, and the scaler reduces the loss scale.
-
-        Raises NotFinite if the scale cannot be reduced any further.
-        """
-        if grad_norm.isfinite():
-            return False
-        if self.scaler.get_scale() <= 1:
-            raise NotFinite("gradient is", self.step + 1)
-        return True
 
     def accumulate_gradients(self) -> Tensor:
         """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
