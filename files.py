@@ -1,4 +1,4 @@
-"""What every package needs: checked JSON, atomic writes, one lock, messages on one line. Standard library only."""
+"""What every package needs: types of JSON, atomic writes, one lock, messages on one line. Standard library only."""
 
 import errno
 import hashlib
@@ -48,14 +48,6 @@ def is_a(value: Any, kind: Any) -> bool:
     if kind is float and type(value) is int:
         return abs(value) <= sys.float_info.max
     return type(value) is kind
-
-
-def load_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError, or ValueError if it is damaged or nested too deeply."""
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
 
 
 def sha256(path: Path) -> str:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from config import require
 from data.tokenizer import Tokenizer
-from files import explained, is_a, load_json, sha256, sync
+from files import explained, is_a, sha256, sync
 from model import Llama
 from runtime import distributed
 from runtime.huggingface.directory import CONFIG, match_weights, read_model, read_tokenizer, stored_state, write_model
@@ -206,7 +206,7 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
         }
         optimizer.load_state_dict(packed)
     require(not states, f"{checkpoint / OPTIMIZER} does not match the model: no optimizer updates {sorted(states)}")
-    return load_json(checkpoint / TRAINER)
+    return json.loads((checkpoint / TRAINER).read_bytes())
 
 
 def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Tensor]:
@@ -223,8 +223,8 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     """Raise ValueError, naming the file, unless every file but those in `leave_out` matches the manifest."""
     path = checkpoint / MANIFEST
     try:
-        hashes = load_json(path)
-    except (OSError, ValueError):
+        hashes = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
         hashes = None
     require(is_a(hashes, dict[str, str]), f"{path} is missing or damaged")
     for name in hashes.keys() - leave_out:

@@ -18,7 +18,7 @@ from experiments.claims.document import write_pages
 from experiments.claims.judge import Entry, judge
 from experiments.claims.measure import Lab, train
 from experiments.statistics import holm
-from files import load_json, lock_file, write_atomically
+from files import lock_file, write_atomically
 from runtime.device import describe, pick_device
 from runtime.process import bad_input
 from runtime.run_dir import LOCK, RUNS_FOLDER
@@ -91,7 +91,7 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
         "hours": round((time.process_time() - started + seconds) / 3600, 3),
     }
     file = results / f"{claim.name}.json"
-    content = load_json(file) if file.exists() else {}
+    content = json.loads(file.read_bytes()) if file.exists() else {}
     content[scale] = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
     write_atomically(file, json.dumps(content) + "\n")
 
@@ -109,7 +109,7 @@ def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
     entries, trained = [], {name for name, claim in claims.items() if next(iter(claim.protocols.values())).arms}
     for claim in claims.values():
         file = results / f"{claim.name}.json"
-        found = load_json(file) if file.exists() else {}
+        found = json.loads(file.read_bytes()) if file.exists() else {}
         content = {scale: found[scale] for scale in claim.protocols if scale in found}
         for scale, made in content.items():
             if made["environment"]["protocol"] != claim.hash(scale):

@@ -40,10 +40,6 @@ HARMLESS = {  # these do not change the logits
 }  # fmt: skip
 
 
-class Inexpressible(ValueError):
-    """No architecture of Hugging Face's has these settings."""
-
-
 @dataclass(frozen=True)
 class Architecture:
     """A causal language model of `transformers`.
@@ -118,13 +114,13 @@ def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def to_theirs(config: ModelConfig) -> dict[str, Any]:
-    """The fields of Hugging Face's configuration that say what the model computes. Raises Inexpressible if none can."""
+    """The fields of Hugging Face's configuration that say what the model computes. Raises ValueError if none can."""
     differences = {model_type: _differences(config, each) for model_type, each in ARCHITECTURES.items()}
     nearest = min(differences, key=lambda model_type: len(differences[model_type]))
     architecture, settings = ARCHITECTURES[nearest], asdict(config)
     if differences[nearest]:
         reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences[nearest])}"
-        raise Inexpressible(f"no architecture of Hugging Face computes this: {reason}")
+        raise ValueError(f"no architecture of Hugging Face computes this: {reason}")
     theirs: dict[str, Any] = {"model_type": nearest, "architectures": [architecture.name]}
     theirs |= {name: settings[ours] for name, ours in SIZES.items()}
     if architecture.eps:

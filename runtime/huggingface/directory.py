@@ -14,9 +14,9 @@ from torch import Tensor
 
 from config import ModelConfig, check_fields, require
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from files import is_a, load_json
+from files import is_a
 from model import Llama
-from runtime.huggingface.architectures import OWN, OWN_TYPE, Inexpressible, from_theirs, to_theirs
+from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
 from runtime.huggingface.weights import (
     WEIGHTS,
     StoredTensor,
@@ -43,7 +43,7 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
     described: dict[str, Any] = {"dtype": dtype, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     try:
         described |= to_theirs(config)
-    except Inexpressible as reason:
+    except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
@@ -63,8 +63,8 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
     """The configuration, and the kind of our tokenizer if it is known. A ValueError names file and field."""
     path = directory / CONFIG
     try:
-        described = load_json(path)
-    except (OSError, ValueError) as error:
+        described = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is missing or damaged: {error}") from None
     try:
         require(is_a(described, dict), "it is not a JSON object")

@@ -3,6 +3,7 @@
 The layouts agree: nothing is transposed or permuted.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import ModelConfig, require
-from files import load_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,8 +78,8 @@ def weight_files(directory: Path) -> list[Path]:
         found = f", and {pickled[0]} is a pickle, which can run code; convert it with transformers" if pickled else ""
         raise ValueError(f"{directory} holds no {WEIGHTS} and no {INDEX}{found}")
     try:
-        files = sorted(set(load_json(path)["weight_map"].values()))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        files = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{path}: not a readable index with a weight_map") from None
     for file in files:
         inside = isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)
