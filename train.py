@@ -45,7 +45,7 @@ from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
-from runtime.run_dir import LOCK, Log, check_run_dir, continued, has_evaluation, make_tracker, read_rows, write_run_file
+from runtime.run_dir import LOCK, Log, check_run_dir, continued, make_tracker, read_rows, write_run_file
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
@@ -132,9 +132,9 @@ class Trainer:
     """Trains the model of a run, from the start or, if the run exists, from its newest checkpoint."""
 
     def __init__(self, run: Run):
-        self.run, resume = run, run.earlier is not None
+        self.run = run
         torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
-        checkpoint = distributed.from_main(intact_checkpoint, run.folder) if resume else None
+        checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
         with distributed.raise_on_all_ranks():
             if run.config.init_from and not checkpoint:
                 source = find_checkpoint(run.config.init_from)
@@ -160,7 +160,8 @@ class Trainer:
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
         self.first = self.step  # of this process
-        self.evaluated = resume and distributed.from_main(has_evaluation, run.folder, self.step)  # at this step
+        rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
+        self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
     def train(self) -> None:
         config, folder = self.run.config, self.run.folder

@@ -154,11 +154,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def has_evaluation(folder: Path, step: int) -> bool:
-    """Whether the run in `folder` has logged the evaluation of `step`. Raises ValueError if its log is damaged."""
-    return any(row["step"] == step and "val_loss" in row for row in read_rows(folder / "metrics.jsonl"))
-
-
 def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
     """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any."""
     if kind == "tensorboard":
