@@ -22,8 +22,6 @@ from runtime import distributed
 from runtime.process import bad_input
 
 ROOT = Path(__file__).parents[1]
-
-
 IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record, for run.json and config.json, and the source
 
 

@@ -29,7 +29,7 @@ NORMS = {
         "attention_residual.norm": "post_attention_layernorm",
         "mlp_residual.norm": "post_feedforward_layernorm",
     },
-    "sandwich": {
+    "sandwich": {  # the names of Gemma 2
         "attention_residual.norm": "input_layernorm",
         "attention_residual.norm_out": "post_attention_layernorm",
         "mlp_residual.norm": "pre_feedforward_layernorm",
