@@ -113,7 +113,7 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
         else:
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
     ended = {cell: run for cell, run in paired.items() if run.diverged or run.val_bpb is not None}
-    summary, *tables = comparison_section(list(paired), ended, None)
+    summary, *tables = comparison_section(list(paired), ended)
     notes += [f"Not paired with {baseline}: {', '.join(names)} (other {why})." for why, names in unpaired.items()]
     finals = {run.val_bpb: folder for folder, run in runs.items() if run.val_bpb is not None}
     if texts := {"data", "tokenizer"} & set(differing):

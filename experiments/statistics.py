@@ -66,15 +66,6 @@ def one_sided_p(values: Sequence[float], bound: float, side: int) -> float | Non
     return None if beyond.p is None else beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
 
 
-def equivalence_p(values: Sequence[float], margin: float) -> float | None:
-    """P-value of "the mean is at least `margin` away from 0", by two one-sided tests (TOST; Schuirmann 1987).
-
-    A small one says: as good as the other, up to `margin`. None for a single value.
-    """
-    above, below = one_sided_p(values, margin, 1), one_sided_p(values, -margin, -1)
-    return None if above is None or below is None else max(above, below)
-
-
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Each p-value corrected for all comparisons by Holm's step-down method, in the order given.
 

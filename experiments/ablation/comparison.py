@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from experiments.ablation.outcome import Arm, BySeed
-from experiments.statistics import Estimate, equivalence_p, estimate, holm
+from experiments.statistics import Estimate, estimate, holm
 
 ALPHA = 0.05
 SIGNS = 1, -1, -1, 1  # of the arms in a contrast
@@ -17,13 +17,12 @@ SIGNS = 1, -1, -1, 1  # of the arms in a contrast
 
 @dataclass(frozen=True)
 class Finding:
-    """A statistic over seeds, with p-values that are corrected for all findings of a report."""
+    """A statistic over seeds, with a p-value that is corrected for all findings of a report."""
 
     estimate: Estimate | None  # None if no seed is left
     planned: int  # seeds it should rest on
     tuned: bool = True  # whether the optimum of every arm in it is known
     p: float | None = None  # of "the mean is 0"
-    equivalence_p: float | None = None  # of "the mean is at least the margin away from 0"
 
     @property
     def complete(self) -> bool:
@@ -40,8 +39,6 @@ class Finding:
         size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:
             return f"is {'worse' if self.estimate.mean > 0 else 'better'} by {abs(self.estimate.mean):.4f} ± {size}"
-        if self.equivalence_p is not None and self.equivalence_p < ALPHA:
-            return f"is as good ({self.estimate})"
         alone = self.estimate.low > 0 or self.estimate.high < 0  # significant before it is corrected
         return f"{'may differ' if alone else 'is indistinguishable'} ({self.estimate}, p = {self.p:.2g})"
 
@@ -49,36 +46,28 @@ class Finding:
 def compare(
     bpb: Mapping[Arm, BySeed],
     planned: Mapping[Arm, Collection[int]],
-    margin: float | None = None,
     regrets: Mapping[Arm, float | None] | None = None,
 ) -> dict[Arm | str, Finding]:
     """The difference of each arm from the first, by arm, and the interactions, by name, paired by seed.
 
-    `planned` are the seeds of each arm, with those of runs that diverged or have not ended. With `margin`, differences
-    are also tested for equivalence. `regrets` is what the error of an arm's learning rate is expected to cost, None if
-    the best rate was not found. Holm's method corrects all p-values together. One that is missing counts as a
-    comparison that found nothing: which runs diverge is chance too, so they must not make the correction of the others
-    milder.
+    `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the error
+    of an arm's learning rate is expected to cost, None if the best rate was not found. Holm's method corrects all
+    p-values together. One that is missing counts as a comparison that found nothing: which runs diverge is chance too,
+    so they must not make the correction of the others milder.
     """
     baseline, *others = bpb
     found: dict[Arm | str, Finding] = {}
-    tests: dict[tuple[Arm | str, str], float | None] = {}
     for key, arms in ({arm: (arm, baseline) for arm in others} | interactions(bpb)).items():
         costs = [(regrets or {}).get(arm, 0.0) for arm in arms]
         slack = sum(cost or 0.0 for cost in costs)
         values = list(contrast([bpb[arm] for arm in arms]).values())
         pairs = len(set.intersection(*(set(planned[arm]) for arm in arms)))
-        found[key] = Finding(estimate(values, slack) if values else None, pairs, None not in costs)
-        valid = found[key].complete and found[key].tuned
-        tests[key, "p"] = estimate(values, slack).p if valid else None
-        if margin is not None and key in others:
-            same = equivalence_p(values, margin - slack) if valid and margin > slack else None
-            tests[key, "equivalence_p"] = same
-    corrected = holm([1.0 if p is None else p for p in tests.values()])
-    known = {test: value for (test, p), value in zip(tests.items(), corrected, strict=True) if p is not None}
+        each = Finding(estimate(values, slack) if values else None, pairs, None not in costs)
+        found[key] = replace(each, p=each.estimate.p if each.estimate and each.complete and each.tuned else None)
+    corrected = holm([1.0 if each.p is None else each.p for each in found.values()])
     return {
-        key: replace(each, p=known.get((key, "p")), equivalence_p=known.get((key, "equivalence_p")))
-        for key, each in found.items()
+        key: each if each.p is None else replace(each, p=p)
+        for (key, each), p in zip(found.items(), corrected, strict=True)
     }
 
 

@@ -17,11 +17,10 @@ INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
     "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
-    "tests for no difference (paired t test), and p of ±margin for a difference of at least the margin either way "
-    "(two one-sided t tests): there, a small one means as good as the baseline. All p-values of this report are "
-    "corrected together (Holm); each interval is for one comparison. `detectable` is the smallest true difference "
-    "that so many seeds show in four of five experiments. A run diverged if its loss was not finite, or ended "
-    "above that of a uniform prediction.",
+    "tests for no difference (paired t test). All p-values of this report are corrected together (Holm); each interval "
+    "is for one comparison: an arm whose interval lies between -0.01 and 0.01 is as good as the baseline, up to 0.01. "
+    "`detectable` is the smallest true difference that so many seeds show in four of five experiments. A run diverged "
+    "if its loss was not finite, or ended above that of a uniform prediction.",
     f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
     "the easy ones, so their mean is not comparable and has no p.",
 )
@@ -45,7 +44,7 @@ def conclusion(baseline: Arm, found: Mapping[Arm | str, Finding]) -> str:
 
 
 def comparison_section(
-    cells: Sequence[Cell], outcomes: Outcomes, margin: float | None, optima: Mapping[Arm, Optimum] | None = None
+    cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] | None = None
 ) -> list[str]:
     """The arms of the planned `cells`, each at one learning rate, and the interactions of factors.
 
@@ -56,20 +55,17 @@ def comparison_section(
     lrs = {cell.arm: cell.lr for cell in cells}
     baseline, seeds = next(iter(bpb)), {arm: {cell.seed for cell in cells if cell.arm == arm} for arm in bpb}
     known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in (optima or {}).items()}
-    found = compare(bpb, seeds, margin, known)
+    found = compare(bpb, seeds, known)
     titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
     rate = [] if "lr" in titles else ["lr"]
-    titles += [*rate, "val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p"]
-    titles += [] if margin is None else [f"p of ±{margin:g}"]
+    titles += [*rate, "val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p", "diverged"]
     rows = []
     for arm, ended in runs.items():
-        difference = found.get(arm, Finding(None, 0))
         row = [*(level for _, level in arm.factors), *(f"{lrs[arm]:g}" for _ in rate)]
-        row += [shown(Finding(mean_of(bpb[arm]), len(seeds[arm])), ".4f"), *cells_of(difference)]
-        row += [] if margin is None else [shown_p(difference.equivalence_p)]
+        row += [shown(Finding(mean_of(bpb[arm]), len(seeds[arm])), ".4f"), *cells_of(found.get(arm, Finding(None, 0)))]
         rows.append([*row, f"{sum(run.diverged for run in ended)} of {len(ended)}"])
     text = conclusion(baseline, found)
-    blocks = [text, "## Comparison", missing(cells, outcomes), table([*titles, "diverged"], rows)]
+    blocks = [text, "## Comparison", missing(cells, outcomes), table(titles, rows)]
     if combined := [[name, *cells_of(finding)] for name, finding in found.items() if isinstance(name, str)]:
         blocks += [
             f"Interactions: how much more (above 0) or less two changes of {baseline.name} raise val_bpb together than "

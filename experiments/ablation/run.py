@@ -70,7 +70,6 @@ class AblationConfig:
         metavar="LR",
     )
     widen: int = option(0, "how many more rates or seeds an arm may try until its optimum is found, such as 8")
-    equivalence: float = option(None, "also test whether arms are within this margin of the baseline's val_bpb")
     jobs: int = option(None, "runs at a time on each device (default: one per core, or one on a GPU)")
     threads: int = option(1, "CPU threads per run")
     probe: bool = option(False, "--watch at the first and the last step only")
@@ -97,8 +96,6 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
     require(not flags.widen or bool(flags.lrs), "--widen needs --lrs, the rates to start from")
-    margin = flags.equivalence
-    require(margin is None or 0 < margin < math.inf, f"--equivalence must be a positive number, not {margin}")
     arms = resolve_factors(flags)
     devices = resolve_devices(flags.device) if hasattr(flags, "device") else ("",)
     on_device = [*train_flags, *(["--device", devices[0]] if devices[0] else [])]
@@ -185,8 +182,7 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     if not outcomes:
         return
     write_csv(folder / "runs.csv", [run.row for run in outcomes.values()])
-    margin = ablation.flags.equivalence
-    summary, *tables = comparison_section(reported, outcomes, margin, optima) if reported else [""]
+    summary, *tables = comparison_section(reported, outcomes, optima) if reported else [""]
     tables += sweep_section(sweep, outcomes, optima) if sweep else []
     about = introduction(grid, seeds, command)
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")

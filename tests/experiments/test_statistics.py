@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.statistics import Estimate, equivalence_p, estimate, holm, t_quantile, t_tails
+from experiments.statistics import Estimate, estimate, holm, one_sided_p, t_quantile, t_tails
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -26,15 +26,15 @@ def test_tails_and_quantiles_match_scipy(degrees):
 
 @pytest.mark.parametrize("size", [2, 3, 30])
 @pytest.mark.parametrize("center", [0.0, 0.5, -0.9, 20.0])
-def test_estimates_and_equivalence_match_scipy(size, center):
-    values, margin = center + normal(size), 1.0
+def test_estimates_and_one_sided_p_values_match_scipy(size, center):
+    values = center + normal(size)
     test, found = stats.ttest_1samp(values, 0), estimate(values.tolist())
     interval = test.confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
     assert (found.mean, found.p, found.n) == pytest.approx((values.mean(), test.pvalue, size), rel=1e-9, abs=1e-300)
-    below = stats.ttest_1samp(values, margin, alternative="less").pvalue
-    above = stats.ttest_1samp(values, -margin, alternative="greater").pvalue
-    assert equivalence_p(values.tolist(), margin) == pytest.approx(max(below, above), rel=1e-9, abs=1e-300)
+    for side, alternative in ((1, "less"), (-1, "greater")):  # the p-value is of the opposite
+        one_sided = stats.ttest_1samp(values, 1.0, alternative=alternative).pvalue
+        assert one_sided_p(values.tolist(), 1.0, side) == pytest.approx(one_sided, rel=1e-9, abs=1e-300)
 
 
 @pytest.mark.parametrize("n, center", [(5, 2.0), (20, -2.0)])
@@ -52,14 +52,14 @@ def test_slack_widens_the_interval_and_a_detectable_effect_is_shown_four_times_i
 def test_a_single_value_has_no_interval_and_equal_values_leave_no_doubt():
     found = estimate([1.5])
     assert found == Estimate(1.5, None, 1, None)
-    assert (found.low, found.high) == (-math.inf, math.inf) and equivalence_p([1.5], 2.0) is None
+    assert (found.low, found.high) == (-math.inf, math.inf) and one_sided_p([1.5], 2.0, 1) is None
     assert estimate([0.1, 0.1, 0.1]) == Estimate(0.1, 0, 3, 0, 0) and estimate([0.0, 0.0]) == Estimate(0, 0, 2, 1, 0)
-    assert [equivalence_p([-0.1] * 3, margin) for margin in (0.05, 0.1, 0.2)] == [1, 0.5, 0]
+    assert [one_sided_p([-0.1] * 3, bound, 1) for bound in (-0.2, -0.1, 0.0)] == [1, 0.5, 0]
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf, 1.0], [-math.inf]])
 def test_values_that_are_not_finite_have_no_estimate(values):
-    for function in (estimate, lambda values: equivalence_p(values, 1)):
+    for function in (estimate, lambda values: one_sided_p(values, 1.0, 1)):
         with pytest.raises(ValueError):
             function(values)
 
