@@ -1,7 +1,6 @@
 """The GPU benchmark suite, most important part first: `python bench.py gpu`.
 
 A part runs a few commands of this project. Each part is limited to `PART_SECONDS`, to fit into a short GPU session.
-`python bench.py gpu --toy --device cpu` rehearses the same commands at sizes that a CPU finishes in minutes.
 """
 
 import os
@@ -49,16 +48,6 @@ PARTS = {  # each line is a command
         ablate.py {{data}} {NANOGPT} --steps 200 --seeds 5 --jobs 5 --out {{out}}/seeds-5""",
     "tests": "-m pytest -q -m gpu",
 }
-TINY = "--dim 32 --layers 1 --heads 2 --kv-heads 2 --hidden-dim 64 --context 32 --batch-size 4 --micro-batch-size 4"
-TINY_RUN = f"{TINY} --steps 2 --eval-every 1 --save-every 2 --eval-tokens 64 --no-compile"
-TOY = {  # flags that a rehearsal adds, by the beginning of a command
-    "bench.py norms": "--rows 16 --dim 32 --rounds 1",
-    "bench.py train": f"{TINY} --rounds 1",
-    "bench.py generate": f"{TINY} --rounds 1 --samples 3",
-    "train.py": TINY_RUN,
-    "ablate.py": f"{TINY_RUN} --seeds 2",
-    "-m pytest": "--collect-only",
-}
 
 
 @dataclass(frozen=True)
@@ -68,8 +57,7 @@ class GPUConfig:
     part: str = option(None, "run only this part (default: all)", choices=list(PARTS))
     folder: str = option("runs/gpu", "new folder for the results", metavar="DIR")
     text: str = option("shakespeare", "tiny Shakespeare, or a path where there is no network", metavar="PATH")
-    toy: bool = option(False, "rehearse all commands at toy sizes")
-    device: str = option("cuda", "device to measure; cpu only to rehearse", choices=["cuda", "cpu"])
+    device = "cuda"  # no option
 
     def __post_init__(self) -> None:
         require(not Path(self.folder).exists(), f"--folder {self.folder} exists; name a new one")
@@ -86,11 +74,9 @@ def commands(config: GPUConfig) -> dict[str, list[list[str]]]:
     text = "shakespeare" if config.text == "shakespeare" else text
     parts: dict[str, list[list[str]]] = {}
     for name in [config.part] if config.part else PARTS:
-        parts[name] = []
-        for line in PARTS[name].format(out=out, data=f"--data {text} --tokenizer bytes").strip().splitlines():
-            toy = next(flags for start, flags in TOY.items() if line.strip().startswith(start)) if config.toy else ""
-            device = "" if name == "tests" else f"--device {config.device}"
-            parts[name].append(shlex.split(f"{line} {toy} {device}"))
+        lines = PARTS[name].format(out=out, data=f"--data {text} --tokenizer bytes").strip().splitlines()
+        device = "" if name == "tests" else f"--device {config.device}"
+        parts[name] = [shlex.split(f"{line} {device}") for line in lines]
     return parts
 
 
