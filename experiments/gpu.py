@@ -3,13 +3,10 @@
 A part runs a few commands of this project. Each part is limited to `PART_SECONDS`, to fit into a short GPU session.
 """
 
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,8 @@ import torch
 
 from config import option, require
 from experiments.benchmarks import Report
-from runtime.process import Stopped, stop_requests
 
 PART_SECONDS = 480
-POLL_SECONDS = 0.3  # between checks for a signal
-STOP_SECONDS = 20  # for a command that is out of time to stop what it has started
 ROOT = Path(__file__).parents[1]
 # nanoGPT's model for tiny Shakespeare. Its README reports a validation loss of 1.4697 nats per character.
 NANOGPT = "--layers 6 --heads 6 --dim 384 --context 256 --batch-size 64"
@@ -98,18 +92,9 @@ def run_parts(parts: dict[str, list[list[str]]], out: Path) -> list[dict[str, An
 
 
 def run(command: list[str], output: Any, seconds: float) -> str:
-    """Run a command. When its time is over, or at a signal, stop it and every process it has started."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    deadline = time.monotonic() + seconds
-    with stop_requests() as requests:
-        while (code := process.poll()) is None and not requests and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        for number in (signal.SIGTERM, signal.SIGKILL) if code is None else ():
-            with suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)  # asks ablate.py to end its runs, then kills those that are left
-                process.wait(STOP_SECONDS)
-    if requests:
-        raise Stopped(requests[0], "--part, once for each part that is missing")
-    return "out of time" if code is None else f"exit {code}"
+    """Run a command, and kill it when its time is over. The same ablation continues where it was."""
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    try:
+        return f"exit {subprocess.run(command, cwd=ROOT, timeout=seconds, **streams).returncode}"
+    except subprocess.TimeoutExpired:
+        return "out of time"
