@@ -8,11 +8,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -218,28 +216,18 @@ def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
     """Measure a training step against width, depth, context and batch size, compared with a prediction."""
     rows = []
     for axis, values in AXES.items():
-        measured = {}
-        for value in values:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # whose peak memory is its own
-                measured[value] = process.submit(measure_shape, SHAPE | {axis: value}, device, config.rounds).result()
+        measured = {value: measure_shape(SHAPE | {axis: value}, device, config.rounds) for value in values}
         rows += compare_growth(axis, measured)
     return {"shape": SHAPE, "rows": rows}
 
 
 def compare_growth(axis: str, measured: dict[int, dict[str, float]]) -> list[dict[str, Any]]:
-    """The cost of `SHAPE` with each value of `axis`, and what it would be by that of `SHAPE` itself.
-
-    Time grows with the FLOPs. Memory is four numbers per weight (itself, its gradient, two moments) and activations in
-    proportion to tokens × blocks × width.
-    """
+    """The speed of `SHAPE` with each value of `axis`, and what it would be if time grew with the FLOPs alone."""
     base, rows = measured[SHAPE[axis]], []
     for value, cost in measured.items():
-        speed = base["speed"] * base["flops_per_token"] / cost["flops_per_token"]
-        activations = (base["memory"] - base["weights"]) * cost["activations"] / base["activations"]
-        row: dict[str, Any] = {"axis": axis, "value": value}
-        row |= {"tokens/s": round(cost["speed"]), "predicted tokens/s": round(speed)}
-        row |= {"MB": round(cost["memory"] / 1e6), "predicted MB": round((cost["weights"] + activations) / 1e6)}
-        rows.append(row)
+        predicted = base["speed"] * base["flops_per_token"] / cost["flops_per_token"]
+        row = {"axis": axis, "value": value, "tokens/s": round(cost["speed"])}
+        rows.append(row | {"predicted tokens/s": round(predicted)})
     return rows
 
 
@@ -247,8 +235,7 @@ def measure_shape(shape: dict[str, int], device: torch.device, rounds: int) -> d
     dim, layers, context, batch_size = shape.values()
     model = ModelConfig(dim=dim, layers=layers, heads=max(1, dim // 64), context=context)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    cost = measure_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), device, dtype, rounds)
-    return cost | {"weights": 4 * 4 * model.weights, "activations": batch_size * context * layers * dim}
+    return measure_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), device, dtype, rounds)
 
 
 def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
