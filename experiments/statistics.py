@@ -47,9 +47,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
-    """The mean of `values` with its interval and the p-value of "the mean is 0"."""
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"statistics need finite values, not {list(values)}")
+    """The mean of `values`, which are finite, with its interval and the p-value of "the mean is 0"."""
     middle, n = float(mean(values)), len(values)
     if n == 1:
         return Estimate(middle, None, 1, None)
@@ -60,23 +58,23 @@ def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
     return Estimate(middle, half_width, n, t_tails(t, n - 1), half_width + t_quantile(n - 1, 2 * POWER - 1) * error)
 
 
-def one_sided_p(values: Sequence[float], bound: float, side: int) -> float | None:
-    """P-value of "the mean lies beyond `bound`": above it if `side` is 1, below if -1. None for a single value."""
+def one_sided_p(values: Sequence[float], bound: float, side: int) -> float:
+    """P-value of "the mean lies beyond `bound`": above it if `side` is 1, below if -1. 1 for a single value."""
     beyond = estimate([side * (value - bound) for value in values])
-    return None if beyond.p is None else beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
+    if beyond.p is None:
+        return 1.0
+    return beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
 
 
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm(p_values: Sequence[float]) -> list[float]:
     """Each p-value corrected for all comparisons by Holm's step-down method, in the order given.
 
     Rejecting where the result is at most 0.05 rejects any true hypothesis with probability at most 5%, however the
-    tests depend on each other. None, a test that was not possible, stays None and does not count as a comparison.
+    tests depend on each other. A test that was not possible counts if its p-value is 1.
     """
-    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
-    corrected: list[float | None] = [None] * len(p_values)
-    largest = 0.0
-    for rank, (p, index) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, (p, index) in enumerate(sorted((p, index) for index, p in enumerate(p_values))):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[index] = largest
     return corrected
 

@@ -171,5 +171,4 @@ def p_values(values: list[float], region: tuple[float, float], slack: float, way
     Learning rates may have cost up to `slack`.
     """
     sides = [(bound, way * side) for bound, side in zip(region, (-1, 1), strict=True) if math.isfinite(bound)]
-    found = [one_sided_p(values, bound - side * slack, side) for bound, side in sides]
-    return [1.0 if p is None else p for p in found]
+    return [one_sided_p(values, bound - side * slack, side) for bound, side in sides]
