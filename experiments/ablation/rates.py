@@ -31,10 +31,6 @@ class Optimum:
     curvature: float = math.nan  # val_bpb per square of ln(rate)
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
 
-    def loss_at(self, lr: float) -> float:
-        """The loss at another rate, by the parabola."""
-        return self.loss + self.curvature * math.log(lr / self.lr) ** 2
-
     def holds(self, losses: Iterable[float], window: float = WINDOW) -> bool:
         """Whether the other seeds, which are reported, end near the parabola. If not, training is a matter of luck."""
         values = list(losses)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from experiments.ablation.rates import Optimum
 from experiments.ablation.report import NONE, table
 from experiments.claims.claim import Effect, Row
 from experiments.claims.judge import Entry
@@ -116,28 +115,19 @@ def plot(entry: Entry) -> Figure:
     panels[0].set(yscale="log" if trend[0].ratio else "linear", ylabel=name)
     if trend[0].x is not None:
         panels[0].set(xscale="log", xlabel=claim.over)
-    for label, (rows, best) in curves.items():
-        lrs = [row["lr"] for row in rows]
-        (dots,) = panels[1].plot(lrs, [row["value"] for row in rows], "o", ms=3, label=label)
-        if best and best.regret is not None:
-            lrs = sorted(set(lrs))
-            panels[1].plot(lrs, [best.loss_at(lr) for lr in lrs], color=dots.get_color(), linewidth=1)
+    for label, rows in curves.items():
+        panels[1].plot([row["lr"] for row in rows], [row["value"] for row in rows], "o", ms=3, label=label)
     if curves:
         panels[1].set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
         panels[1].legend(fontsize="x-small")
     return figure
 
 
-def rate_curves(entry: Entry) -> dict[str, tuple[list[Row], Optimum | None]]:
-    """By arm and scale, of the arms with several rates: the runs that ended, and the parabola."""
-    curves = {}
+def rate_curves(entry: Entry) -> dict[str, list[Row]]:
+    """By arm and scale, of the arms with several rates: the runs that ended."""
+    found: dict[str, list[Row]] = {}
     for scale, content in entry.content.items():
-        measured, found = content["measured"], dict[str, list[Row]]()
-        for row in measured["runs"] + measured.get("search", []):
+        for row in content["measured"]["runs"] + content["measured"].get("search", []):
             if "lr" in row and row["value"] is not None:
-                found.setdefault(row["arm"], []).append(row)
-        for arm, rows in found.items():
-            optimum = measured.get("optima", {}).get(arm)
-            if len({row["lr"] for row in rows}) > 1:
-                curves[f"{arm}, {scale}"] = rows, optimum and Optimum(**optimum)
-    return curves
+                found.setdefault(f"{row['arm']}, {scale}", []).append(row)
+    return {label: rows for label, rows in found.items() if len({row["lr"] for row in rows}) > 1}

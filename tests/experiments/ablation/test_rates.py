@@ -29,7 +29,7 @@ def parabola(vertex: float, curvature: float = FLAT, noise: float = 0.0, rates: 
 def test_the_optimum_is_the_vertex_and_its_regret_what_its_error_costs():
     """For a noisy parabola, scipy fits the vertex itself: its variance times the curvature is the expected cost."""
     found = find_optimum(parabola(0.0123))
-    assert found.lr == 0.0123 and found.loss_at(0.0246) == pytest.approx(2 + FLAT * math.log(2) ** 2)
+    assert found.lr == 0.0123
     assert (found.loss, found.curvature, found.regret, found.noise) == pytest.approx((2, FLAT, 0, 0), abs=1e-7)
     losses = parabola(0.008, noise=0.01)
     x, y = np.array([(math.log(lr), loss) for lr, values in losses.items() for loss in values]).T
