@@ -214,9 +214,14 @@ def update(optimizers: list[Optimizer]) -> None:
 
 def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
     """Measure a training step against width, depth, context and batch size, compared with a prediction."""
-    rows = []
+    rows, dtype = [], torch.bfloat16 if device.type == "cuda" else torch.float32
     for axis, values in AXES.items():
-        measured = {value: measure_shape(SHAPE | {axis: value}, device, config.rounds) for value in values}
+        measured = {}
+        for value in values:
+            dim, layers, context, batch_size = (SHAPE | {axis: value}).values()
+            model = ModelConfig(dim=dim, layers=layers, heads=max(1, dim // 64), context=context)
+            train = TrainConfig(batch_size=batch_size, optimizer="adamw")
+            measured[value] = measure_step(model, train, device, dtype, config.rounds)
         rows += compare_growth(axis, measured)
     return {"shape": SHAPE, "rows": rows}
 
@@ -229,13 +234,6 @@ def compare_growth(axis: str, measured: dict[int, dict[str, float]]) -> list[dic
         row = {"axis": axis, "value": value, "tokens/s": round(cost["speed"])}
         rows.append(row | {"predicted tokens/s": round(predicted)})
     return rows
-
-
-def measure_shape(shape: dict[str, int], device: torch.device, rounds: int) -> dict[str, float]:
-    dim, layers, context, batch_size = shape.values()
-    model = ModelConfig(dim=dim, layers=layers, heads=max(1, dim // 64), context=context)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return measure_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), device, dtype, rounds)
 
 
 def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
