@@ -51,16 +51,15 @@ def main(arguments: list[str]) -> None:
 
 def find_runs(names: list[str]) -> list[Path]:
     """The directories of the runs, with those of each ablation. Raises ValueError if one is neither."""
-    found: list[Path] = []
+    found: dict[Path, Path] = {}  # by where each really is
     for folder in map(Path, names):
         files = sorted(folder.glob("cells/*/run.json"), key=lambda file: file.stat().st_mtime_ns)  # the baseline first
-        cells = [file.parent for file in files]
-        if not cells:
+        if not files:
             check_run_dir(folder, exists=True)
-        found += cells or [folder]
-    different = {folder.resolve(): folder for folder in reversed(found)}
-    require(len(different) > 1, f"compare needs at least two runs; {names[0]} is one")
-    return [folder for folder in found if folder in different.values()]
+        for run in [file.parent for file in files] or [folder]:
+            found.setdefault(run.resolve(), run)
+    require(len(found) > 1, f"compare needs at least two runs; {names[0]} is one")
+    return list(found.values())
 
 
 def read_settings(folder: Path) -> dict[str, str]:

@@ -37,12 +37,6 @@ def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
     ]
 
 
-def conclusion(baseline: Arm, found: Mapping[Arm | str, Finding]) -> str:
-    """The report in a sentence."""
-    parts = [f"{arm.name} {finding}" for arm, finding in found.items() if isinstance(arm, Arm)]
-    return f"Compared with {baseline.name}: {'; '.join(parts)}." if parts else ""
-
-
 def comparison_section(
     cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] | None = None
 ) -> list[str]:
@@ -64,8 +58,9 @@ def comparison_section(
         row = [*(level for _, level in arm.factors), *(f"{lrs[arm]:g}" for _ in rate)]
         row += [shown(Finding(mean_of(bpb[arm]), len(seeds[arm])), ".4f"), *cells_of(found.get(arm, Finding(None, 0)))]
         rows.append([*row, f"{sum(run.diverged for run in ended)} of {len(ended)}"])
-    text = conclusion(baseline, found)
-    blocks = [text, "## Comparison", missing(cells, outcomes), table(titles, rows)]
+    parts = [f"{arm.name} {finding}" for arm, finding in found.items() if isinstance(arm, Arm)]
+    conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}." if parts else ""
+    blocks = [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
     if combined := [[name, *cells_of(finding)] for name, finding in found.items() if isinstance(name, str)]:
         blocks += [
             f"Interactions: how much more (above 0) or less two changes of {baseline.name} raise val_bpb together than "

@@ -119,9 +119,8 @@ def model_update(model: Llama, tokens: Tensor) -> dict[str, float]:
 
 def from_warmup(name: str, layers: int) -> Effect:
     """What post-norm gains from warm-up minus what pre-norm does, each at the best of its rates."""
-    terms = {f"{placement} {layers} {warmup}": 1.0 for placement in ("post", "pre") for warmup in ("with", "without")}
-    signs = (-1, 1, 1, -1)
-    return Effect(name, dict(zip(terms, signs, strict=True)))
+    post = {f"post {layers} with": -1, f"post {layers} without": 1}
+    return Effect(name, post | {f"pre {layers} with": 1, f"pre {layers} without": -1})
 
 
 def over_depth(name: str, template: str, **more: Any) -> Effect:
