@@ -82,7 +82,7 @@ class Ablation:
     grid: Grid
     lrs: list[float]  # the learning rate of all arms, or several to select from
     seeds: range  # reported
-    flags: argparse.Namespace
+    widen: int
 
     def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
         """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
@@ -124,7 +124,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     grid.check(planned)
     grid.outcomes(planned)  # a damaged log is an error before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    return Ablation(grid, lrs, seeds, flags)
+    return Ablation(grid, lrs, seeds, flags.widen)
 
 
 def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
@@ -154,14 +154,14 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
 
 def run_ablation(ablation: Ablation, command: str) -> None:
     """Run what has not ended, and write the report, also when interrupted."""
-    grid, arms, lrs, flags = ablation.grid, list(ablation.grid.settings), ablation.lrs, ablation.flags
+    grid, arms, lrs = ablation.grid, list(ablation.grid.settings), ablation.lrs
     write_atomically(grid.folder / "command.txt", command + "\n")
     sweep: list[Cell] = []
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
         if len(lrs) > 1:
             sweep, optima = grid.selection(arms, lrs, ablation.seeds.start, SELECTION_SEEDS), {}
-            optima, found = grid.tune(arms, lrs, ablation.seeds, flags.widen)
+            optima, found = grid.tune(arms, lrs, ablation.seeds, ablation.widen)
             sweep = list(found)
         grid.run(ablation.reported(optima))
     finally:
