@@ -3,7 +3,6 @@
 Each function gets the runs that have ended, those of the first arm first: it is the baseline.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from statistics import mean
@@ -20,7 +19,6 @@ from experiments.statistics import estimate
 
 LINES = ["-", "--", ":", "-."]
 CROSS: dict[str, Any] = {"marker": "X", "markeredgecolor": "black", "linestyle": "none", "markersize": 8}
-MARKED = 10  # points of a curve
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 Look = dict[str, Any]  # arguments of `Axes.plot`
@@ -82,9 +80,8 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
     for axes, (unit, metric) in zip(panels, product(units, METRICS), strict=True):
         for arm, look in looks(arms).items():
             points = curve(arms[arm], metric, unit)
-            every = max(1, math.ceil(len(points) / MARKED))
-            marked = ((len(points) - 1) % every, every)  # with the last
-            axes.plot(*np.reshape(points, (-1, 2)).T, marker="o", label=arm.name, ms=4, markevery=marked, **look)
+            every = len(points) // 10 + 1
+            axes.plot(*np.reshape(points, (-1, 2)).T, marker="o", label=arm.name, ms=4, markevery=every, **look)
             if points and any(run.diverged for run in arms[arm]):
                 axes.plot(*points[-1], color=look["color"], **CROSS)
         axes.set(xlabel=unit, ylabel=METRICS[metric])

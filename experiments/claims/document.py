@@ -105,8 +105,8 @@ def plot(entry: Entry) -> Figure:
         panels[0].axhline(claim.dashed, color="C1", linestyle="--", label="published")
         panels[0].legend()
     for scale, judgment in entry.judgments.items():
-        for effect, found in ((each, judgment.found.get(each.name)) for each in trend):
-            if not isinstance(found, Estimate):
+        for effect in trend:
+            if not isinstance(found := judgment.found.get(effect.name), Estimate):
                 continue
             low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
             x = scale if effect.x is None else effect.x
