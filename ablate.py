@@ -1,6 +1,6 @@
 """Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
 
-`python ablate.py claim NAME` tests one of the claims in CLAIMS.md, and `python ablate.py claims` all of them.
+`python ablate.py claim NAME` tests one of the claims in CLAIMS.md.
 `python ablate.py compare DIR DIR ...` compares runs that exist.
 
 The code is in `experiments/ablation/`.
@@ -29,7 +29,7 @@ from runtime.run_dir import LOCK
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
-        commands = {"claim": claims_command, "claims": claims_command, "compare": compare_command}
+        commands = {"claim": claims_command, "compare": compare_command}
         if arguments and arguments[0] in commands:
             return commands[arguments[0]](arguments)
         flags, train_flags = parse(arguments)
@@ -46,9 +46,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     everything = Parser(
         prog="ablate.py",
         description="Train norms × placements × other factors × seeds and report on them. Subcommands: "
-        "`ablate.py compare DIR DIR ...` compares runs that exist; `ablate.py claim NAME` and `ablate.py claims` test "
-        "published claims. Each has its own --help.",
-        allow_abbrev=False,
+        "`ablate.py compare DIR DIR ...` compares runs that exist; `ablate.py claim NAME` tests a published "
+        "claim. Each has its own --help.",
     )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for parser in (everything, own):  # without abbreviations: --seed is not --seeds

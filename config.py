@@ -284,6 +284,9 @@ FOLLOWS = {
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises BadInput, with one line, where argparse prints the usage and exits."""
 
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -291,7 +294,7 @@ class Parser(argparse.ArgumentParser):
             known = re.findall(r"--[\w-]+", self.format_usage())
             mistyped = [name.partition("=")[0].replace("_", "-") for name in unknown if name.startswith("--")]
             names = [SYNONYMS.get(name, name) for name in mistyped]
-            similar = [flag for name in names for flag in difflib.get_close_matches(name, known, n=1)]
+            similar = dict.fromkeys(flag for name in names for flag in difflib.get_close_matches(name, known, n=1))
             hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown

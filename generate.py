@@ -131,10 +131,10 @@ def max_new_tokens(prompt: Sequence[int] | Tensor, sampling: Sampling, context: 
     """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold the requested number."""
     used = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
     remaining = context - used
-    require(remaining > 0, f"--prompt has {used} tokens and leaves no space in the model's context of {context}")
+    require(remaining > 0, f"--prompt has {used} tokens, which leave no space in the model's context of {context}")
     require(
         sampling.tokens is None or sampling.tokens <= remaining,
-        f"--tokens {sampling.tokens} after a prompt of {used} tokens exceeds the model's context of {context}; "
+        f"--tokens {sampling.tokens} and {used} of the prompt exceed the model's context of {context}; "
         f"use at most {remaining}",
     )
     return sampling.tokens or min(remaining, DEFAULT_TOKENS)

@@ -109,7 +109,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--resume",
         action="store_true",
         help="continue the run in --out (default: the newest run); options you pass again replace those of the run "
-        f"and are printed; the model, {fixed} cannot change",
+        f"and are printed; the model, the text, {fixed} cannot change",
     )
     parser.add_argument(
         "--eval-only",
@@ -169,7 +169,7 @@ class Trainer:
             if distributed.is_main():
                 if self.evaluated:
                     write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
-                print(f"the run in {folder} has already finished: {config.steps} steps")
+                print(f"the run in {folder} has already finished, after {self.step} steps; more --steps continue it")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
             if config.init_from and not distributed.from_main(list_checkpoints, folder):
@@ -187,7 +187,7 @@ class Trainer:
                 if self.due(config.save_every) or signum:
                     self.save()
                 if signum:
-                    raise Stopped(signum)
+                    raise Stopped(signum, f"--resume --out {folder}")
                 if self.due(config.eval_every):
                     self.log_evaluation()
         self.print_summary()
@@ -274,9 +274,9 @@ class Trainer:
         modes = [name for option, name in named.items() if getattr(run.config, option)]
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
-                f"{description['parameters']:,} parameters, {run.model_config.norm} {run.model_config.placement}-norm, "
-                f"on {description['device']} in {run.config.dtype}{measured_products()}{''.join(modes)}; "
-                f"the run is {run.folder}"
+                f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
+                f"{run.model_config.placement}, on {description['device']} in {run.config.dtype}{measured_products()}"
+                f"{''.join(modes)}; the run is {run.folder}{f', from step {self.step}' if self.step else ''}"
             )
             try:
                 yield

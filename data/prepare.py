@@ -81,7 +81,7 @@ def _check_lengths(names: list[str], tokens: dict[Split, int], context: int) -> 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared:
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists."""
-    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e6:.1f} MB of text", file=sys.stderr)
+    print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e3:,.0f} kB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
     part.mkdir()

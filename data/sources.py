@@ -155,7 +155,7 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
+        raise ValueError(f"{path}: not UTF-8 at byte {offset + error.start}; convert or remove it") from None
 
 
 @contextmanager

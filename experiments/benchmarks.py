@@ -24,6 +24,7 @@ from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
 from runtime.acceleration import accelerate
 from runtime.device import autocast, peak_memory, pick_device, pick_dtype
+from runtime.run_dir import read_options
 from train import flops_per_token
 
 Call = Callable[[], Any]
@@ -78,7 +79,7 @@ class GrowthConfig(RoundsConfig):
 def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Namespace:
     """The options in `config`, with the model and the training that flags of train.py describe."""
     device = pick_device(train_flags.get("device", "auto"))
-    model, train = configs_from(argparse.Namespace(**train_flags), device.type)
+    model, train = configs_from(argparse.Namespace(**train_flags), device.type, read_options(train_flags["config"]))
     dtype = pick_dtype(train.dtype, device)
     return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 

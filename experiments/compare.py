@@ -3,6 +3,7 @@
 It only reads. Runs that differ in nothing but their seed are an arm; that of the first run is the baseline.
 """
 
+import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ FINAL = {"val_bpb": ".4f", "val_loss": ".4f", "train_loss": ".4f", "tokens": ","
 
 def main(arguments: list[str]) -> None:
     """Compare runs that exist: differing settings, final losses, curves. The arm of the first is the baseline."""
-    parser = Parser(prog="ablate.py compare", description=main.__doc__, allow_abbrev=False)
+    parser = Parser(prog="ablate.py compare", description=main.__doc__)
     parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or of an ablation for all its runs")
     parser.add_argument("--out", metavar="DIR", help="where the page goes (default: runs/compare-HASH of the runs)")
     flags = parser.parse_args(arguments[1:])
@@ -53,7 +54,11 @@ def find_runs(names: list[str]) -> list[Path]:
     """The directories of the runs, with those of each ablation. Raises ValueError if one is neither."""
     found: dict[Path, Path] = {}  # by where each really is
     for folder in map(Path, names):
-        files = sorted(folder.glob("cells/*/run.json"), key=lambda file: file.stat().st_mtime_ns)  # the baseline first
+        files = sorted(folder.glob("cells/*/run.json"))
+        if files and (folder / "runs.csv").exists():  # it has the baseline first
+            rows = csv.DictReader((folder / "runs.csv").read_text("utf-8").splitlines())
+            order = [row.get("run") for row in rows]
+            files.sort(key=lambda file: order.index(file.parent.name) if file.parent.name in order else len(order))
         if not files:
             check_run_dir(folder, exists=True)
         for run in [file.parent for file in files] or [folder]:

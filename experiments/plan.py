@@ -25,6 +25,7 @@ from optim import make_optimizers
 from runtime.cards import BEFORE_AMPERE, CARDS
 from runtime.distributed import resolve_shard
 from runtime.run import check_options
+from runtime.run_dir import read_options
 from train import flops_per_token
 
 GIB = 2**30
@@ -46,7 +47,7 @@ def read_models(options: PlanConfig, train_flags: dict[str, Any]) -> argparse.Na
     plans = {}
     for preset in [train_flags["preset"]] if given else PRESETS:
         flags = argparse.Namespace(**train_flags | {"preset": preset})
-        model, config = configs_from(flags, "cuda", memory=CARDS[options.card].memory)
+        model, config = configs_from(flags, "cuda", read_options(flags.config), memory=CARDS[options.card].memory)
         if config.dtype == "auto":
             older = "float32" if config.shard and options.ranks > 1 else "float16"
             config = replace(config, dtype=older if options.card in BEFORE_AMPERE else "bfloat16")

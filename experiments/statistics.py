@@ -29,7 +29,7 @@ class Estimate:
     half_width: float | None  # None for a single value
     n: int
     p: float | None  # two-sided, of "the mean is 0", by the one-sample t test; None for a single value
-    detectable: float | None = None  # the smallest true mean whose interval would exclude 0 in four of five experiments
+    detectable: float | None = None  # the smallest true mean that would be shown in four of five experiments
 
     @property
     def low(self) -> float:
@@ -46,8 +46,11 @@ class Estimate:
         return f"{self.mean:{spec}}{half}"
 
 
-def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
-    """The mean of `values`, which are finite, with its interval and the p-value of "the mean is 0"."""
+def estimate(values: Sequence[float], slack: float = 0.0, comparisons: int = 1) -> Estimate:
+    """The mean of `values`, which are finite, with its interval and the p-value of "the mean is 0".
+
+    `detectable` is that of a test which is corrected for so many comparisons, by the strictest of Holm's steps.
+    """
     middle, n = float(mean(values)), len(values)
     if n == 1:
         return Estimate(middle, None, 1, None)
@@ -55,7 +58,8 @@ def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
     beyond = max(0.0, abs(middle) - slack)
     t = beyond / error if error else math.inf if beyond else 0.0
     half_width = t_quantile(n - 1) * error + slack
-    return Estimate(middle, half_width, n, t_tails(t, n - 1), half_width + t_quantile(n - 1, 2 * POWER - 1) * error)
+    strict = t_quantile(n - 1, 1 - (1 - CONFIDENCE) / comparisons) + t_quantile(n - 1, 2 * POWER - 1)
+    return Estimate(middle, half_width, n, t_tails(t, n - 1), slack + strict * error)
 
 
 def one_sided_p(values: Sequence[float], bound: float, side: int) -> float:

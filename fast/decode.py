@@ -46,7 +46,7 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
     if reason := difference(model) or load(model.lm_head.weight.dtype)[1]:
         return reason
     if not agrees(model):
-        return "model.py computes something else than fast/"
+        return "model.py has changed, and it has not"
     model.__class__ = FastLlama
     return None
 
@@ -148,7 +148,7 @@ def difference(model: Llama) -> str | None:
     for name, module in found.items():
         if expected.pop(name, None) != module:
             module = str(model.get_submodule(name)).partition("\n")[0].removesuffix("(")
-            return f"{name or 'the model'} is not supported: {module}"
+            return f"it does not support {name or 'the model'}: {module}"
     return f"{next(iter(expected))} is missing" if expected else None
 
 

@@ -11,7 +11,7 @@ except ImportError as error:
         raise
 
     def accelerate(model: Llama, samples: int = 1) -> str | None:
-        return "the package fast/ is missing"
+        return "the package is missing"
 
 
 def accelerate_decoding(model: Llama, samples: int, device: torch.device, compiled: bool, wanted: bool | None) -> str:
@@ -29,4 +29,4 @@ def accelerate_decoding(model: Llama, samples: int, device: torch.device, compil
         reason = accelerate(model, samples)
     if wanted and reason:
         raise ValueError(f"--fast: {reason}; use --no-fast")
-    return f", plain: {reason}" if reason else ", tokens computed by fast/"
+    return f", without the C code in fast/: {reason}" if reason else ", tokens computed by fast/"

@@ -131,7 +131,7 @@ def find_checkpoint(where: str | Path | None) -> Path:
         return folder
     found = folder if (folder / CONFIG).is_file() else intact_checkpoint(folder, leave_out=TRAINING_STATE)
     if found is None:
-        problem = "holds no checkpoint" if folder.is_dir() else "is not a directory"
+        problem = "is no run with a checkpoint" if folder.is_dir() else "is not a directory"
         raise ValueError(f"{folder} {problem}; name a run, one of its checkpoints, or a Hugging Face directory")
     return found
 

@@ -76,8 +76,8 @@ def measured_products() -> str:
     """What "auto" has measured on this CPU, to be printed after the dtype; nothing if the dtype was given."""
     if not product_times.cache_info().currsize:
         return ""
-    float32, bfloat16 = (f"{1e3 * seconds:.2f} ms" for seconds in product_times())
-    return f" (a matrix product takes {float32} in float32, {bfloat16} in bfloat16)"
+    float32, bfloat16 = product_times()
+    return f" (bfloat16 is {float32 / bfloat16:.2g} times as fast as float32 here)"
 
 
 def set_up_cpu() -> None:

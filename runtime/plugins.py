@@ -4,6 +4,7 @@ A file is run only if the user names it. A run keeps copies of its files to look
 """
 
 import argparse
+import copy
 import hashlib
 import shlex
 import sys
@@ -14,9 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from config import require
+import torch
+
+from config import ModelConfig, require
 from files import one_line
-from norms import KINDS
+from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 from runtime import distributed
 from runtime.process import bad_input
@@ -29,7 +32,7 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
     """Add `--import` to `parser` and import the files of `arguments`, so that the other flags know their norms."""
     flag: dict[str, Any] = {"dest": "imports", "action": "append", "default": [], "metavar": "FILE.py"}
     parser.add_argument("--import", help="Python file that registers norms or placements; may be repeated", **flag)
-    scan = argparse.ArgumentParser(add_help=False)
+    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--import", nargs="?", **flag)  # `parser` checks for a value
     with bad_input(), distributed.raise_on_all_ranks():
         import_files(filter(None, scan.parse_known_args(arguments)[0].imports))
@@ -57,6 +60,23 @@ def import_files(names: Iterable[str]) -> None:
         digest = hashlib.sha256(source).hexdigest()
         record = {"file": path.name, "sha256": digest, "norms": norms, "placements": placements}
         IMPORTED[path] = (record, source)
+
+
+@torch.no_grad()
+def check_imported_norm(config: ModelConfig) -> None:
+    """Raise ValueError if an imported norm changes the shape or dtype, or if a token sees a later one."""
+    if not any(config.norm in record["norms"] for record in import_records()):
+        return
+    norm, x = build_norm(config.norm, config.dim, **config.norm_args), torch.ones(2, 8, config.dim)
+    x = x.cumsum(1).cumsum(2).sin()  # values that differ
+    y = norm(x)
+    found = f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}"
+    require(found == f"float32 {tuple(x.shape)}", f"--norm {config.norm} turns float32 {tuple(x.shape)} into {found}")
+    changed = x.clone()
+    changed[:, -1] += 1
+    for training in {False, TRAITS[config.norm].causal_in_training}:
+        before, after = (copy.deepcopy(norm).train(training)(tokens)[:, :-1] for tokens in (x, changed))
+        require(torch.equal(before, after), f"--norm {config.norm} lets a token see later ones, which it is to predict")
 
 
 def import_records() -> list[dict[str, Any]]:

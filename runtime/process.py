@@ -137,7 +137,7 @@ class NotFinite(ValueError):
 class Stopped(Exception):
     """A signal asked the run to stop, and it has saved."""
 
-    def __init__(self, signum: int, resume_with: str = "--resume"):
+    def __init__(self, signum: int, resume_with: str):
         super().__init__(f"stopped by {signal.Signals(signum).name}; continue with {resume_with}")
         self.code = 128 + signum
 

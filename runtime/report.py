@@ -134,7 +134,7 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
         *watch_section(folder),
-        "<h2>Last 20 samples</h2>",
+        "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
         preformatted(shlex.join(["python", *run["command"]])),
         folded("Settings", settings_list(run["model"] | run["training"] | run["versions"])),

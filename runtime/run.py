@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import platform
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
 from runtime.device import COMPILE_FLOPS, COMPILE_STEPS, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
-from runtime.plugins import import_records, warn_of_imports
+from runtime.plugins import check_imported_norm, import_records, warn_of_imports
 from runtime.run_dir import (
     RUNS_FOLDER,
     check_not_in_use,
@@ -30,7 +31,7 @@ from runtime.run_dir import (
     read_run_file,
 )
 
-FIXED_ON_RESUME = ("data", "tokenizer", "seed", "batch_size", "optimizer")
+FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")
 
 
 @dataclass
@@ -79,8 +80,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
         check_run_dir(out, existing)
     earlier = read_run_file(out / "run.json") if out and existing else None
     model_config, config = resolve(flags, earlier)
-    if out and earlier:
-        check_same_run(out, earlier, model_config, config)
+    changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
     tokenizer = None
     if config.init_from:
         saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
@@ -89,7 +89,9 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, cache, context, tokenizer)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         same = not earlier or earlier[name]["hash"] == here
-        require(same, f"the {name} of the run in {out} has changed since the run started")
+        require(same, f"the run in {out} was trained with another {name}; --init-from {out} starts a new run with this")
+    if changed and distributed.is_main():
+        print(f"changed: {', '.join(changed)}", file=sys.stderr)
     folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
     device = pick_device(config.device)
     return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data, flags.command, earlier)
@@ -111,6 +113,7 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     device = pick_device(getattr(flags, "device", "auto"))
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model_config, config = configs_from(flags, device.type, given, pretrained, memory)
+    check_imported_norm(model_config)
     device, ranks = pick_device(config.device), distributed.world_size()
     distributed.check_device(device)
     installed = config.log == "none" or find_spec(config.log)
@@ -143,12 +146,12 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
-        shares = f"{ranks} ranks with --micro-batch-size {micro}"
-        raise ValueError(f"--batch-size {config.batch_size} does not divide into {shares}")
+        shares = f" with --micro-batch-size {micro}" if config.batch_size % ranks == 0 else ""
+        raise ValueError(f"--batch-size {config.batch_size} does not divide into {ranks} ranks{shares}")
 
 
-def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig, config: TrainConfig) -> None:
-    """Print options that differ. Raise ValueError if they cannot change, or if the checkpoints are missing."""
+def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig, config: TrainConfig) -> list[str]:
+    """Options that differ. Raises ValueError if they cannot change, or if the checkpoints are missing."""
     fixed, changed, there = [], [], run["model"] | run["training"]
     for name, here in (asdict(model_config) | asdict(config)).items():
         before = there.get(name, FIELDS[name].default)
@@ -163,8 +166,7 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     rows, _ = (read_rows(folder / name) for name in ("metrics.jsonl", "watch.jsonl"))  # refuses damaged ones
     lost = rows and rows[-1]["step"] > config.save_every and not list_checkpoints(folder)
     require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
-    if changed and distributed.is_main():
-        print(f"changed: {', '.join(changed)}", file=sys.stderr)
+    return changed
 
 
 def describe_run(run: Run, parameters: int) -> dict[str, Any]:
@@ -176,6 +178,7 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
         "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},
         "imports": import_records(),
+        "commit": commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": describe(run.device),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
@@ -183,3 +186,14 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "launch": os.environ.get("TORCHELASTIC_RUN_ID"),  # of torchrun's job, which a restart keeps
         "command": run.command,
     }
+
+
+def commit() -> str | None:
+    """The commit of this code, marked if code differs from it. None outside a clone."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True).stdout
+    except FileNotFoundError:  # git is not installed
+        return None
+    return head + "-dirty" * bool(changed) or None

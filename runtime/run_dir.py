@@ -78,6 +78,12 @@ def read_run_file(path: Path) -> dict[str, Any]:
     return run
 
 
+def read_options(path: str | None) -> dict[str, Any] | None:
+    """The options in the run.json that `--config` names, if it is given."""
+    run = read_run_file(Path(path)) if path else {"model": {}, "training": {}}
+    return run["model"] | run["training"] or None
+
+
 def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[str, Any]:
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
     there, here = ({"torch": each["versions"].get("torch")} | each for each in (earlier, run))

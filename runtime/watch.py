@@ -105,8 +105,9 @@ def attach(row: Row, parts: Parts) -> list[RemovableHandle]:
     for name, module in modules(parts).items():
         if isinstance(module, tuple(KINDS.values())):
             hooks.append(record_input(module, f"input_rms.{name}"))
-            if (gain := getattr(module, "weight", None)) is not None:
-                row |= {f"gain_mean.{name}": gain.mean().item(), f"gain_std.{name}": gain.std(correction=0).item()}
+            for parameter, x in module.named_parameters(recurse=False):
+                label = "gain" if parameter == "weight" else parameter
+                row |= {f"{label}_mean.{name}": x.mean().item(), f"{label}_std.{name}": x.std(correction=0).item()}
     if "residual" in parts:
         hooks.append(record_input(parts["residual"], "stream_before"))
         hooks.append(parts["residual"].register_forward_hook(lambda module, args, x: record("stream_after", x)))

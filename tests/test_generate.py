@@ -190,7 +190,7 @@ def test_number_of_tokens_is_limited_by_the_context(model, prompt, tokens, resul
         assert max_new_tokens([1] * prompt, Sampling(tokens=tokens), 48) == result
         assert len(list(stream(model, [1] * prompt, Sampling(tokens=tokens, temperature=0)))) <= result
         return
-    with pytest.raises(ValueError, match=rf"{prompt} tokens.*context of 48"):
+    with pytest.raises(ValueError, match=rf" {prompt} .*context of 48"):
         next(stream(model, [1] * prompt, Sampling(tokens=tokens)))
     assert max_new_tokens([], Sampling(), 100_000) == 256
 
@@ -384,7 +384,7 @@ INVALID_FLAGS = {
     "--min-p 1": "--min-p must be at least 0 and below 1, not 1.0",
     "--tokens 0": "--tokens must be at least 1, not 0",
     "--seed -1": "--seed must be 0 or more, not -1",
-    "--tokens 48": "--tokens 48 after a prompt of 1 tokens exceeds the model's context of 48; use at most 47",
+    "--tokens 48": "--tokens 48 and 1 of the prompt exceed the model's context of 48; use at most 47",
     "--device abacus": "--device 'abacus': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
     "--fast --compile": "--fast: it needs --no-compile; use --no-fast",
 }

@@ -34,8 +34,10 @@ class Finding:
             if self.estimate and self.complete and self.tuned:
                 side = "above" if self.estimate.mean > 0 else "below"
                 return f"ended {abs(self.estimate.mean):.4f} {side}, which a single seed cannot tell from chance"
-            reason = "the best learning rate was not found" if self.complete else "too few pairs of runs"
+            reason = "the best learning rate was not found" if self.complete else "runs diverged or have not ended"
             return f"is not compared ({reason})"
+        if self.estimate.mean == self.estimate.half_width == 0:
+            return "has the same losses"
         size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:
             return f"is {'worse' if self.estimate.mean > 0 else 'better'} by {abs(self.estimate.mean):.4f} ± {size}"
@@ -57,12 +59,14 @@ def compare(
     """
     baseline, *others = bpb
     found: dict[Arm | str, Finding] = {}
-    for key, arms in ({arm: (arm, baseline) for arm in others} | interactions(bpb)).items():
+    differences = {arm: (arm, baseline) for arm in others} | interactions(bpb)
+    for key, arms in differences.items():
         costs = [(regrets or {}).get(arm, 0.0) for arm in arms]
         slack = sum(cost or 0.0 for cost in costs)
         values = list(contrast([bpb[arm] for arm in arms]).values())
         pairs = len(set.intersection(*(set(planned[arm]) for arm in arms)))
-        each = Finding(estimate(values, slack) if values else None, pairs, None not in costs)
+        measured = estimate(values, slack, len(differences)) if values else None
+        each = Finding(measured, pairs, None not in costs)
         found[key] = replace(each, p=each.estimate.p if each.estimate and each.complete and each.tuned else None)
     corrected = holm([1.0 if each.p is None else each.p for each in found.values()])
     return {

@@ -158,7 +158,7 @@ class Grid:
                 same_text = run["corpus"]["hash"] == self.data.corpus_hash
                 require(same_text, f"the text of {name} has changed since it started")
                 imports = check_imports(run)
-                require(not imports, f"{name}: {'; '.join(imports)}")
+                require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 
     # Running.
 
@@ -174,6 +174,7 @@ class Grid:
         free = list(self.devices) * self.jobs
         running: dict[Cell, tuple[subprocess.Popen, str]] = {}
         with stop_requests() as stop, tqdm(total=len(waiting), unit="run", disable=None, dynamic_ncols=True) as bar:
+            bar.write(f"{len(waiting)} runs, {min(len(free), len(waiting))} at a time")
             try:
                 while waiting or running:
                     while waiting and free:

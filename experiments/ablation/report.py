@@ -19,8 +19,9 @@ HOW_TO_READ = (
     "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
     "tests for no difference (paired t test). All p-values of this report are corrected together (Holm); each interval "
     "is for one comparison: an arm whose interval lies between -0.01 and 0.01 is as good as the baseline, up to 0.01. "
-    "`detectable` is the smallest true difference that so many seeds show in four of five experiments. A run diverged "
-    "if its loss was not finite, or ended above that of a uniform prediction.",
+    "`detectable` is the smallest true difference that so many seeds show in four of five experiments, with the "
+    "strictest correction. All of it is about the chance in seeds, not about other texts. A run diverged if its loss "
+    "was not finite, or ended above that of a uniform prediction.",
     f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
     "the easy ones, so their mean is not comparable and has no p.",
 )
@@ -59,7 +60,9 @@ def comparison_section(
         row += [shown(Finding(mean_of(bpb[arm]), len(seeds[arm])), ".4f"), *cells_of(found.get(arm, Finding(None, 0)))]
         rows.append([*row, f"{sum(run.diverged for run in ended)} of {len(ended)}"])
     parts = [f"{arm.name} {finding}" for arm, finding in found.items() if isinstance(arm, Arm)]
-    conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}." if parts else ""
+    each = f"all at learning rate {lrs[baseline]:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
+    about = f"In bits per byte (val_bpb), n = {len(seeds[baseline])}, {each}."
+    conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}. {about}" if parts else ""
     blocks = [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
     if combined := [[name, *cells_of(finding)] for name, finding in found.items() if isinstance(name, str)]:
         blocks += [
@@ -93,11 +96,12 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         "## Learning rates",
         missing(cells, outcomes),
         "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses "
-        f"within {WINDOW:.3f} of the lowest, of at least {POINTS} rates. The regret is what its error is expected to "
-        "cost: intervals are wider by it, and p-values count only what is beyond. Without an optimum, an arm is "
-        "reported at its best rate and has no p-value: another arm may have hit its own more closely. Nor has an arm "
-        "whose reported seeds end, on average, further than that window from the parabola. `--widen 8` adds "
-        "rates and seeds.",
+        f"within {WINDOW:.3f} bits per byte (0.1 nats) of the lowest, of at least {POINTS} rates. The regret is what "
+        "an error of the vertex is expected to cost: intervals are wider by it, and p-values count only what is "
+        f"beyond. If fewer than {POINTS} rates are that close, or the vertex is not among them, no optimum is found. "
+        "The arm is then reported at its best rate and has no p-value, because other arms may be closer to their "
+        "optimum. The same holds if its reported seeds end, on average, further than that from the parabola. "
+        "`--widen 8` adds rates and seeds until an optimum is found.",
         table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows),
     ]
 

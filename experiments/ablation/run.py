@@ -4,6 +4,7 @@ import argparse
 import csv
 import io
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from experiments.ablation.grid import (
 )
 from experiments.ablation.outcome import Arm
 from experiments.ablation.plots import plot_curves, plot_differences
-from experiments.ablation.rates import Optimum
+from experiments.ablation.rates import POINTS, Optimum
 from experiments.ablation.report import comparison_section, introduction, sweep_section
 from files import write_atomically
 from norms import KINDS
@@ -97,6 +98,8 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
     require(not flags.widen or bool(flags.lrs), "--widen needs --lrs, the rates to start from")
     arms = resolve_factors(flags)
+    if flags.lrs and len(flags.lrs) + 1 + flags.widen < POINTS:
+        print(f"warning: an optimum takes at least {POINTS} rates; add some to --lrs, or --widen 8", file=sys.stderr)
     devices = resolve_devices(flags.device) if hasattr(flags, "device") else ("",)
     on_device = [*train_flags, *(["--device", devices[0]] if devices[0] else [])]
     settings = resolve_arms(arms, on_device)
@@ -181,7 +184,7 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
-    write_csv(folder / "runs.csv", [run.row for run in outcomes.values()])
+    write_csv(folder / "runs.csv", [run.row | {"run": cell.name} for cell, run in outcomes.items()])
     summary, *tables = comparison_section(reported, outcomes, optima) if reported else [""]
     tables += sweep_section(sweep, outcomes, optima) if sweep else []
     about = introduction(grid, seeds, command)

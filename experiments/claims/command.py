@@ -2,7 +2,6 @@
 
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from experiments.statistics import holm
 from files import lock_file, write_atomically
 from runtime.device import describe, pick_device
 from runtime.process import bad_input
+from runtime.run import commit
 from runtime.run_dir import LOCK, RUNS_FOLDER
 
 
@@ -36,14 +36,11 @@ RESULTS = Path("results", "claims")
 
 
 def main(arguments: list[str]) -> None:
-    """Test one claim or all. Writes results, CLAIMS.md and claims.html, and continues where it was stopped."""
-    parser = Parser(prog=f"ablate.py {arguments[0]}", description=main.__doc__, allow_abbrev=False)
+    """Test claims and write CLAIMS.md and claims.html. Continues what was stopped; without a NAME, only writes."""
+    parser = Parser(prog="ablate.py claim", description=main.__doc__)
     add = parser.add_argument
-    parser.set_defaults(name=None)
-    if arguments[0] == "claim":
-        add("name", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
+    add("names", nargs="*", metavar="NAME", help=", ".join(CLAIMS))
     add("--scale", help="scale to measure, such as S or gpu (default: all except gpu)")
-    add("--report", action="store_true", help="rewrite the pages from existing results; run nothing")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"results directory (default: {RESULTS})")
     add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
@@ -53,16 +50,18 @@ def main(arguments: list[str]) -> None:
     results, runs = flags.results, RUNS_FOLDER / "claims"
     with bad_input():
         check_sizes(flags, "jobs")
-        chosen = [CLAIMS[flags.name]] if flags.name else list(CLAIMS.values())
-        known = {scale for claim in chosen for scale in claim.protocols}
+        unknown = [name for name in flags.names if name not in CLAIMS]
+        require(not unknown, f"no such claim: {', '.join(unknown)}; choose from {', '.join(CLAIMS)}")
+        chosen = [CLAIMS[name] for name in flags.names]
+        known = {scale for claim in chosen or CLAIMS.values() for scale in claim.protocols}
         scales = {flags.scale} if flags.scale else known - {"gpu"}
         require(scales <= known, f"--scale {flags.scale}: no such scale; choose from {', '.join(sorted(known))}")
         wanted = [(claim, scale) for claim in chosen for scale in claim.protocols if scale in scales]
         devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
-        require(results.is_dir() or not flags.report, f"--results {results}: no such directory")  # mistyped
+        require(bool(wanted) or results.is_dir(), f"--results {results}: no such directory")  # mistyped
         for folder in (runs, results):
             folder.mkdir(parents=True, exist_ok=True)
-    if not flags.report:
+    if wanted:
         lab = Lab(runs, results / "runs.jsonl", flags.jobs, devices, flags.cache_dir, flags.seed, commit())
         with lock_file(runs / LOCK):
             for claim, scale in wanted:
@@ -70,9 +69,9 @@ def main(arguments: list[str]) -> None:
     with bad_input():
         entries = read_entries(CLAIMS, results)
     write_pages(entries, results)
-    for entry in entries:
-        if entry.claim in chosen:
-            print(f"{entry.claim.name}: {entry.verdict}")
+    verdicts = {entry.claim.name: entry.verdict for entry in entries}
+    for name in flags.names or CLAIMS:
+        print(f"{name}: {verdicts.get(name, 'not run')}")
     print(f"see {results.parent.parent / 'CLAIMS.md'}")
 
 
@@ -94,14 +93,6 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
     content = json.loads(file.read_bytes()) if file.exists() else {}
     content[scale] = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
     write_atomically(file, json.dumps(content) + "\n")
-
-
-def commit() -> str | None:
-    """The commit of this code, marked if code differs from it. None outside a clone."""
-    git = ["git", "-C", str(Path(__file__).parents[2])]
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True).stdout
-    return head + "-dirty" * bool(changed) or None
 
 
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:

@@ -81,7 +81,7 @@ def test_large_vocabularies_use_uint32(source, tmp_path):
 def test_a_prepared_corpus_is_reused(source, capfd):
     first = prepare_from(source)
     (folder,) = folders(source)
-    assert capfd.readouterr().err.startswith(f"preparing {folder} from 0.0 MB of text\ntraining a tokenizer")
+    assert capfd.readouterr().err.startswith(f"preparing {folder} from 27 kB of text\ntraining a tokenizer")
     second = prepare_from(source, context=32)  # token files do not depend on it
     assert folders(source) == [folder] and capfd.readouterr() == ("", "")
     assert np.array_equal(first.val, second.val)

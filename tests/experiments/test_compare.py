@@ -55,13 +55,17 @@ def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys):
     """Also for cells of an ablation, and for a norm whose file is not imported. The baseline has a third seed."""
     for seed, bpb in enumerate((2.0, 2.5, 9.0)):
         make(f"abl/cells/{9 - seed}", bpb, seed=seed)
+    Path("abl/runs.csv").write_text("run,seed\n9,0\n8,1\n7,2\n")
     runs = ["abl", *(make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8)))]
     page = compared(*runs)
     p = scipy.stats.ttest_1samp([0.1, 0.3], 0).pvalue
-    assert page.startswith(f"Compared with rmsnorm: mynorm is indistinguishable (+0.2000 ± 1.2706, p = {p:.2g}).\n")
+    assert page.startswith(
+        f"Compared with rmsnorm: mynorm is indistinguishable (+0.2000 ± 1.2706, p = {p:.2g}). In bits"
+    )
     assert "| mynorm | 0.015 | 2.4500 ± 4.4472 (2) | +0.2000 ± 1.2706 (2) |" in page
     assert "| run | seed | norm | step | val_bpb | val_loss | train_loss | tokens | seconds |" in page
     assert "| abl/cells/7 | 2 | rmsnorm | 4 of 4 | 9.0000 | 2.0000 | 3.0000 | 256 | 2 |" in page
+    assert page.index("abl/cells/9") < page.index("abl/cells/8") < page.index("abl/cells/7")  # as the ablation has them
     assert f"{page.splitlines()[0]}\nsee out/compare.html" in capsys.readouterr().out
     html = Path("out/compare.html").read_text("utf-8")
     assert html.index("is indistinguishable") < html.index("<img ") < html.index("<table>")
@@ -87,7 +91,7 @@ def test_runs_without_a_result_and_a_single_seed(make):
     runs = [make("a", 2.0), make("b", 2.5, lr=0.1), make("c", lr=0.2)]
     page = compared(*runs, make("d", last={"step": 3, "not_finite": True}, lr=0.3))
     assert page.startswith("Compared with lr=0.015: lr=0.1 ended 0.5000 above, which a single seed cannot tell from ")
-    assert "lr=0.2 is not compared (too few pairs of runs); lr=0.3 is not compared" in page.splitlines()[0]
+    assert "lr=0.2 is not compared (runs diverged or have not ended); lr=0.3 is not compared" in page.splitlines()[0]
     assert "c has not ended: it is at step 2 of 4, its last val_bpb is 3.2500." in page.splitlines()[0]
     assert "d diverged at step 3 of 4" in page.splitlines()[0]
     again = compared("a", str(shutil.copytree("a", "again")))

@@ -2,16 +2,18 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import bench
-from config import PRESETS
+from config import PRESETS, ModelConfig, TrainConfig
 from experiments.plan import Trace, estimate
+from model import Llama
 from runtime.cards import CARDS
+from runtime.run_dir import write_run_file
 
 GIB = 2**30
 SMALL = "--preset tiny --layers 1 --vocab-size 512 --optimizer adamw"
@@ -69,6 +71,13 @@ def plan(flags: str) -> dict:
     """The row of the model that `flags` describe."""
     (arguments,) = bench.make_config(bench.parse(["plan", *flags.split()])).plans.values()
     return estimate(*arguments)
+
+
+def test_the_model_of_a_run_is_planned(tmp_path):
+    model, training = ModelConfig(dim=64, layers=1), TrainConfig(dtype="float32")
+    write_run_file(tmp_path / "run.json", {"model": asdict(model), "training": asdict(training)})
+    parameters = sum(weight.numel() for weight in Llama(model).parameters())
+    assert plan(f"--config {tmp_path}/run.json")["parameters"] == parameters
 
 
 def test_parts_are_counted_and_ranks_share_them():

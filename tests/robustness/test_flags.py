@@ -31,11 +31,12 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--checkpoint missing": (generate.main, "missing is not a directory; name a run"),
     "--norms nothing": (ablate.main, "nothing"),
     "claim lns --scale cpu": (ablate.main, "--scale cpu: no such scale; choose from 12 blocks, 24 blocks, gpu"),
-    "claims --report --results reslts": (ablate.main, "--results reslts: no such directory"),
+    "claim --results reslts": (ablate.main, "--results reslts: no such directory"),
     "claim lns --scael S": (ablate.main, "did you mean --scale?"),
     "--normss rmsnorm": (ablate.main, "did you mean --norms?"),
     "--max-tokens 3": (generate.main, "unrecognized arguments: --max-tokens 3; did you mean --tokens?"),
     "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
+    "--step 3": (train.main, "did you mean --steps?"),
     "norms --rows 0": (bench.main, "--rows must be at least 1"),
 }
 

@@ -72,7 +72,9 @@ def test_a_signal_while_training(number, code, command, undisturbed, fork, same,
     """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included."""
     child = fork(send_in_step(5, getattr(signal, number)), command)
     assert child.wait() == code, child.text
-    assert re.findall("^error.*", child.text, re.M) == [f"error: stopped by {number}; continue with --resume"]
+    assert re.findall("^error.*", child.text, re.M) == [
+        f"error: stopped by {number}; continue with --resume --out {tmp_path / 'run'}"
+    ]
     assert find_checkpoint(tmp_path / "run").name == "step-000005"
     train.main(["--resume", "--out", str(tmp_path / "run")])
     assert same(tmp_path / "run", undisturbed)

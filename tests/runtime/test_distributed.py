@@ -226,7 +226,7 @@ def test_what_several_ranks_refuse(monkeypatch):
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=3), 2)
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=6), 2)  # a rank's share
     for batch, micro in ((7, 7), (1, 1), (12, 4)):
-        with pytest.raises(ValueError, match=f"{batch} does not divide into 2 ranks with --micro-batch-size {micro}"):
+        with pytest.raises(ValueError, match=f"{batch} does not divide into 2 ranks"):
             check_options(ModelConfig(), TrainConfig(batch_size=batch, micro_batch_size=micro), 2)
     with pytest.raises(ValueError, match="--shard needs several ranks"):
         distributed.resolve_shard(True, True, "float32", 1)

@@ -118,6 +118,21 @@ def test_a_run_asks_for_the_file_again(command, capsys, refused):
         assert warnings == [f"warning: this run was trained with another mynorm.py (SHA-256 {digest[:8]}...)"]
 
 
+@pytest.mark.parametrize(
+    "forward, message",
+    {
+        "return x.mean(1, keepdim=True)": "turns float32 (2, 8, 16) into float32 (2, 1, 16)",
+        "return x.double()": "turns float32 (2, 8, 16) into float64 (2, 8, 16)",
+        "return x - x.mean(1, keepdim=True)": "lets a token see later ones, which it is to predict",
+        "return x - (x.mean(1, keepdim=True) if self.training else 0)": "lets a token see later ones, which it is to",
+    }.items(),
+)
+def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
+    Path("bad.py").write_text(NORM.replace("return x * self.factor", forward))
+    for command in (f"train.py --norm mynorm {TOY}", f"ablate.py --norms rmsnorm mynorm {TOY}"):
+        assert message in refused(call, f"{command} --import bad.py")
+
+
 BAD_FILES = {
     "\n\n1 / 0\n": ", line 3: ZeroDivisionError: division by zero",
     "import sys\nsys.exit(7)\n": ", line 2: SystemExit: 7",

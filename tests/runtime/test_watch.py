@@ -83,9 +83,10 @@ def test_rows_match_float64(norm, placement, tmp_path):
                 if site == "attention":
                     expected = largest_logit(residual.norm(before), exact, layer)
                     assert row["max_logit"] == pytest.approx(expected, rel=TOLERANCE)
-            gain = residual.get_submodule("norm").weight
-            assert row["gain_mean.norm"] == pytest.approx(float(gain.mean()), rel=TOLERANCE)
-            assert row["gain_std.norm"] == pytest.approx(float(gain.std(correction=0)), rel=TOLERANCE)
+            for name, x in residual.get_submodule("norm").named_parameters():
+                name = "gain" if name == "weight" else name
+                assert row[f"{name}_mean.norm"] == pytest.approx(float(x.mean()), rel=TOLERANCE, abs=1e-7)
+                assert row[f"{name}_std.norm"] == pytest.approx(float(x.std(correction=0)), rel=TOLERANCE)
             for name in ("q_proj", "o_proj") if site == "attention" else ("gate_proj", "down_proj"):
                 weight = arguments[0].get_submodule(name).weight
                 assert row[f"grad_rms.{name}"] == pytest.approx(rms(weight.grad), rel=TOLERANCE)

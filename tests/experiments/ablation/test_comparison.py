@@ -108,14 +108,14 @@ def test_the_whole_table_and_its_plot():
     """By hand: the variance of 2, 3, 4 is 1; of 1.5, 2.6, 3.4 it is 0.91; of -0.5, -0.4, -0.6 it is 0.01.
 
     The two values of batchnorm differ by 2, and the two differences are equal. The regrets add 0.1 to 4.3027 · 0.1/√3,
-    and 1.0607 · 0.1/√3 more is detectable. t of what is beyond is 4√3. Its p is 0.0202, times three tests.
+    and (7.6489 + 1.0607) · 0.1/√3 is detectable at 0.05/3. t of what is beyond is 4√3, p 0.0202, times three tests.
     """
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=[1.5, 2.6, 3.4], batchnorm=[1.9, None, 3.9], none=[None] * 3)
     optima = dict.fromkeys((RMSNORM, LAYERNORM, BATCHNORM, NONE), Optimum(0.01, 0.05))
     assert table(comparison_section(list(runs), runs, optima)) == [
         "| norm | placement | lr | val_bpb (n) | paired difference from rmsnorm pre (n) | detectable | p | diverged |",
         "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 (3) | – | – | – | 0 of 3 |",
-        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.4097 | 0.0606 | 0 of 3 |",
+        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.6028 | 0.0606 | 0 of 3 |",
         "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | 1 of 3 |",
         "| none | pre | 0.01 | – | – | – | – | 3 of 3 |",
     ]
@@ -133,10 +133,11 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
         "Compared with rmsnorm pre: layernorm pre is better by 1.0000 ± 0.0248; none pre is worse by 1.0000 ± 0.0248; "
         "dyt pre is indistinguishable (+0.0010 ± 0.0248, p = 1); batchnorm pre is not compared (the best learning "
         "rate was not found); derf pre is indistinguishable (+0.4000 ± 0.9937, p = 0.9); crmsnorm pre is not "
-        "compared (too few pairs of runs)."
+        "compared (runs diverged or have not ended). In bits per byte (val_bpb), n = 3, all at learning rate 0.01."
     )
     corrected = Finding(estimate([0.10, 0.11, 0.12]), 3, p=0.2)
     assert str(corrected) == "may differ (+0.1100 ± 0.0248, p = 0.2)"  # alone, its p is 0.003
+    assert str(Finding(estimate([0.0, 0.0]), 2, p=1.0)) == "has the same losses"
 
 
 def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():

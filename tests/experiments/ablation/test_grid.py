@@ -175,7 +175,9 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
     assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.1"))]
     assert len(rows) == 4 + 2 * 11 and {seed for _, _, seed in rows[4:]} == {"1005", "1006"}
     table = (ablation.grid.folder / "table.md").read_text()
-    assert table.startswith("Compared with rmsnorm pre: dyt pre is indistinguishable (+0.1000 ± 0.6541, p = 0.35).\n")
+    assert table.startswith(
+        "Compared with rmsnorm pre: dyt pre is indistinguishable (+0.1000 ± 0.6541, p = 0.35). In bits per"
+    )
     assert "| dyt | pre | 0.1 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6541 (2) | 0.7230 | 0.3515 |" in table
     assert "| 0.02 | 0.0017 |" in table and "| 0.1 | 0.0172 |" in table and "Partial" not in table
     assert ablation.grid.tune([DYT], ablation.lrs, ablation.seeds, widen=0)[0] == {DYT: Optimum(0.08, None)}
