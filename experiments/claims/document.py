@@ -50,7 +50,7 @@ def primary(entry: Entry) -> str:
 
 def details(entry: Entry) -> str:
     """Verdict, effects, and how they were measured, in Markdown."""
-    p = "" if entry.p is None else f" (p = {entry.p:.2g}, corrected for all trained claims)"
+    p = "" if entry.p is None else f" (p = {entry.p:.3g}, corrected for all trained claims)"
     rules = [
         f"{each.name}: reproduced inside {bounds(each, each.reproduced)}, not reproduced outside "
         f"{bounds(each, each.expected)}."
