@@ -194,6 +194,6 @@ def commit() -> str | None:
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
         changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True).stdout
-    except FileNotFoundError:  # git is not installed
+    except OSError:  # there is no git
         return None
     return head + "-dirty" * bool(changed) or None

@@ -11,7 +11,7 @@ import train
 
 LINES = "".join(f"line {number} of a text, 日本語 and é\n" for number in range(60)).encode()
 REFUSED = {
-    "a.txt": (LINES + b"\xff", f"a.txt: not UTF-8 at byte {len(LINES)}; convert it to UTF-8"),
+    "a.txt": (LINES + b"\xff", f"a.txt: not UTF-8 at byte {len(LINES)}; convert or remove it"),
     "a\nb.txt": (LINES.decode().encode("utf-16"), r"a\\nb.txt: not UTF-8 at byte 0"),
     os.fsdecode(b"\xff.txt"): (b"\xff", r"\\udcff.txt: not UTF-8 at byte 0"),
     "b.txt.gz": (gzip.compress(LINES)[:-9], "b.txt.gz: not a valid gzip file"),

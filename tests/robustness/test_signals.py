@@ -107,6 +107,7 @@ def test_two_signals_that_are_one(ranks, pause, stopped, monkeypatch):
 def test_a_second_interrupt_in_a_notebook_is_a_keyboard_interrupt(monkeypatch):
     """`stop_at_signals` was not called there, and ending the process would lose the notebook's memory."""
     monkeypatch.setattr(process, "SAME_STOP", 0.01)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     with pytest.raises(KeyboardInterrupt), process.stop_requests() as requests:
         signal.raise_signal(signal.SIGINT)
         assert requests == [signal.SIGINT]
