@@ -27,12 +27,13 @@ def write_pages(entries: list[Entry], results: Path) -> None:
         if name not in known:
             continue
         entry, drawn = known[name], plot(known[name])
-        rows.append([title, f"**{entry.verdict}**", primary(entry)])
+        published = prose.partition("Published: ")[2].partition("\n\n")[0].replace("\n", " ")
+        rows.append([title, f"**{entry.verdict}**", primary(entry), published])
         content = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}"
         save_plot(drawn, results / f"{name}.png")
         text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
         html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
-    introduction = introduction.replace("<!-- TABLE -->", table(["claim", "verdict", "primary effect"], rows)).strip()
+    introduction = introduction.replace("<!-- TABLE -->", table(["claim", "verdict", "primary effect", "published"], rows)).strip()
     text[1], top = introduction, results.parent.parent
     write_atomically(top / "CLAIMS.md", "\n\n".join(text) + "\n")
     write_atomically(top / "claims.html", page(TITLE, [markdown(introduction), *html]))
