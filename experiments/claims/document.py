@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from statistics import mean
 
 from matplotlib.figure import Figure
 
@@ -117,7 +118,10 @@ def plot(entry: Entry) -> Figure:
     if trend[0].x is not None:
         panels[0].set(xscale="log", xlabel=claim.over)
     for label, rows in curves.items():
-        panels[1].plot([row["lr"] for row in rows], [row["value"] for row in rows], "o", ms=3, label=label)
+        lrs = sorted({row["lr"] for row in rows})
+        means = [mean(row["value"] for row in rows if row["lr"] == lr) for lr in lrs]
+        (line,) = panels[1].plot(lrs, means, linewidth=1, label=label)
+        panels[1].plot([row["lr"] for row in rows], [row["value"] for row in rows], "o", ms=3, color=line.get_color())
     if curves:
         panels[1].set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
         panels[1].legend(fontsize="x-small")
