@@ -187,7 +187,7 @@ class Trainer:
                 if self.due(config.save_every) or signum:
                     self.save()
                 if signum:
-                    raise Stopped(signum, f"--resume --out {folder}")
+                    raise Stopped(signum, command_to_type("train.py", "--resume", "--out", str(folder)))
                 if self.due(config.eval_every):
                     self.log_evaluation()
         self.print_summary()

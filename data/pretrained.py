@@ -31,7 +31,7 @@ class PretrainedTokenizer(Tokenizer):
         """The end of a document is `eos_token` of tokenizer_config.json. A ValueError names an unusable file."""
         self._files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
         if JSON not in self._files:
-            raise ValueError(f"{directory} holds no {JSON}; AutoTokenizer of transformers reads others and saves one")
+            raise ValueError(f"{directory} holds no {JSON}, which AutoTokenizer of transformers makes from other files")
         try:
             end = json.loads(self._files.get(CONFIG, b"{}")).get("eos_token")
         except (AttributeError, RecursionError, ValueError):

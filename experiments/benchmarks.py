@@ -24,7 +24,7 @@ from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
 from runtime.acceleration import accelerate
 from runtime.device import autocast, peak_memory, pick_device, pick_dtype
-from runtime.run_dir import read_options
+from runtime.run import read_options
 from train import flops_per_token
 
 Call = Callable[[], Any]

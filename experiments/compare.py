@@ -54,9 +54,9 @@ def find_runs(names: list[str]) -> list[Path]:
     """The directories of the runs, with those of each ablation. Raises ValueError if one is neither."""
     found: dict[Path, Path] = {}  # by where each really is
     for folder in map(Path, names):
-        files = sorted(folder.glob("cells/*/run.json"))
+        files = sorted(folder.glob("cells/*/run.json"), key=lambda file: file.stat().st_mtime_ns)
         if files and (folder / "runs.csv").exists():  # it has the baseline first
-            rows = csv.DictReader((folder / "runs.csv").read_text("utf-8").splitlines())
+            rows = csv.DictReader((folder / "runs.csv").read_text("utf-8", "replace").splitlines())
             order = [row.get("run") for row in rows]
             files.sort(key=lambda file: order.index(file.parent.name) if file.parent.name in order else len(order))
         if not files:

@@ -24,8 +24,7 @@ from model import Llama
 from optim import make_optimizers
 from runtime.cards import BEFORE_AMPERE, CARDS
 from runtime.distributed import resolve_shard
-from runtime.run import check_options
-from runtime.run_dir import read_options
+from runtime.run import check_options, read_options
 from train import flops_per_token
 
 GIB = 2**30

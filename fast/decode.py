@@ -46,7 +46,7 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
     if reason := difference(model) or load(model.lm_head.weight.dtype)[1]:
         return reason
     if not agrees(model):
-        return "model.py has changed, and it has not"
+        return "model.py computes something else"
     model.__class__ = FastLlama
     return None
 
@@ -143,7 +143,7 @@ def difference(model: Llama) -> str | None:
     """The first module that is not as in a new pre-norm LLaMA with RMSNorm, in evaluation mode; None if all are."""
     config = model.config
     if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
-        return "fast/ needs --dim, --head-dim and --hidden-dim to be multiples of 16"
+        return "it needs --dim, --head-dim and --hidden-dim to be multiples of 16"
     found, expected = described(model), dict(reference(config))
     for name, module in found.items():
         if expected.pop(name, None) != module:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
 from runtime.device import COMPILE_FLOPS, COMPILE_STEPS, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
-from runtime.plugins import check_imported_norm, import_records, warn_of_imports
+from runtime.plugins import ROOT, check_imported_norm, import_records, warn_of_imports
 from runtime.run_dir import (
     RUNS_FOLDER,
     check_not_in_use,
@@ -89,7 +90,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     data = prepare(config.data, config.tokenizer, model_config.vocab_size, cache, context, tokenizer)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         same = not earlier or earlier[name]["hash"] == here
-        require(same, f"the run in {out} was trained with another {name}; --init-from {out} starts a new run with this")
+        require(same, f"the run in {out} was trained with another {name}; start a new run for this one")
     if changed and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)
     folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
@@ -101,10 +102,7 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
     from runtime.cards import missing_for_compile, warn
 
-    given = pretrained = None
-    if run := earlier or (read_run_file(Path(flags.config)) if flags.config else None):
-        warn_of_imports(run)
-        given = run["model"] | run["training"]
+    given, pretrained = read_options(flags.config, earlier), None
     init_from = getattr(flags, "init_from", "") or (given or {}).get("init_from", "")
     if init_from and not earlier:
         directory = find_checkpoint(init_from)  # verified before the text is prepared
@@ -113,9 +111,9 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     device = pick_device(getattr(flags, "device", "auto"))
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model_config, config = configs_from(flags, device.type, given, pretrained, memory)
-    check_imported_norm(model_config)
     device, ranks = pick_device(config.device), distributed.world_size()
     distributed.check_device(device)
+    check_imported_norm(model_config, device)
     installed = config.log == "none" or find_spec(config.log)
     require(bool(installed), f"--log {config.log} needs the package {config.log}: pip install {config.log}")
     dtype = str(pick_dtype(config.dtype, device, config.shard and ranks > 1)).removeprefix("torch.")
@@ -132,6 +130,15 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model_config, config, ranks)
     return model_config, config
+
+
+def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The options of `run` or of the run.json that `--config` names. Prints which of its imports have changed."""
+    if not (run or config):
+        return None
+    run = run or read_run_file(Path(config or ""))
+    warn_of_imports(run)
+    return run["model"] | run["training"]
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
@@ -190,10 +197,9 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this code, marked if code differs from it. None outside a clone."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "*.py", "*.c"], capture_output=True, text=True).stdout
-    except OSError:  # there is no git
+    git = ["git", "-C", str(ROOT)]
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]
+    if not (ROOT / ".git").exists() or not which("git"):
         return None
-    return head + "-dirty" * bool(changed) or None
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return head + "-dirty" * bool(subprocess.run(status, capture_output=True).stdout) or None

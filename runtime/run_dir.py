@@ -78,12 +78,6 @@ def read_run_file(path: Path) -> dict[str, Any]:
     return run
 
 
-def read_options(path: str | None) -> dict[str, Any] | None:
-    """The options in the run.json that `--config` names, if it is given."""
-    run = read_run_file(Path(path)) if path else {"model": {}, "training": {}}
-    return run["model"] | run["training"] or None
-
-
 def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[str, Any]:
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
     there, here = ({"torch": each["versions"].get("torch")} | each for each in (earlier, run))
@@ -91,9 +85,9 @@ def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[s
     moved = [f"{name} {there[name]}, now {here[name]}" for name in machine if there[name] != here[name]]
     if moved:
         print(f"warning: not the same bits as without the interruption: {'; '.join(moved)}", file=sys.stderr)
-    resumed = [*earlier.get("resumed", []), {"step": step, "command": run["command"]}]
+    resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
-    kept = {name: earlier[name] for name in ("command", "weights_from") if name in earlier}
+    kept = {name: earlier[name] for name in ("command", "commit", "weights_from") if name in earlier}
     return run | kept | {"resumed": resumed, "imports": imports}
 
 

@@ -30,14 +30,15 @@ class Finding:
 
     def __str__(self) -> str:
         """In words: what is shown of the first arm of a difference, compared with the second."""
+        if self.estimate and self.estimate.mean == 0 and not self.estimate.half_width:
+            return "has the same losses"
         if self.p is None or self.estimate is None:
             if self.estimate and self.complete and self.tuned:
                 side = "above" if self.estimate.mean > 0 else "below"
                 return f"ended {abs(self.estimate.mean):.4f} {side}, which a single seed cannot tell from chance"
             reason = "the best learning rate was not found" if self.complete else "runs diverged or have not ended"
+            reason = reason if self.planned else "no seed in common"
             return f"is not compared ({reason})"
-        if self.estimate.mean == self.estimate.half_width == 0:
-            return "has the same losses"
         size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:
             return f"is {'worse' if self.estimate.mean > 0 else 'better'} by {abs(self.estimate.mean):.4f} ± {size}"

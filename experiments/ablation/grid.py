@@ -174,7 +174,8 @@ class Grid:
         free = list(self.devices) * self.jobs
         running: dict[Cell, tuple[subprocess.Popen, str]] = {}
         with stop_requests() as stop, tqdm(total=len(waiting), unit="run", disable=None, dynamic_ncols=True) as bar:
-            bar.write(f"{len(waiting)} runs, {min(len(free), len(waiting))} at a time")
+            if waiting:
+                bar.write(f"{len(waiting)} runs, {min(len(free), len(waiting))} at a time")
             try:
                 while waiting or running:
                     while waiting and free:

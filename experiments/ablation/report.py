@@ -61,7 +61,8 @@ def comparison_section(
         rows.append([*row, f"{sum(run.diverged for run in ended)} of {len(ended)}"])
     parts = [f"{arm.name} {finding}" for arm, finding in found.items() if isinstance(arm, Arm)]
     each = f"all at learning rate {lrs[baseline]:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
-    about = f"In bits per byte (val_bpb), n = {len(seeds[baseline])}, {each}."
+    pairs = sorted({finding.estimate.n for finding in found.values() if finding.estimate})
+    about = f"In bits per byte (val_bpb), n = {' or '.join(map(str, pairs))}, {each}." if pairs else ""
     conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}. {about}" if parts else ""
     blocks = [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
     if combined := [[name, *cells_of(finding)] for name, finding in found.items() if isinstance(name, str)]:

@@ -98,8 +98,6 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
     require(not flags.widen or bool(flags.lrs), "--widen needs --lrs, the rates to start from")
     arms = resolve_factors(flags)
-    if flags.lrs and len(flags.lrs) + 1 + flags.widen < POINTS:
-        print(f"warning: an optimum takes at least {POINTS} rates; add some to --lrs, or --widen 8", file=sys.stderr)
     devices = resolve_devices(flags.device) if hasattr(flags, "device") else ("",)
     on_device = [*train_flags, *(["--device", devices[0]] if devices[0] else [])]
     settings = resolve_arms(arms, on_device)
@@ -122,6 +120,8 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         devices=devices,
     )
     lrs, seeds = sorted({*flags.lrs, config.lr}), range(config.seed, config.seed + flags.seeds)
+    if 1 < len(lrs) < POINTS - flags.widen:
+        print(f"warning: an optimum takes at least {POINTS} rates; add some to --lrs, or --widen 8", file=sys.stderr)
     torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
     planned = [*cells(settings, lrs, seeds), *grid.selection(settings, lrs, config.seed, SELECTION_SEEDS)]
     grid.check(planned)

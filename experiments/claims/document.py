@@ -34,8 +34,9 @@ def write_pages(entries: list[Entry], results: Path) -> None:
         save_plot(drawn, results / f"{name}.png")
         text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
         html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
-    introduction = introduction.replace("<!-- TABLE -->", table(["claim", "verdict", "primary effect", "published"], rows)).strip()
-    text[1], top = introduction, results.parent.parent
+    verdicts = table(["claim", "verdict", "primary effect", "published"], rows)
+    text[1] = introduction = introduction.replace("<!-- TABLE -->", verdicts).strip()
+    top = results.parent.parent
     write_atomically(top / "CLAIMS.md", "\n\n".join(text) + "\n")
     write_atomically(top / "claims.html", page(TITLE, [markdown(introduction), *html]))
 

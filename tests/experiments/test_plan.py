@@ -75,7 +75,7 @@ def plan(flags: str) -> dict:
 
 def test_the_model_of_a_run_is_planned(tmp_path):
     model, training = ModelConfig(dim=64, layers=1), TrainConfig(dtype="float32")
-    write_run_file(tmp_path / "run.json", {"model": asdict(model), "training": asdict(training)})
+    write_run_file(tmp_path / "run.json", {"model": asdict(model), "training": asdict(training), "imports": []})
     parameters = sum(weight.numel() for weight in Llama(model).parameters())
     assert plan(f"--config {tmp_path}/run.json")["parameters"] == parameters
 

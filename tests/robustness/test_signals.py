@@ -17,6 +17,7 @@ import ablate
 import train
 from runtime import process
 from runtime.checkpoint import find_checkpoint
+from runtime.plugins import command_to_type
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).parents[2]
@@ -72,9 +73,8 @@ def test_a_signal_while_training(number, code, command, undisturbed, fork, same,
     """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included."""
     child = fork(send_in_step(5, getattr(signal, number)), command)
     assert child.wait() == code, child.text
-    assert re.findall("^error.*", child.text, re.M) == [
-        f"error: stopped by {number}; continue with --resume --out {tmp_path / 'run'}"
-    ]
+    resume = command_to_type("train.py", "--resume", "--out", str(tmp_path / "run"))
+    assert re.findall("^error.*", child.text, re.M) == [f"error: stopped by {number}; continue with {resume}"]
     assert find_checkpoint(tmp_path / "run").name == "step-000005"
     train.main(["--resume", "--out", str(tmp_path / "run")])
     assert same(tmp_path / "run", undisturbed)

@@ -44,7 +44,7 @@ ENDS = {  # flags, the exit code of every rank, and what rank 0 prints; the othe
     "nonsense": ("--nonsense", 2, "unrecognized arguments: --nonsense"),
     "missing": ("--data missing.txt", 2, "missing.txt"),
     "diverges": ("--norm none --lr 1e9 --clip 0 --warmup 0", 5, "not finite"),
-    "stopped": ("", 143, "stopped by SIGTERM; continue with --resume"),
+    "stopped": ("", 143, "stopped by SIGTERM; continue with python "),
     "in-use": ("", 4, "in use"),
 }
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import ablate
 import generate
 import train
+from config import ModelConfig
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
 from runtime import cards, plugins
@@ -121,16 +123,28 @@ def test_a_run_asks_for_the_file_again(command, capsys, refused):
 @pytest.mark.parametrize(
     "forward, message",
     {
-        "return x.mean(1, keepdim=True)": "turns float32 (2, 8, 16) into float32 (2, 1, 16)",
-        "return x.double()": "turns float32 (2, 8, 16) into float64 (2, 8, 16)",
-        "return x - x.mean(1, keepdim=True)": "lets a token see later ones, which it is to predict",
-        "return x - (x.mean(1, keepdim=True) if self.training else 0)": "lets a token see later ones, which it is to",
+        "return x.mean(1, keepdim=True)": "must return a tensor with the shape and dtype of its input",
+        "return x.double()": "must return a tensor with the shape and dtype of its input",
+        "return x, x": "must return a tensor with the shape and dtype of its input",
+        "return x - x.mean(1, keepdim=True)": "lets a token see later tokens",
+        "return x - (x.mean(1, keepdim=True) if self.training else 0)": "lets a token see later tokens",
     }.items(),
 )
 def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
     Path("bad.py").write_text(NORM.replace("return x * self.factor", forward))
     for command in (f"train.py --norm mynorm {TOY}", f"ablate.py --norms rmsnorm mynorm {TOY}"):
-        assert message in refused(call, f"{command} --import bad.py")
+        assert refused(call, f"{command} --import bad.py").endswith(f"--norm mynorm {message}\n")
+
+
+def test_a_norm_with_dropout_that_knows_its_site_and_is_not_finite_is_tried():
+    source = NORM.replace("factor: float = 0.5", "site: str = ''").replace("self.factor = factor", "self.site = site")
+    x = "x * {'attention': 1, 'mlp': 2, 'final': 3}[self.site]"
+    Path("odd.py").write_text(source.replace("x * self.factor", f"torch.dropout({x}, 0.5, self.training) + x.log()"))
+    forget()
+    plugins.import_files(["odd.py"])
+    state = torch.get_rng_state()
+    plugins.check_imported_norm(ModelConfig(norm="mynorm"), torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 BAD_FILES = {

@@ -133,7 +133,7 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
         "Compared with rmsnorm pre: layernorm pre is better by 1.0000 ± 0.0248; none pre is worse by 1.0000 ± 0.0248; "
         "dyt pre is indistinguishable (+0.0010 ± 0.0248, p = 1); batchnorm pre is not compared (the best learning "
         "rate was not found); derf pre is indistinguishable (+0.4000 ± 0.9937, p = 0.9); crmsnorm pre is not "
-        "compared (runs diverged or have not ended). In bits per byte (val_bpb), n = 3, all at learning rate 0.01."
+        "compared (runs diverged or have not ended). In bits per byte (val_bpb), n = 2 or 3, all at learning rate 0.01."
     )
     corrected = Finding(estimate([0.10, 0.11, 0.12]), 3, p=0.2)
     assert str(corrected) == "may differ (+0.1100 ± 0.0248, p = 0.2)"  # alone, its p is 0.003

@@ -250,7 +250,7 @@ def test_an_excerpt_has_less_training_text_and_the_same_validation_text(lab):
 
 
 @pytest.mark.pictures
-def test_a_claim_writes_its_results_and_both_pages_and_report_writes_the_same(tmp_path, monkeypatch, capsys):
+def test_a_claim_writes_its_results_and_both_pages_and_no_name_writes_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ablate.main(["claim", "prenorm-equivalence"])
     assert "prenorm-equivalence: exact" in capsys.readouterr().out
