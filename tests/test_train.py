@@ -435,7 +435,7 @@ def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_it
     for flag in ("--resume", "--eval-only"):
         with pytest.raises(SystemExit) as excinfo:
             train.main([flag, "--out", str(run)])
-        assert excinfo.value.code == 2 and "was trained with another corpus; --init-from" in capsys.readouterr().err
+        assert excinfo.value.code == 2 and "was trained with another corpus; start a new run" in capsys.readouterr().err
 
 
 def test_a_resumed_run_keeps_its_first_command(command):
