@@ -71,13 +71,15 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
 def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",)) -> Figure:
     """Each arm's mean training loss and val_bpb over the steps that all its runs logged, or over tokens or seconds.
 
-    About ten points of a line have markers, so that a single one is seen. The line of an arm with a diverged run ends
-    with a cross.
+    A metric that no arm has at two steps is left out. About ten points of a line have markers. The line of an arm with
+    a diverged run ends with a cross.
     """
     arms = by_arm(runs)
-    figure = Figure(figsize=(6.8, 1 + 3 * len(units) * len(METRICS) + 0.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(len(units) * len(METRICS), 1, sharex=len(units) == 1)
-    for axes, (unit, metric) in zip(panels, product(units, METRICS), strict=True):
+    metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
+    metrics = metrics or list(METRICS)
+    figure = Figure(figsize=(6.8, 1 + 3 * len(units) * len(metrics) + 0.2 * len(arms)), layout="constrained")
+    panels = figure.subplots(len(units) * len(metrics), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
+    for axes, (unit, metric) in zip(panels, product(units, metrics), strict=True):
         for arm, look in looks(arms).items():
             points = curve(arms[arm], metric, unit)
             every = len(points) // 10 + 1

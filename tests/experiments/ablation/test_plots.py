@@ -72,6 +72,8 @@ def test_an_arm_with_a_diverged_run_is_marked_with_a_cross_and_has_no_mean():
 
 def test_curves_are_means_over_the_steps_that_all_runs_logged():
     outcomes = [*runs(RMS, 2.0, 2.5), *runs(LAYER, 2.0, 2.5)]
+    for run in outcomes[:3]:
+        run.log.insert(1, {"step": 10, "val_bpb": 3.0})
     outcomes[3].log[2:] = [{"step": 25, "not_finite": True}]
     outcomes[3] = Outcome(LAYER, 0.01, 1, True, 25, None, None, None, None, None, outcomes[3].log)
     train, val = plot_curves(outcomes, "title").axes[:2]
@@ -79,12 +81,14 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
     assert drawn(train, "X") == [[(20, 9.0)]] and drawn(val, "X") == []
 
 
-def test_a_single_evaluation_is_seen():
-    """A line through one point would be nothing: there is a marker."""
-    _, val = plot_curves([*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)], "title").axes
-    assert drawn(val, "o") == [[(40, pytest.approx(2.05))], [(40, pytest.approx(2.6))]]
-    low, high = val.get_xlim()
-    assert low < 10 and high > 40
+def test_single_evaluations_have_no_panel():
+    """One point is no curve; it is in the table."""
+    outcomes = [*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)]
+    assert len(plot_curves(outcomes, "title").axes) == 1
+    for run in outcomes:
+        run.log.insert(2, {"step": 20, "val_bpb": 3.0})
+    _, val = plot_curves(outcomes, "title").axes
+    assert drawn(val, "o") == [[(20, 3.0), (40, pytest.approx(2.05))], [(20, 3.0), (40, pytest.approx(2.6))]]
 
 
 @pytest.mark.parametrize(
