@@ -134,9 +134,10 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
 
 def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """The options of `run` or of the run.json that `--config` names. Prints which of its imports have changed."""
-    if not (run or config):
+    if config and not run:
+        run = read_run_file(Path(config))
+    if not run:
         return None
-    run = run or read_run_file(Path(config or ""))
     warn_of_imports(run)
     return run["model"] | run["training"]
 

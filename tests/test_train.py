@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,6 +37,9 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 def text(text: Path, tmp_path: Path) -> Path:
     """A copy, which a test may change."""
     return Path(shutil.copy(text, tmp_path))
+
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -438,11 +442,19 @@ def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_it
         assert excinfo.value.code == 2 and "was trained with another corpus; start a new run" in capsys.readouterr().err
 
 
+def test_a_run_continues_with_its_text_at_another_place(command, text, capsys):
+    run = command("--steps 1")
+    command(f"--resume --steps 2 --data {shutil.copy(text, text.with_name('moved.txt'))}")
+    assert f"{run}, from step 1\n" in capsys.readouterr().out and read_metrics(run)[-1]["step"] == 2
+
+
 def test_a_resumed_run_keeps_its_first_command(command):
     for flags in ("--steps 1", "--steps 2 --resume", "--steps 3 --resume"):
         run = command(flags)
     last = json.loads((run / "run.json").read_text())
     commands = [last["command"], *(each["command"] for each in last["resumed"])]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert all((each["commit"] or "")[:12] == head[:12] for each in (last, *last["resumed"]))
     assert {each[0] for each in commands} == {"train.py"} and [each["step"] for each in last["resumed"]] == [1, 2]
     assert [each[each.index("--steps") + 1 :] for each in commands] == [["1"], ["2", "--resume"], ["3", "--resume"]]
 

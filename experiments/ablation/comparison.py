@@ -36,8 +36,9 @@ class Finding:
             if self.estimate and self.complete and self.tuned:
                 side = "above" if self.estimate.mean > 0 else "below"
                 return f"ended {abs(self.estimate.mean):.4f} {side}, which a single seed cannot tell from chance"
-            reason = "the best learning rate was not found" if self.complete else "runs diverged or have not ended"
-            reason = reason if self.planned else "no seed in common"
+            reason = "runs diverged or have not ended" if self.planned else "no seed in common"
+            if self.complete:
+                reason = "the best learning rate was not found"
             return f"is not compared ({reason})"
         size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:
