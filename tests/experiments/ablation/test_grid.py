@@ -159,6 +159,13 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
 # --- learning rates --------------------------------------------------------------------------------------------------
 
 
+def test_fewer_rates_than_an_optimum_takes_are_warned_of(resolve, capsys):
+    """The fifth rate is that of --lr."""
+    for lrs, warned in (("0.1 0.2 0.4", True), ("0.1 0.2 0.4 --widen 1", False), ("0.1 0.2 0.4 0.8", False)):
+        resolve(f"--norms rmsnorm --lrs {lrs}")
+        assert ("warning: an optimum takes at least 5 rates" in capsys.readouterr().err) == warned
+
+
 def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(resolve, undrawn):
     """All runs have ended, so nothing is trained. Two seeds lie around a parabola: the regrets are those of scipy.
 
