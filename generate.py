@@ -89,7 +89,8 @@ class Options(Sampling):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from runtime.acceleration import accelerate_decoding  # training, which samples too, needs neither
+    from runtime.acceleration import accelerate_decoding  # training, which samples too, needs none of these
+    from runtime.cards import check_compile
     from runtime.decoding import compile_decoding
 
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
@@ -108,10 +109,11 @@ def main(arguments: list[str] | None = None) -> None:
             max_new_tokens(ids, options, model.config.context)
             cast_matrices(model, dtype)
             decoder = accelerate_decoding(model, options.samples, device, options.compile, options.fast)
+            if options.compile:
+                check_compile(device)
+                compile_decoding(model)
         format = str(dtype).removeprefix("torch.") + measured_products()
         print(f"{checkpoint} on {device} in {format}{decoder}", file=sys.stderr)
-        if options.compile:
-            compile_decoding(model)
         with autocast(device, dtype):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop)
             print_samples(prompt, stream, options.samples)

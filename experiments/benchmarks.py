@@ -23,6 +23,8 @@ from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
 from runtime.acceleration import accelerate
+from runtime.cards import check_compile
+from runtime.decoding import compile_decoding
 from runtime.device import autocast, peak_memory, pick_device, pick_dtype
 from runtime.run import read_options
 from train import flops_per_token
@@ -81,6 +83,8 @@ def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Na
     device = pick_device(train_flags.get("device", "auto"))
     model, train = configs_from(argparse.Namespace(**train_flags), device.type, read_options(train_flags["config"]))
     dtype = pick_dtype(train.dtype, device)
+    if train.compile:
+        check_compile(device)
     return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
@@ -134,6 +138,8 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
     for kind in sorted(kind for kind in KINDS if not TRAITS[kind].identity):
         with suppress(ValueError):
             norms[kind] = build_norm(kind, dim)
+    if compiled:
+        check_compile(device)
     for kind in ("rmsnorm", "layernorm") if compiled else ():  # those that PyTorch has a kernel for
         norms[f"{kind}, compiled"] = build_norm(kind, dim)
         norms[f"{kind}, compiled"].compile()
@@ -238,16 +244,19 @@ def compare_growth(axis: str, measured: dict[int, dict[str, float]]) -> list[dic
 
 
 def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
-    """Measure greedy generation, plain and fast, compared with the time to read the weights once per token."""
+    """Measure greedy generation: plain, by fast/, and with --compile, against reading the weights once per token."""
     tokens = min(config.tokens, config.model.context - 1)
     size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
-    for name in ("plain", "fast") if device.type == "cpu" else ("plain",):
+    others = {"fast": device.type == "cpu", "compiled": config.train.compile}
+    for name in ["plain", *(other for other, wanted in others.items() if wanted)]:
         model = Llama(config.model).to(device).eval()
         cast_matrices(model, config.dtype)
         if name == "fast" and accelerate(model, config.samples):
-            break
+            continue
+        if name == "compiled":
+            compile_decoding(model)
         for samples in sorted({1, config.samples}):
             prompts = torch.zeros(samples, 1, dtype=torch.int64)
             calls[f"{name} {samples}"] = partial(generate, model, prompts, tokens=tokens, temperature=0)

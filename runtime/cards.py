@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from files import BadInput
+
 
 @dataclass(frozen=True)
 class Card:
@@ -141,3 +143,9 @@ def missing_for_compile(device: torch.device) -> str:
         return f"a compiler: {' or '.join(compilers)}, or one that {variable} names"
     header = Path(sysconfig.get_path("include"), "Python.h")  # which the generated code includes
     return "" if header.exists() else f"Python's headers, which are not in {header.parent}"
+
+
+def check_compile(device: torch.device) -> None:
+    """Raise BadInput if this machine lacks what `torch.compile` needs."""
+    if missing := missing_for_compile(device):
+        raise BadInput(f"--compile needs {missing}; or use --no-compile")

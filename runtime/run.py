@@ -100,7 +100,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
 
 def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
     """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
-    from runtime.cards import missing_for_compile, warn
+    from runtime.cards import check_compile, missing_for_compile, warn
 
     given, pretrained = read_options(flags.config, earlier), None
     init_from = getattr(flags, "init_from", "") or (given or {}).get("init_from", "")
@@ -122,8 +122,9 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
         step_flops = 6 * model_config.weights * config.batch_size * model_config.context
         long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
         compiled = long.get(device.type, False)
-    if compiled and (missing := missing_for_compile(device)):
-        require(not config.compile, f"--compile needs {missing}; or use --no-compile")
+    if config.compile:
+        check_compile(device)
+    elif compiled and (missing := missing_for_compile(device)):
         warn(f"not compiled: torch.compile needs {missing}")
         compiled = False
     shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)

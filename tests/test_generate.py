@@ -395,6 +395,12 @@ def test_invalid_input_is_one_line_with_exit_code_2(run, refused, flags, message
     assert message in refused(command.main, ["--checkpoint", str(run), "--device", "cpu", *flags.split()])
 
 
+def test_compiling_without_a_compiler_is_refused(run, refused, monkeypatch):
+    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "a compiler")
+    line = refused(command.main, ["--checkpoint", str(run), "--device", "cpu", "--compile"])
+    assert line == "error: --compile needs a compiler; or use --no-compile\n"
+
+
 def test_invalid_prompts_are_refused(run, refused, monkeypatch):
     common = ["--checkpoint", str(run), "--device", "cpu"]
     line = refused(command.main, [*common, "--prompt", "x" * 48])

@@ -78,14 +78,22 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "generate", generate)
     monkeypatch.setattr(benchmarks, "accelerate", lambda model, samples: None)
-    timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0})
-    report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3", tmp_path / "report.json")
+    monkeypatch.setattr(benchmarks, "check_compile", lambda device: None)
+    timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0, "compiled": 0.5})
+    report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()
     timed["plain 3"]()
     assert read == [pytest.approx(4 * MATRICES, rel=0.01)]
     assert prompts == [(3, {"tokens": 15, "temperature": 0})]  # greedily, as many tokens as the context holds
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
-    assert found == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
+    assert found == [
+        ("plain", 1, 8, 30),
+        ("plain", 3, 22, 90),
+        ("fast", 1, 15, 30),
+        ("fast", 3, 45, 90),
+        ("compiled", 1, 30, 30),
+        ("compiled", 3, 90, 90),
+    ]
 
 
 def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):
