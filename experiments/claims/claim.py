@@ -59,6 +59,11 @@ class Effect:
     def judged(self) -> bool:
         return self.reproduced != ANYTHING
 
+    @property
+    def label(self) -> str:
+        """The name as it is shown: a difference of logarithms is a ratio."""
+        return self.name.replace(" − ", " / ") if self.ratio else self.name
+
 
 def difference(arm: str, baseline: str, **more: Any) -> Effect:
     return Effect(f"{arm} − {baseline}", {arm: 1, baseline: -1}, **more)

@@ -44,7 +44,7 @@ def write_pages(entries: list[Entry], results: Path) -> None:
 def primary(entry: Entry) -> str:
     """The judged effects at each scale."""
     return "; ".join(
-        f"{effect.name}, {scale}: {shown(effect, judgment.found[effect.name])}"
+        f"{effect.label}, {scale}: {shown(effect, judgment.found[effect.name])}"
         for scale, judgment in entry.judgments.items()
         for effect in entry.claim.effects
         if effect.judged and effect.name in judgment.found
@@ -55,7 +55,7 @@ def details(entry: Entry) -> str:
     """Verdict, effects, and how they were measured, in Markdown."""
     p = "" if entry.p is None else f" (p = {entry.p:.3g}, corrected for all trained claims)"
     rules = [
-        f"{each.name}: reproduced inside {bounds(each, each.reproduced)}, not reproduced outside "
+        f"{each.label}: reproduced inside {bounds(each, each.reproduced)}, not reproduced outside "
         f"{bounds(each, each.expected)}."
         for each in entry.claim.effects
         if each.judged
@@ -65,7 +65,7 @@ def details(entry: Entry) -> str:
         for effect in (each for each in entry.claim.effects if each.name in judgment.found):
             found = judgment.found[effect.name]
             least = None if isinstance(found, str) or effect.ratio else found.detectable
-            rows.append([effect.name, scale, shown(effect, found), NONE if least is None else f"{least:.2g}"])
+            rows.append([effect.label, scale, shown(effect, found), NONE if least is None else f"{least:.2g}"])
         by, measured = entry.content[scale]["environment"], entry.content[scale]["measured"]
         commits = sorted({*by["commits"], *(row["commit"] for row in measured.get("search", []))})
         alone = "" if entry.p is None else " before the correction"
@@ -89,7 +89,7 @@ def shown(effect: Effect, found: Estimate | str) -> str:
         return found
     if effect.ratio:
         middle, low, high = map(math.exp, (found.mean, found.low, found.high))
-        return f"{middle:.3g} [{low:.3g}, {high:.3g}] (n = {found.n})"
+        return f"{middle:#.3g} [{low:#.3g}, {high:#.3g}] (n = {found.n})"
     return f"{found:+.3g} (n = {found.n})"
 
 
@@ -114,7 +114,7 @@ def plot(entry: Entry) -> Figure:
             low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
             x = scale if effect.x is None else effect.x
             panels[0].errorbar([x], middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
-    name = trend[0].name if len(trend) == 1 else claim.across
+    name = trend[0].label if len(trend) == 1 else claim.across
     panels[0].set(yscale="log" if trend[0].ratio else "linear", ylabel=name)
     if trend[0].x is not None:
         panels[0].set(xscale="log", xlabel=claim.over)
