@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, get_origin, get_type_hints
 
 import torch
@@ -75,11 +74,6 @@ def _check_choices(config: Any) -> None:
             raise ValueError(f"unknown {flag_name(option.name)} {value!r}; choose from {', '.join(choices)}")
 
 
-def match_case(text: str, choices: Collection[str]) -> str:
-    """The choice that differs from `text` in capitals at most, such as rmsnorm for RMSNorm; `text` if there is none."""
-    return text if text in choices else next((name for name in choices if name.lower() == text.lower()), text)
-
-
 def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
     """Raise ValueError, naming the flag, unless each field is None or from 1 to `most`."""
     for name in names:
@@ -135,16 +129,16 @@ class ModelConfig:
             object.__setattr__(self, "init", PLACEMENTS[self.placement].init)
         _check_choices(self)
         check_sizes(self, "dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
+        require(self.context > 1, "--context must be at least 2, not 1")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden_dim is None:
             object.__setattr__(self, "hidden_dim", math.ceil(self.dim * 8 / 3 / 32) * 32)
-        name = "--head-dim"
         if self.head_dim is None:
             require(self.dim % self.heads == 0, f"--dim {self.dim} is not divisible by --heads {self.heads}")
             object.__setattr__(self, "head_dim", self.dim // self.heads)
-            name = f"--dim {self.dim} / --heads {self.heads}"
-        require(self.head_dim % 2 == 0, f"{name} is odd: RoPE rotates pairs of features")
+        odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
+        require(self.head_dim % 2 == 0, odd)
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         for name in ("rope_theta", "embedding_scale"):
             value = getattr(self, name)
@@ -160,13 +154,6 @@ class ModelConfig:
         check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
-
-    @property
-    def weights(self) -> int:
-        """The number of weights in all matrices: everything except the norms' parameters."""
-        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
-        tables = 1 if self.tie_embeddings else 2
-        return self.layers * (attention + 3 * self.dim * self.hidden_dim) + tables * self.vocab_size * self.dim
 
 
 @dataclass(frozen=True)
@@ -229,7 +216,6 @@ class TrainConfig:
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
-        require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed", "watch"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
@@ -329,9 +315,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
             argument = {"action": "append", "metavar": "KEY=VALUE"}
         elif get_origin(kind) is list:
             argument = {"nargs": "+", "metavar": "NAME|PATH"}
-        elif "choices" in option.metadata:
-            argument["type"] = partial(match_case, choices=option.metadata["choices"])
-        else:
+        elif "choices" not in option.metadata:
             argument["metavar"] = kind.__name__.upper()
         argument |= {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
         if default not in (None, ""):

@@ -57,7 +57,6 @@ class Sampling:
         require(self.top_k >= 0, f"--top-k must be at least 1, or 0 for all, not {self.top_k}")
         require(0 < self.top_p <= 1, f"--top-p must be above 0 and at most 1, not {self.top_p}")
         require(0 <= self.min_p < 1, f"--min-p must be at least 0 and below 1, not {self.min_p}")
-        require(self.seed >= 0, f"--seed must be 0 or more, not {self.seed}")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -77,9 +76,7 @@ class Options(Sampling):
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
-    fast: bool = option(
-        None, "compute tokens with the C code in fast/ (default: on a CPU without --compile, if it can)"
-    )
+    fast: bool = option(True, "on a CPU and without --compile, use the C code in fast/ if it can compute this model")
     compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for it")
 
     def __post_init__(self) -> None:
@@ -108,7 +105,8 @@ def main(arguments: list[str] | None = None) -> None:
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)
             cast_matrices(model, dtype)
-            decoder = accelerate_decoding(model, options.samples, device, options.compile, options.fast)
+            by_c = options.fast and device.type == "cpu" and not options.compile
+            decoder = accelerate_decoding(model, options.samples) if by_c else ""
             if options.compile:
                 check_compile(device)
                 compile_decoding(model)
@@ -121,7 +119,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def read_prompt(prompt: str) -> str:
     """The text of `--prompt`, from standard input for "-"."""
-    require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
         return raw.decode()
@@ -315,11 +312,9 @@ def stream_text(
 
 def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> str:
     """`prompt` and one sample that continues it, as long as the context allows. The model may be in training mode."""
-    ids = torch.tensor(prompt or [tokenizer.end_of_document])
-    room = model.config.context - len(ids)
-    if room > 0:
-        options = vars(sampling) | {"tokens": min(sampling.tokens or DEFAULT_TOKENS, room)}
-        ids = generate(model, ids, tokenizer.end_of_document, **options)
+    room = model.config.context - len(prompt)
+    options = vars(sampling) | {"tokens": min(sampling.tokens or DEFAULT_TOKENS, room)}
+    ids = generate(model, prompt, tokenizer.end_of_document, **options)
     return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
 
 

@@ -27,17 +27,14 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     hidden = hidden_matrices(model)
     hidden_ids = {id(weight) for weight in hidden}
     others = [weight for weight in model.parameters() if id(weight) not in hidden_ids]
+    muon = config.optimizer == "muon"
     decay = {"params": hidden, "weight_decay": config.weight_decay, "lr_ratio": 1.0}
-    no_decay = {"params": others, "weight_decay": 0.0, "lr_ratio": 1.0}
-    if config.optimizer == "muon":
-        no_decay["lr_ratio"] = ADAMW_LR_RATIO
-        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        return [Muon([decay], config.lr, config.momentum, dtype), make_adamw([no_decay], config.lr)]
-    return [make_adamw([no_decay, decay], config.lr)]
-
-
-def make_adamw(groups: list[dict[str, Any]], lr: float) -> AdamW:
-    return AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
+    no_decay = {"params": others, "weight_decay": 0.0, "lr_ratio": ADAMW_LR_RATIO if muon else 1.0}
+    adamw = AdamW([no_decay] if muon else [no_decay, decay], config.lr, betas=(0.9, 0.95), fused=True)
+    if not muon:
+        return [adamw]
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    return [Muon([decay], config.lr, config.momentum, dtype), adamw]
 
 
 def hidden_matrices(model: Llama) -> list[Tensor]:

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,8 @@ def train(**options: Any) -> Trained:
 
 def execute(run: Run) -> "Trainer":
     """Train a resolved run. Its folder is locked meanwhile."""
-    with distributed.held_by_main(lock_file(run.folder / LOCK)):
+    with ExitStack() as lock:
+        distributed.from_main(lock.enter_context, lock_file(run.folder / LOCK))
         with bad_input():
             distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
             distributed.from_main(clear_unfinished, run.folder)
@@ -179,8 +180,6 @@ class Trainer:
             while self.step < config.steps:
                 self.update(learning_rate(config, self.step))
                 self.step += 1
-                if config.compile and self.step == self.first + 1 and distributed.is_main():
-                    self.bar.write(f"first step, with compilation: {time.perf_counter() - self.lap_started:.0f} s")
                 if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                     self.log_training()
                 signum = distributed.all_reduce_max(stop[0] if stop else 0)
@@ -226,7 +225,8 @@ class Trainer:
     def accumulate_gradients(self) -> Tensor:
         """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
         run, config = self.run, self.run.config
-        torch.manual_seed(distributed.seed(config.seed + 1_000_003 * self.step))  # the same dropout in a resumed run
+        # A resumed run has the same dropout. Rank 0 has that of a single process.
+        torch.manual_seed(config.seed + 1_000_003 * self.step + (distributed.rank() << 48))
         rows = distributed.rows(config.batch_size)
         batch = training_batch(run.data.train, config.seed, self.step, rows, run.model_config.context)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)

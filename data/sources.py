@@ -30,7 +30,7 @@ def find_files(name: str, cache_dir: Path) -> list[Path]:
     """The files behind `python`, `shakespeare` or a path, in an order that is deterministic.
 
     A folder is searched recursively. Names that begin with a dot are skipped, and so are binary files other than
-    .parquet: like git, it looks for a NUL in the first 8 KB. Raises ValueError if there are no files.
+    .parquet: like git, it looks for a NUL in the first 8 KB. Raises ValueError if there is no such file.
     """
     if name == "python":
         return _standard_library()
@@ -38,10 +38,7 @@ def find_files(name: str, cache_dir: Path) -> list[Path]:
         return [_download_shakespeare(cache_dir)]
     path = Path(name)
     if path.is_dir():
-        files = [file for file in _walk(path) if file.suffix == ".parquet" or _looks_like_text(file)]
-        if not files:
-            raise ValueError(f"--data {name}: no text files in this folder")
-        return files
+        return [file for file in _walk(path) if file.suffix == ".parquet" or _looks_like_text(file)]
     if not path.is_file():  # the text is read twice, so a pipe does not do
         raise ValueError(f"--data {name}: no such file or folder; pass python, shakespeare or a path")
     return [path]

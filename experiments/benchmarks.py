@@ -5,6 +5,7 @@ minutes at a time. Ratios within one report are reliable; milliseconds of two re
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -88,10 +89,10 @@ def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Na
     return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
-def time_alternately(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
+def time_alternately(calls: dict[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
     """Median seconds of each call, over rounds that make each call once."""
     synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
     for _ in range(WARMUP_ROUNDS + rounds):
         for name, call in calls.items():
             synchronize()
@@ -157,34 +158,24 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor
 
 def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
     """Measure a training step, compared with the speed of matrix products alone."""
-    step = measure_step(config.model, config.train, device, config.dtype, config.rounds)
-    bound = step["product"] / step["flops_per_token"]
-    row = {"tokens/s": round(step["speed"]), "upper bound": round(bound), "fraction": step["speed"] / bound}
-    return {
-        "dtype": str(config.dtype),
-        "upper bound": f"tokens/s if all matrix products ran at {step['product'] / 1e12:.3g} TFLOP/s, as large ones do",
-        "fraction": "of that upper bound",
-        "rows": [row | {"memory, MB": step["memory"] / 1e6}],
-    }
-
-
-def measure_step(
-    model_config: ModelConfig, config: TrainConfig, device: torch.device, dtype: torch.dtype, rounds: int
-) -> dict[str, float]:
-    """Tokens/s and peak memory of a training step on random tokens, FLOPs per token, FLOP/s of a matrix product."""
-    before = peak_memory(device)
-    model = Llama(model_config).to(device)
-    step = training_step(model, config, dtype)
+    before, size = peak_memory(device), PRODUCT_SIZE[device.type]
+    model = Llama(config.model).to(device)
+    step = training_step(model, config.train, config.dtype)
     step()
     step()  # with the optimizers' state
-    memory, size = peak_memory(device) - before, PRODUCT_SIZE[device.type]
-    matrix = torch.randn(size, size, device=device, dtype=dtype)
-    seconds = time_alternately({"step": step, "product": partial(torch.mm, matrix, matrix)}, rounds, device)
+    memory = peak_memory(device) - before
+    matrix = torch.randn(size, size, device=device, dtype=config.dtype)
+    calls: dict[str, Call] = {"step": step, "product": partial(torch.mm, matrix, matrix)}
+    seconds = time_alternately(calls, config.rounds, device)
+    product = 2 * size**3 / seconds["product"]  # FLOP/s
+    speed = config.train.micro_batch_size * config.model.context / seconds["step"]
+    bound = product / flops_per_token(model)
+    row = {"tokens/s": round(speed), "upper bound": round(bound), "fraction": speed / bound}
     return {
-        "speed": config.micro_batch_size * model_config.context / seconds["step"],
-        "memory": memory,
-        "flops_per_token": flops_per_token(model),
-        "product": 2 * size**3 / seconds["product"],
+        "dtype": str(config.dtype),
+        "upper bound": f"tokens/s if all matrix products ran at {product / 1e12:.3g} TFLOP/s, as large ones do",
+        "fraction": "of that upper bound",
+        "rows": [row | {"memory, MB": memory / 1e6}],
     }
 
 
@@ -223,30 +214,25 @@ def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
     """Measure a training step against width, depth, context and batch size, compared with a prediction."""
     rows, dtype = [], torch.bfloat16 if device.type == "cuda" else torch.float32
     for axis, values in AXES.items():
-        measured = {}
+        steps, work = {}, {}
         for value in values:
             dim, layers, context, batch_size = (SHAPE | {axis: value}).values()
-            model = ModelConfig(dim=dim, layers=layers, heads=max(1, dim // 64), context=context)
-            train = TrainConfig(batch_size=batch_size, optimizer="adamw")
-            measured[value] = measure_step(model, train, device, dtype, config.rounds)
-        rows += compare_growth(axis, measured)
+            model = Llama(ModelConfig(dim=dim, layers=layers, heads=max(1, dim // 64), context=context)).to(device)
+            steps[value] = training_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), dtype)
+            work[value] = batch_size * context, flops_per_token(model)
+        seconds, base = time_alternately(steps, config.rounds, device), SHAPE[axis]
+        flops_per_second = math.prod(work[base]) / seconds[base]
+        for value, (tokens, flops) in work.items():
+            row = {"axis": axis, "value": value, "tokens/s": round(tokens / seconds[value])}
+            rows.append(row | {"predicted tokens/s": round(flops_per_second / flops)})  # if time grew with FLOPs alone
     return {"shape": SHAPE, "rows": rows}
-
-
-def compare_growth(axis: str, measured: dict[int, dict[str, float]]) -> list[dict[str, Any]]:
-    """The speed of `SHAPE` with each value of `axis`, and what it would be if time grew with the FLOPs alone."""
-    base, rows = measured[SHAPE[axis]], []
-    for value, cost in measured.items():
-        predicted = base["speed"] * base["flops_per_token"] / cost["flops_per_token"]
-        row = {"axis": axis, "value": value, "tokens/s": round(cost["speed"])}
-        rows.append(row | {"predicted tokens/s": round(predicted)})
-    return rows
 
 
 def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     """Measure greedy generation: plain, by fast/, and with --compile, against reading the weights once per token."""
     tokens = min(config.tokens, config.model.context - 1)
-    size = config.model.weights * config.dtype.itemsize
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in Llama(config.model).parameters()) * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
     others = {"fast": device.type == "cpu", "compiled": config.train.compile}

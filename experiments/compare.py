@@ -119,15 +119,12 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
     ended = {cell: run for cell, run in paired.items() if run.diverged or run.val_bpb is not None}
     summary, *tables = comparison_section(list(paired), ended)
     notes += [f"Not paired with {baseline}: {', '.join(names)} (other {why})." for why, names in unpaired.items()]
-    finals = {run.val_bpb: folder for folder, run in runs.items() if run.val_bpb is not None}
     if texts := {"data", "tokenizer"} & set(differing):
         unfair = ", and of different texts not even that fairly" if "data" in texts else ""
         fair = f"only bits per byte of each one's own validation text (val_bpb) can be compared{unfair}"
         summary = f"The runs differ in {' and '.join(sorted(texts))}, so {fair}. {summary}"
     elif not differing and len({run.arm for run in runs.values()}) == 1:
         summary = "The runs differ in their seed only."
-    elif finals and not summary:
-        summary = f"No two runs can be paired. The lowest val_bpb is {min(finals):.4f}, of {finals[min(finals)]}."
     titles = ["run", "seed", *differing, "step", *FINAL]
     return [
         " ".join(filter(None, [summary.strip(), *notes])),

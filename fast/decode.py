@@ -1,18 +1,15 @@
-"""Generation with `decode.c`: after the prompt, one call of C computes a token of each sequence, in inference mode.
+"""Generation with `decode.c`: after the prompt, one call of C computes a token of each sequence.
 
 It serves the reference architecture, RMSNorm and pre-norm with sizes that are multiples of 16, in fp32 or with matrices
-in bf16. Another norm, a hook, an adapter or code edited before `accelerate` runs plain, and so does everything except
-`next_logits`. New hooks and replaced modules, weights and caches are noticed at the next token.
+in bf16. Another norm or placement runs plain, and so does an edited model.py: `accelerate` computes a token both ways.
+From then on the model is for generation alone: changes to it, hooks and gradients are not noticed.
 """
 
 import ctypes
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from config import ModelConfig
 from fast.native import load
@@ -20,35 +17,33 @@ from model import LayerCache, Llama
 
 MAX_BATCH = 32  # torch's products are faster for more
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of differences that are rounding, by the matrices' dtype
-NUMBERS = int, float, str  # attributes that are compared
-REFERENCES: dict[str, dict[str, Any]] = {}
-any_global_hook: Any = getattr(nn_module, "_has_any_global_hook", lambda: True)  # private: if gone, all runs plain
+SERVED = {"norm": "rmsnorm", "placement": "pre", "qk_norm": "none", "scaled_embedding": False, "embedding_scale": 1.0}
+NORM = {"elementwise_affine": True, "zero_centered": False, "cast_order": "fp32"}
 
 # The weights of a block in the order of decode.c: two vectors, then matrices.
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]
 PATHS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-
-registrations = [0]  # of modules, parameters and buffers anywhere: one of an accelerated model may have been replaced
-
-
-def count(*arguments: Any) -> None:
-    registrations[0] += 1
-
-
-for kind in ("module", "parameter", "buffer"):
-    getattr(nn_module, f"register_module_{kind}_registration_hook")(count)
 
 
 def accelerate(model: Llama, samples: int = 1) -> str | None:
     """From now on, C computes the tokens after a prompt, for so many samples. Returns why it cannot, or None."""
     if samples > MAX_BATCH:
         return f"for more than {MAX_BATCH} samples torch is faster"
-    if reason := difference(model) or load(model.lm_head.weight.dtype)[1]:
+    if reason := unsupported(model.config) or load(model.lm_head.weight.dtype)[1]:
         return reason
     if not agrees(model):
         return "model.py computes something else"
     model.__class__ = FastLlama
     return None
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """The first setting that decode.c does not have; None if it has all."""
+    if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
+        return "it needs --dim, --head-dim and --hidden-dim to be multiples of 16"
+    settings = vars(config) | NORM | config.norm_args
+    others = [name for name, value in (SERVED | NORM).items() if settings[name] != value]
+    return f"it does not support {others[0]} {settings[others[0]]}" if others else None
 
 
 @torch.inference_mode()
@@ -61,9 +56,9 @@ def agrees(model: Llama) -> bool:
         kept.extend(*torch.randn(shape, generator=generator, device="cpu").to(dtype))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         expected = Llama.next_logits(model, tokens, cache).float()
-        for kept in cache:
-            kept.length = shape[3]  # again, in the same memory
-        found = cache.next_logits(model, tokens)
+    for kept in cache:
+        kept.length = shape[3]  # again, in the same memory
+    found = cache.next_logits(model, tokens)
     return found is not None and bool((found - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max())
 
 
@@ -77,28 +72,17 @@ class FastLlama(Llama):
 
 
 class Cache(list[LayerCache]):
-    """The cache of `FastLlama`, with the table of sizes and pointers that decode.c reads, if C can continue it."""
+    """The cache of `FastLlama`, with the table of sizes and pointers that decode.c reads."""
 
     step: Any = None  # the function of C, the table, eps and the memory that the table points to
-    planned: Any = None  # the stamp when the table was made
-    tensors: Any = ()  # that the table points to
-
-    def __reduce__(self) -> tuple:
-        return Cache, (list(self),)  # a copy makes its own table
 
     def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
-        """Logits (B, V) after `tokens` (B, 1), or None if C does not compute them."""
-        seen, config, tokens = self[0].length, model.config, tokens.contiguous()
-        known = 0 < seen < config.context and {*map(type, self)} == {LayerCache}
-        if not known or not torch.is_inference_mode_enabled() or any_global_hook():
+        """Logits (B, V) after `tokens` (B, 1), or None where torch continues: for a prompt and past the context."""
+        seen, config, tokens = self[0].length, model.config, tokens.long().contiguous()
+        one_each = tokens.shape == (len(self[0].keys), 1)
+        if not one_each or not 0 < seen < config.context or not (self.step or self.plan(model)):
             return None
-        if self.stamp(model) != self.planned:
-            self.plan(model)
-            self.planned = self.stamp(model)
-        step = self.step  # its memory stays, even if another thread plans
-        if not step or not plain(tokens, torch.int64) or tokens.shape != (len(step[-1][-1]), 1):
-            return None
-        decode, table, eps, memory = step
+        decode, table, eps, memory = self.step
         logits = memory[0].new_empty(len(tokens), config.vocab_size)
         if not decode(table, eps, seen, tokens.data_ptr(), logits.data_ptr()):
             return None
@@ -106,80 +90,29 @@ class Cache(list[LayerCache]):
             kept.length += 1
         return logits
 
-    def stamp(self, model: Llama) -> tuple:
-        """Changes when a hook is added, or a module, a weight or the cache is replaced. Values may change in place."""
-        cached = [(x.data_ptr(), x.shape, x.is_contiguous()) for kept in self for x in (kept.keys, kept.values)]
-        memory = [*map(Tensor.data_ptr, self.tensors), *cached, len({kept.length for kept in self})]
-        changes = RemovableHandle.next_id, registrations[0], [*map(id, model.layers)]
-        return model, model.config, model.training, product_dtype(), changes, memory
-
-    def plan(self, model: Any) -> None:
-        """Fill in the table, or leave it empty if only plain code can continue."""
-        config, dtype, batch = model.config, product_dtype(), len(self[0].keys)
-        self.step, library = None, load(dtype)[0]
-        shape = batch, config.kv_heads, config.context, config.head_dim
-        known = all(kept.keys.shape == kept.values.shape == shape and kept.length == self[0].length for kept in self)
-        if not library or batch > MAX_BATCH or not known or len(self) != config.layers or difference(model):
-            return
-        embedding, rope, norm, head = model.embed_tokens, model.rope, model.final_norm, model.lm_head
-        self.tensors = tensors = [embedding.weight, rope.cos, rope.sin, norm.weight, head.weight]
-        dtypes = [*4 * [torch.float32], dtype]
-        for block, kept in zip(model.layers, self, strict=True):
-            tensors += [*(block.get_parameter(f"{path}.weight") for path in PATHS), kept.keys, kept.values]
-            dtypes += [*2 * [torch.float32], *9 * [dtype]]
-        if not all(map(plain, tensors, dtypes)):
-            return
-        dim, queries, keys = config.dim, config.heads * config.head_dim, config.kv_heads * config.head_dim
-        scratch = dim, queries, keys, keys, queries, config.heads * config.context, config.hidden_dim, config.hidden_dim
-        buffers = [embedding.weight.new_empty(batch * size) for size in scratch]
-        # Detached, they keep the memory alive if a parameter's data is replaced.
+    def plan(self, model: Any) -> bool:
+        """Fill in the table. False if a tensor is not as decode.c reads it."""
+        config, dtype, batch = model.config, model.lm_head.weight.dtype, len(self[0].keys)
+        dim, hidden, vocabulary = config.dim, config.hidden_dim, (config.vocab_size, config.dim)
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        rotary = config.context, config.head_dim // 2
+        cached = batch, config.kv_heads, config.context, config.head_dim
+        matrices = (queries, dim), (keys, dim), (keys, dim), (dim, queries), (hidden, dim), (hidden, dim), (dim, hidden)
+        state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        names = ["embed_tokens.weight", "rope.cos", "rope.sin", "final_norm.weight", "lm_head.weight"]
+        tensors: list[Any] = [state.get(name) for name in names]
+        expected = [(shape, torch.float32) for shape in (vocabulary, rotary, rotary, (dim,))] + [(vocabulary, dtype)]
+        for layer, kept in enumerate(self):
+            tensors += [*(state.get(f"layers.{layer}.{path}.weight") for path in PATHS), kept.keys, kept.values]
+            expected += 2 * [((dim,), torch.float32)] + [(shape, dtype) for shape in (*matrices, cached, cached)]
+        readable = all(tensor is not None and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
+        library = load(dtype)[0]
+        if not library or not readable or [(tensor.shape, tensor.dtype) for tensor in tensors] != expected:
+            return False
+        scratch = dim, queries, keys, keys, queries, config.heads * config.context, hidden, hidden
+        buffers = [torch.empty(batch * size, dtype=torch.float32, device="cpu") for size in scratch]
         memory = [tensor.detach() for tensor in (*buffers, *tensors)]
-        sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, config.hidden_dim
+        sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, hidden
         values = [*sizes, config.context, config.vocab_size, *map(Tensor.data_ptr, memory)]
-        self.step = library.decode, (ctypes.c_int64 * len(values))(*values), norm.eps, memory
-
-
-def difference(model: Llama) -> str | None:
-    """The first module that is not as in a new pre-norm LLaMA with RMSNorm, in evaluation mode; None if all are."""
-    config = model.config
-    if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
-        return "it needs --dim, --head-dim and --hidden-dim to be multiples of 16"
-    found, expected = described(model), dict(reference(config))
-    for name, module in found.items():
-        if expected.pop(name, None) != module:
-            module = str(model.get_submodule(name)).partition("\n")[0].removesuffix("(")
-            return f"it does not support {name or 'the model'}: {module}"
-    return f"{next(iter(expected))} is missing" if expected else None
-
-
-def reference(config: ModelConfig) -> dict[str, Any]:
-    """What is expected of a model's modules, with the sizes and the eps of `config`. It is kept, for every prompt."""
-    if repr(config) not in REFERENCES:
-        eps = config.norm_args.get("eps", 1e-6)
-        sizes: dict[str, Any] = {"scaled_embedding": False, "embedding_scale": 1.0, "norm_args": {"eps": eps}}
-        with torch.device("meta"):
-            model = Llama(replace(config, norm="rmsnorm", placement="pre", qk_norm="none", **sizes)).eval()
-        REFERENCES[repr(config)] = described(model)
-    return REFERENCES[repr(config)]
-
-
-def described(model: Llama) -> dict[str, Any]:
-    """For each module its class, numbers and names, how many hooks and children it has, and its tensors' shapes."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        facts: dict[str, Any] = {name: tensor.shape for name, tensor in tensors}
-        for name, value in vars(module).items():
-            facts["." + name] = len(value) if isinstance(value, dict) else value if isinstance(value, NUMBERS) else None
-        found[path] = Llama if type(module) is FastLlama else type(module), facts
-    return found
-
-
-def plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    contiguous = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-    contiguous &= tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-    return contiguous and tensor.dtype is dtype and type(tensor) in (Tensor, nn.Parameter)
-
-
-def product_dtype() -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        self.step = library.decode, (ctypes.c_int64 * len(values))(*values), model.final_norm.eps, memory
+        return True

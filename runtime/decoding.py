@@ -57,9 +57,7 @@ class StaticRope(Rope):
     """Accepts a start that is a tensor. Its value is not read, so nothing checks it against the context."""
 
     def forward(self, start: int | Tensor, length: int) -> RopeTable:
-        if not isinstance(start, Tensor):
-            return super().forward(start, length)
-        positions = start + torch.arange(length, device=start.device)
+        positions = start + torch.arange(length, device=self.cos.device)
         return self.cos[positions], self.sin[positions]
 
 

@@ -7,7 +7,7 @@ exchanged between the devices, over NCCL or Gloo.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -115,14 +115,6 @@ def from_main(function: Callable[..., T], *arguments: Any) -> T:
     return all_gather(result)[0]
 
 
-@contextmanager
-def held_by_main(resource: AbstractContextManager) -> Iterator[None]:
-    """Enter `resource` on rank 0 only. Its errors are raised on all ranks, as in `raise_on_all_ranks`."""
-    with ExitStack() as stack:
-        from_main(stack.enter_context, resource)
-        yield
-
-
 # --- what each rank gets ---------------------------------------------------------------------------------------------
 
 
@@ -146,11 +138,6 @@ def rows(batch_size: int) -> range:
     """The rows of the global batch that this rank trains on."""
     count = batch_size // world_size()
     return range(rank() * count, (rank() + 1) * count)
-
-
-def seed(of_step: int) -> int:
-    """The seed of this rank's random numbers in a step. Rank 0 has that of a single process."""
-    return of_step + (rank() << 48)
 
 
 # --- the parallel model ----------------------------------------------------------------------------------------------

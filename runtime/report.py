@@ -143,17 +143,13 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
 
 
 def watch_section(folder: Path) -> list[str]:
-    """The heat maps of a run's `watch.jsonl`, if it has one, which are also written as `watch.png`."""
+    """The heat maps of a run's `watch.jsonl`, if it has one."""
     if not (rows := read_rows(folder / "watch.jsonl")):
         return []
     from runtime.watch import plot_watch  # only with --watch
 
-    plot = plot_watch({"": rows})
-    save_plot(plot, folder / "watch.png")
-    return [
-        "<h2>Inside the model</h2>",
-        figure(plot, alt="Heat maps of watch.jsonl over steps and depth"),
-    ]
+    maps = figure(plot_watch({"": rows}), alt="Heat maps of watch.jsonl over steps and depth")
+    return ["<h2>Inside the model</h2>", maps]
 
 
 def settings_list(values: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from config import FIELDS, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
 from data.prepare import Prepared, prepare
+from model import Llama
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
@@ -119,7 +120,9 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     dtype = str(pick_dtype(config.dtype, device, config.shard and ranks > 1)).removeprefix("torch.")
     compiled = config.compile
     if compiled is None:
-        step_flops = 6 * model_config.weights * config.batch_size * model_config.context
+        with torch.device("meta"):
+            weights = sum(weight.numel() for weight in Llama(model_config).parameters())
+        step_flops = 6 * weights * config.batch_size * model_config.context
         long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
         compiled = long.get(device.type, False)
     if config.compile:
@@ -148,8 +151,6 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     norm, traits = model_config.norm, TRAITS[model_config.norm]
     if config.recompute and not traits.per_token:
         raise ValueError(f"--recompute does not support --norm {norm}: its statistics would be updated twice")
-    if not traits.per_token and config.micro_batch_size * model_config.context < 2:
-        raise ValueError(f"--norm {norm} needs at least 2 tokens: --micro-batch-size times --context is 1")
     if not traits.per_token and ranks > 1:
         raise ValueError(f"--norm {norm} supports only one rank: its statistics are not synchronized")
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")

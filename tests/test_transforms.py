@@ -11,24 +11,18 @@ from torch import Tensor, nn
 from config import ModelConfig
 from model import Llama
 from norms import KINDS, build_norm
-from runtime.acceleration import accelerate
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=48, context=16, vocab_size=29)
 TOKENS = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(0))
 INPUTS, TARGETS = TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous()
-reason = accelerate(Llama(CONFIG).eval())
-needs_fast = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
-@pytest.fixture(params=["plain", pytest.param("fast", marks=needs_fast)])
-def model(request: pytest.FixtureRequest) -> Llama:
-    """Plain, and with tokens computed in C, which must leave to the formulas what was changed."""
+@pytest.fixture
+def model() -> Llama:
     model = Llama(CONFIG)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(3)
-    if request.param == "fast":
-        assert accelerate(model.eval()) is None
     return model
 
 
@@ -84,12 +78,3 @@ def test_pickle_and_deepcopy_keep_the_tied_head(model):
         other.embed_tokens.weight.data.zero_()
         assert other.lm_head.weight is other.embed_tokens.weight
     assert model.embed_tokens.weight.abs().sum() > 0
-
-
-@needs_fast
-def test_the_accelerated_model_is_still_the_model():
-    model = Llama(CONFIG).eval()
-    keys, parameters = list(model.state_dict()), list(model.parameters())
-    for _ in range(2):  # a second time changes nothing
-        assert accelerate(model) is None and isinstance(model, Llama) and list(model.state_dict()) == keys
-    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))

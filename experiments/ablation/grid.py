@@ -22,7 +22,7 @@ from tqdm import tqdm
 import train
 from config import ModelConfig, TrainConfig, flag_name, require
 from data.prepare import Prepared
-from experiments.ablation.outcome import Arm, Outcome, final_bpb, read_outcome
+from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
 from files import digest
 from norms.placement import Unsupported
@@ -224,8 +224,7 @@ class Grid:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
         folder, config = self.cell_folder(cell), self.settings[cell.arm][1]
         if (folder / "run.json").exists():
-            cache = getattr(train.parse(self.train_flags), "cache_dir", "")
-            flags = ["--resume", *import_flags(), *(["--cache-dir", cache] if cache else [])]
+            flags = ["--resume", *import_flags(), "--cache-dir", config.cache_dir]
         else:
             flags = [*self.train_flags, *cell.arm.flags, "--lr", str(cell.lr), "--seed", str(cell.seed)]
             flags += ["--dtype", config.dtype, "--compile" if config.compile else "--no-compile"]
@@ -267,8 +266,4 @@ def last_line(log: Path) -> str:
 
 def losses_of(arm: Arm, runs: Iterable[Outcome]) -> dict[float, list[float]]:
     """val_bpb of an arm's runs, by learning rate; infinite if they diverged."""
-    losses: dict[float, list[float]] = {}
-    for run in runs:
-        if run.arm == arm:
-            losses.setdefault(run.lr, []).append(final_bpb([run]).get(run.seed, math.inf))
-    return losses
+    return grouped((run.lr, final_bpb([run]).get(run.seed, math.inf)) for run in runs if run.arm == arm)

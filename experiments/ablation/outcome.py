@@ -102,8 +102,9 @@ def final_bpb(runs: Iterable[Outcome]) -> dict[int, float]:
     return {run.seed: run.val_bpb for run in runs if not run.diverged and run.val_bpb is not None}
 
 
-def by_arm(outcomes: Iterable[Outcome]) -> dict[Arm, list[Outcome]]:
-    arms: dict[Arm, list[Outcome]] = {}
-    for outcome in outcomes:
-        arms.setdefault(outcome.arm, []).append(outcome)
-    return arms
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The second of each pair, by the first."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.ablation.comparison import contrast
-from experiments.ablation.outcome import Arm, Outcome, by_arm, final_bpb
+from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped
 from experiments.ablation.rates import Optimum
 from experiments.statistics import estimate
 
@@ -36,7 +36,7 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals. Those of two
     seeds may be wide: the frame is at most five times as wide as what the dots cover.
     """
-    arms = by_arm(runs)
+    arms = grouped((run.arm, run) for run in runs)
     baseline, *others = arms
     figure = Figure(figsize=(6.8, 2.0 + 0.4 * len(others)), layout="constrained")
     axes = figure.subplots()
@@ -74,7 +74,7 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
     A metric that no arm has at two steps is left out. About ten points of a line have markers. The line of an arm with
     a diverged run ends with a cross.
     """
-    arms = by_arm(runs)
+    arms = grouped((run.arm, run) for run in runs)
     metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
     metrics = metrics or list(METRICS)
     figure = Figure(figsize=(6.8, 1 + 3 * len(units) * len(metrics) + 0.2 * len(arms)), layout="constrained")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Optimum:
     def holds(self, losses: Iterable[float], window: float = WINDOW) -> bool:
         """Whether the other seeds, which are reported, end near the parabola. If not, training is a matter of luck."""
         values = list(losses)
-        return self.regret is not None and not (values and abs(mean(values) - self.loss) > window)
+        return self.regret is not None and not (values and abs(fmean(values) - self.loss) > window)
 
     def scaled(self, factor: float) -> "Optimum":
         """With losses in another unit."""
@@ -45,8 +46,8 @@ class Optimum:
 def find_optimum(losses: Losses) -> Optimum:
     """The vertex, if it lies among at least `POINTS` rates close to the lowest loss; else the best rate."""
     close = close_rates(losses)
-    best = Optimum(min(sorted(losses), key=lambda lr: mean(losses[lr])), None)
-    if len(close) < POINTS or not math.isfinite(mean(losses[best.lr])):
+    best = Optimum(min(sorted(losses), key=lambda lr: fmean(losses[lr])), None)
+    if len(close) < POINTS or not math.isfinite(fmean(losses[best.lr])):
         return best
     points = [(math.log(lr), loss) for lr in close for loss in losses[lr]]
     x, y = np.array(points).T
@@ -63,12 +64,8 @@ def find_optimum(losses: Losses) -> Optimum:
 
 
 def close_rates(losses: Losses) -> list[float]:
-    lowest = min(map(mean, losses.values()))
-    return [lr for lr in sorted(losses) if mean(losses[lr]) <= lowest + WINDOW]
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    lowest = min(map(fmean, losses.values()))
+    return [lr for lr in sorted(losses) if fmean(losses[lr]) <= lowest + WINDOW]
 
 
 def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:

@@ -45,9 +45,9 @@ def comparison_section(
 
     The first block is the conclusion. `optima` are given if learning rates were searched for.
     """
-    runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in arms_of(cells)}
-    bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
     lrs = {cell.arm: cell.lr for cell in cells}
+    runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in lrs}
+    bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
     baseline, seeds = next(iter(bpb)), {arm: {cell.seed for cell in cells if cell.arm == arm} for arm in bpb}
     known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in (optima or {}).items()}
     found = compare(bpb, seeds, known)
@@ -76,14 +76,15 @@ def comparison_section(
 
 def cells_of(finding: Finding) -> list[str]:
     detectable = finding.estimate.detectable if finding.estimate and finding.complete else None
-    return [shown(finding), NONE if detectable is None else f"{detectable:.4f}", shown_p(finding.p)]
+    p = NONE if finding.p is None else f"{finding.p:.2g}"
+    return [shown(finding), NONE if detectable is None else f"{detectable:.4f}", p]
 
 
 def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum]) -> list[str]:
     """A row per arm and a column per learning rate. `optima` is empty before all runs have ended."""
     lrs = sorted({cell.lr for cell in cells})
     rows = []
-    for arm in arms_of(cells):
+    for arm in dict.fromkeys(cell.arm for cell in cells):
         row = [arm.name]
         for lr in lrs:
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
@@ -117,22 +118,12 @@ def mean_of(values: BySeed) -> Estimate | None:
     return estimate(list(values.values())) if values else None
 
 
-def arms_of(cells: Sequence[Cell]) -> list[Arm]:
-    return list(dict.fromkeys(cell.arm for cell in cells))
-
-
 def shown(finding: Finding, number: str = "+.4f") -> str:
     """`1.7642 ± 0.0031 (3)`, or `1.7642 ± 0.0031 (2 of 3)†` if it does not rest on all seeds; a dash for none."""
     if finding.estimate is None:
         return NONE
     n = f"({finding.estimate.n})" if finding.complete else f"({finding.estimate.n} of {finding.planned}){INCOMPLETE}"
     return f"{finding.estimate:{number}} {n}"
-
-
-def shown_p(p: float | None) -> str:
-    if p is None:
-        return NONE
-    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,14 +7,13 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import FIELDS, check_sizes, flag_name, match_case, option, require
+from config import FIELDS, check_sizes, flag_name, option, require
 from data.prepare import prepare
 from experiments.ablation.grid import (
     MAX_SEEDS,
@@ -50,11 +49,7 @@ class AblationConfig:
         ["rmsnorm"], "norms to compare; the first is the baseline", metavar="KIND[:KEY=VALUE,...]"
     )
     placements: list[str] = option(
-        ["pre"],
-        "placements to compare; the first is the baseline",
-        metavar=None,
-        choices=PLACEMENTS,
-        type=partial(match_case, choices=PLACEMENTS),
+        ["pre"], "placements to compare; the first is the baseline", metavar=None, choices=PLACEMENTS
     )
     factor: list[str] = option(
         [],
@@ -135,7 +130,6 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
     factors = {"norm": [], "placement": flags.placements}
     for text in flags.norms:
         kind, colon, norm_args = text.partition(":")
-        kind = match_case(kind, KINDS)
         advice = "separate norms with spaces" if "," in kind else f"choose from {', '.join(KINDS)}"
         require(kind in KINDS, f"--norms: unknown kind {kind!r}; {advice}")
         factors["norm"].append(kind + colon + norm_args)

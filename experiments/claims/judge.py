@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.ablation.outcome import grouped
 from experiments.ablation.rates import Optimum
 from experiments.claims.claim import Claim, Effect, Measured, Protocol, Row
 from experiments.statistics import Estimate, estimate, one_sided_p
@@ -46,10 +47,7 @@ class Entry:
 
 def losses(rows: list[Row], name: str = "value") -> dict[str, list[float]]:
     """By arm, at each of its rates. They are infinite for runs that diverged."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        found.setdefault(row["arm"], []).append(math.inf if row[name] is None else row[name])
-    return found
+    return grouped((row["arm"], math.inf if row[name] is None else row[name]) for row in rows)
 
 
 def sensitivity(rows: list[Row], measured: Measured) -> Values:
@@ -102,11 +100,8 @@ DERIVED: dict[str, Callable[[list[Row], Measured], Values]] = {
 
 def values_of(effect: Effect, measured: Measured) -> list[float] | None:
     """The effect by seed, or None if this scale does not have its arms."""
-    seeds: dict[int, list[Row]] = {}
-    for row in measured["runs"]:
-        seeds.setdefault(row["seed"], []).append(row)
     found = []
-    for _, rows in sorted(seeds.items()):
+    for _, rows in sorted(grouped((row["seed"], row) for row in measured["runs"]).items()):
         values = DERIVED[effect.value](rows, measured)
         if not effect.terms.keys() <= values.keys():
             return None

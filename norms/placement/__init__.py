@@ -24,7 +24,6 @@ from norms.placement.one_stream import (
     hybrid_norm,
     keel,
     mix_norm,
-    with_final_norm,
     without_final_norm,
 )
 from norms.placement.two_streams import ResiDual, ResiDualOutput, Siamese, SiameseOutput, duplicate
@@ -44,7 +43,7 @@ class Placement:
     """What a placement says about the whole model. `connection` builds the residual connection at one site."""
 
     connection: Callable[[Site], nn.Module]
-    final_norm: Callable[[MakeNorm], nn.Module] = with_final_norm  # builds the module between stream and head
+    final_norm: Callable[[MakeNorm], nn.Module] = lambda make_norm: make_norm("final")  # between stream and head
     init_stream: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
     init: str = "normal"  # the default of --init
     init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by model.ROLES
@@ -85,12 +84,6 @@ def register_placement(name: str, placement: Placement) -> None:
     PLACEMENTS[name] = placement
 
 
-def supports(name: str, norm: str) -> bool:
-    """Whether a placement is supported with the kind of norm."""
-    placement = PLACEMENTS[name]
-    return norm == "rmsnorm" if placement.own_norm else placement.without_norm or not TRAITS[norm].identity
-
-
 def check_placement(name: str, layers: int, norm: str, norm_args: dict[str, Any]) -> None:
     """Raise Unsupported if a placement is not supported with so few layers or with that norm."""
     placement = PLACEMENTS[name]
@@ -98,8 +91,8 @@ def check_placement(name: str, layers: int, norm: str, norm_args: dict[str, Any]
         raise Unsupported(
             f"--placement {name} needs --layers {placement.min_layers} or more: it has two kinds of blocks"
         )
-    if placement.own_norm and (norm_args or not supports(name, norm)):
+    if placement.own_norm and (norm_args or norm != "rmsnorm"):
         raise Unsupported(f"--placement {name} has a built-in norm; leave out --norm and --norm-arg")
-    if not supports(name, norm):
+    if TRAITS[norm].identity and not placement.without_norm:
         choices = " or ".join(name for name, placement in PLACEMENTS.items() if placement.without_norm)
         raise Unsupported(f"--norm none is not supported with --placement {name}; choose {choices}")

@@ -147,11 +147,6 @@ class ReZero(nn.Module):
         return x + self.a * f(x, *args)
 
 
-def with_final_norm(make_norm: MakeNorm) -> nn.Module:
-    """The norm between the last block and the head."""
-    return make_norm("final")
-
-
 def without_final_norm(make_norm: MakeNorm) -> nn.Module:
     """No norm between the last block and the head: the output of the block is already normalized."""
     return nn.Identity()

@@ -5,7 +5,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import model as model_file
 from config import ModelConfig
 from fast import accelerate, decode
 from generate import cast_matrices, generate
-from model import LayerCache, Linear, Llama, SwiGLU
+from model import LayerCache, Llama, SwiGLU
 from norms import KINDS
 from norms.placement import PLACEMENTS
 
@@ -126,133 +126,18 @@ def test_generated_ids_are_those_of_the_plain_model(samples, temperature, by_c):
     assert by_c == [True] * 199
 
 
-def doubled(*arguments: Any) -> Any:
-    output = arguments[-1]  # of some placements a pair of streams
-    return tuple(2 * stream for stream in output) if isinstance(output, tuple) else 2 * output
-
-
-def wrap(model: Any, path: str) -> None:
-    """As an adapter does: the module in `path` becomes a part of another one."""
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, nn.Sequential(model.get_submodule(path), nn.Tanh()))
-
-
-def replace_weight(model: Any, cache: Any) -> None:
-    model.layers[1].mlp.up_proj.weight = nn.Parameter(2 * model.layers[1].mlp.up_proj.weight)
-
-
-def replace_data(model: Any, cache: Any) -> None:
-    model.layers[0].self_attn.v_proj.weight.data = 3 * model.layers[0].self_attn.v_proj.weight
-
-
-def patch(model: Any, cache: Any) -> None:
-    model.layers[1].mlp.forward = lambda x: x
-
-
-def reorder(model: Any, cache: Any) -> None:
-    for kept in cache or ():
-        kept.keys, kept.values = kept.keys[[1, 0, 1]], kept.values[[1, 0, 1]]
-
-
-def reorder_in_place(model: Any, cache: Any) -> None:
-    for kept in cache or ():
-        kept.keys.copy_(kept.keys[[1, 0, 1]])
-
-
-def forget(model: Any, cache: Any) -> None:
-    for kept in cache or ():
-        kept.length -= 1
-
-
-def shorten(model: Any, cache: Any) -> None:
-    """One layer's cache: C would read beyond what the others have."""
-    if cache:
-        cache[1].length -= 1
-
-
-class Doubled(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class OtherCache(LayerCache):
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return super().extend(2 * k, v)
-
-
-def other_cache(model: Any, cache: Any) -> None:
-    for kept in cache or ():
-        kept.__class__ = OtherCache
-
-
-CHANGES: list[Callable[[Any, Any], Any]] = [
-    lambda model, cache: None,
-    lambda model, cache: model.layers[0].self_attn.dropout.register_forward_hook(doubled),
-    lambda model, cache: model.layers[1].mlp.gate_proj.register_forward_hook(doubled),
-    lambda model, cache: model.layers[1].mlp_residual.register_forward_hook(doubled),
-    lambda model, cache: model.register_forward_pre_hook(lambda *arguments: None),
-    lambda model, cache: model.layers[0].self_attn.register_forward_pre_hook(lambda module, x: (2 * x[0], *x[1:])),
-    lambda model, cache: model.final_norm.register_forward_hook(doubled),
-    lambda model, cache: nn.utils.parametrizations.weight_norm(model.layers[0].mlp.down_proj),
-    lambda model, cache: wrap(model, "layers.0.mlp.dropout"),
-    lambda model, cache: wrap(model, "layers.0.self_attn.o_proj"),
-    lambda model, cache: wrap(model, "embed_tokens"),
-    lambda model, cache: setattr(model.layers[1].self_attn, "q_norm", nn.Tanh()),
-    lambda model, cache: setattr(model.lm_head, "bias", nn.Parameter(normal(len(model.lm_head.weight)))),
-    lambda model, cache: setattr(model.rope, "cos", nn.Buffer(-model.rope.cos)),
-    lambda model, cache: model.layers.__delitem__(-1) if cache else None,
-    lambda model, cache: setattr(model, "config", replace(model.config, context=99, vocab_size=7)),
-    replace_weight, replace_data, reorder, reorder_in_place, forget, shorten,
-]  # fmt: skip
-ONLY_BEFORE: list[Callable[[Any, Any], Any]] = [
-    lambda model, cache: setattr(model.layers[1].mlp.up_proj, "__class__", Doubled),
-    lambda model, cache: setattr(model.final_norm, "eps", 0.5),
-    patch,
-    other_cache,
-]
-CASES = [(change, first) for change in CHANGES for first in (4, 7)] + [(change, 4) for change in ONLY_BEFORE]
-
-
-@pytest.mark.parametrize("change, first", CASES)
-def test_what_is_changed_takes_effect(change, first):
-    """Before the first token that C would compute, or between two: as with the plain model."""
-    found: list[Tensor] = []
-    for model in (make(), make()):
-        if found:
-            accelerate(model)
-        cache, logits = model.new_cache(), []
-        for start, end in [(0, 4), *((t, t + 1) for t in range(4, 12))]:
-            if start == first:
-                change(model, cache)
-            logits.append(model.next_logits(TOKENS[:, start:end], cache))
-        found.append(torch.stack(logits))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-6 * found[0].abs().max().item())
-
-
-def test_calls_that_run_plain(by_c):
-    """Ids of other types, gradients, recording, autocast that disagrees with the weights; and ids out of range."""
+def test_several_tokens_run_plain_and_unknown_ids_are_refused(by_c):
     plain, ours = make(), make()
     assert accelerate(ours) is None
     by_c.clear()
-    for ids in (TOKENS[:, 4:5].int(), TOKENS[:, 4:6]):
-        caches = [model.new_cache() for model in (plain, ours)]
-        for model, cache in zip((plain, ours), caches, strict=True):
-            model.next_logits(TOKENS[:, :4], cache)
+    caches = [steps(model, TOKENS[:, :8])[1] for model in (plain, ours)]
+    assert by_c == [True] * 4
+    for ids, by in ((TOKENS[:, 8:10], False), (TOKENS[:, 10:11].int(), True)):
         expected, found = (model.next_logits(ids, c) for model, c in zip((plain, ours), caches, strict=True))
-        torch.testing.assert_close(found, expected)
-    assert not any(by_c)
-    _, cache = steps(ours, TOKENS[:, :8])
-    assert by_c[-4:] == [True] * 4
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert by_c[-1] is by
     with pytest.raises(IndexError):
-        ours.next_logits(TOKENS[:, :1] + 61, cache)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ours.next_logits(TOKENS[:, :1], cache).dtype == torch.bfloat16
-    by_c.clear()
-    with torch.inference_mode(False), torch.no_grad():
-        steps(ours)
-    with nn.modules.module.register_module_forward_hook(lambda *arguments: None):  # as profilers do
-        steps(ours)
-    assert by_c == [False] * 26
+        ours.next_logits(TOKENS[:, :1] + 61, caches[1])
     assert accelerate(ours, 33) == "for more than 32 samples torch is faster"
 
 
@@ -267,37 +152,19 @@ def test_edited_code_runs_plain(monkeypatch):
         monkeypatch.setattr(*edit)
         assert accelerate(make()) == "model.py computes something else", edit
         monkeypatch.undo()
-    model = make()
-    model.init_stream = lambda x: 3 * x
-    assert accelerate(model) == "model.py computes something else"
+    for change in (wrap, widen, lambda model: setattr(model, "init_stream", lambda x: 3 * x)):
+        change(model := make())
+        assert accelerate(model) == "model.py computes something else"
 
 
-def test_caches_are_copied_and_handed_on(by_c):
-    """To another model, and under other defaults of torch, which the scratch memory must not follow."""
-    first, second = make(), make(norm_args={"eps": 0.1})
-    _, cache = steps(first, TOKENS[:, :6])
-    expected = [model.next_logits(TOKENS[:, 6:7], copy.deepcopy(cache)) for model in (first, second)]
-    assert accelerate(first) is None and accelerate(second) is None
-    _, cache = steps(first, TOKENS[:, :6])
-    torch.set_default_dtype(torch.bfloat16)
-    found = [model.next_logits(TOKENS[:, 6:7], copy.deepcopy(cache)) for model in (first, second)]
-    torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(second.next_logits(TOKENS[:, 6:7], cache), expected[1], rtol=0, atol=1e-5)
-    assert by_c == [True] * 7  # two of `accelerate`, two of `steps`, and three here
+def wrap(model: Any) -> None:
+    """As an adapter does: a projection becomes a part of another module."""
+    model.layers[1].mlp.up_proj = nn.Sequential(model.layers[1].mlp.up_proj, nn.Tanh())
 
 
-def test_rows_of_a_cache_are_dropped(by_c):
-    """As when a sample has ended. The first rows are where they were in memory, but there are fewer of them."""
-    plain, ours, found = make(), make(), []
-    assert accelerate(ours) is None
-    for model in (plain, ours):
-        _, cache = steps(model, TOKENS[:, :6])
-        for kept in cache:
-            kept.keys, kept.values = kept.keys[:1], kept.values[:1]
-        found.append(model.next_logits(TOKENS[:1, 6:7], cache))
-    assert by_c == [True] * 4  # of `accelerate`, `steps`, and here
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+def widen(model: Any) -> None:
+    """C would read an MLP of the width in the configuration."""
+    model.layers[0].mlp = SwiGLU(replace(model.config, hidden_dim=32))
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -322,7 +189,7 @@ def test_other_architectures_and_sizes_run_plain(settings):
 
 
 def random_case(seed: int) -> None:
-    """A model of random shape and kind, with a random change at a random time, continues as the plain one does."""
+    """A model of random shape continues as the plain one does."""
     draw = random.Random(seed)
     heads = draw.choice([1, 2, 4, 6])
     kv_heads = draw.choice([count for count in (1, 2, 3, 4, 6) if heads % count == 0])
@@ -331,34 +198,16 @@ def random_case(seed: int) -> None:
         "head_dim": 16 * draw.randint(1, 5), "hidden_dim": 16 * draw.randint(1, 8), "layers": draw.randint(2, 3),
         "tie_embeddings": draw.random() < 0.5, "vocab_size": draw.randint(61, 140),
     }  # fmt: skip
-    if draw.random() < 0.1:
-        settings[draw.choice(["dim", "head_dim", "hidden_dim"])] -= 2
-    if draw.random() < 0.3:
-        settings["placement"] = draw.choice(list(PLACEMENTS))
-    if draw.random() < 0.2 and settings.get("placement") != "ngpt":
-        settings["norm"] = draw.choice(["layernorm", "dyt", "scalenorm"])
-    if draw.random() < 0.2:
-        settings["qk_norm"] = draw.choice(["head", "full"])
-    change = draw.choice(CHANGES) if draw.random() < 0.7 else CHANGES[0]
-    first, rows = draw.randint(1, 12), draw.randint(1, 3)
-    if rows < 3 and change in (reorder, reorder_in_place):
-        change = CHANGES[0]
-    found: list[Tensor] = []
+    rows, found = draw.randint(1, 3), list[Tensor]()
     for model in (make(**settings), make(**settings)):
         if found:
-            accelerate(model)
-        cache = model.new_cache()
-        logits = [model.next_logits(TOKENS[:rows, :1], cache)]
-        for t in range(1, 14):
-            if t == first:
-                change(model, cache)
-            logits.append(model.next_logits(TOKENS[:rows, t : t + 1], cache))
-        found.append(torch.stack(logits))
+            assert accelerate(model) is None
+        found.append(steps(model, TOKENS[:rows])[0])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5 * found[0].abs().max().item(), msg=f"seed {seed}")
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 340), marks=pytest.mark.slow)])
-def test_random_models_and_changes(seeds):
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)])
+def test_random_models(seeds):
     for seed in seeds:
         random_case(seed)
 

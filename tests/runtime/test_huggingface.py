@@ -77,7 +77,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
     ({"hidden_size": "16"}, "hidden_size must be a positive integer"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
-    ({"head_dim": 7}, "--head-dim is odd"),
+    ({"head_dim": 7}, "--head-dim 7 "),
     ({"attention_bias": True}, "attention_bias True is not supported, only False"),
     ({"quantization_config": {"bits": 4}}, "quantization_config .* is not supported, only None"),
     ({"is_causal": False}, "is_causal False is not supported, only True"),

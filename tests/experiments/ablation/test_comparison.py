@@ -115,7 +115,7 @@ def test_the_whole_table_and_its_plot():
     assert table(comparison_section(list(runs), runs, optima)) == [
         "| norm | placement | lr | val_bpb (n) | paired difference from rmsnorm pre (n) | detectable | p | diverged |",
         "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 (3) | – | – | – | 0 of 3 |",
-        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.6028 | 0.0606 | 0 of 3 |",
+        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.6028 | 0.061 | 0 of 3 |",
         "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | 1 of 3 |",
         "| none | pre | 0.01 | – | – | – | – | 3 of 3 |",
     ]
