@@ -216,6 +216,7 @@ class TrainConfig:
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
         require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
+        require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed", "watch"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")

@@ -225,8 +225,8 @@ class Trainer:
     def accumulate_gradients(self) -> Tensor:
         """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
         run, config = self.run, self.run.config
-        # A resumed run has the same dropout. Rank 0 has that of a single process.
-        torch.manual_seed(config.seed + 1_000_003 * self.step + (distributed.rank() << 48))
+        # A resumed run has the same dropout, rank 0 that of a single process. A CPU uses the low 32 bits of the seed.
+        torch.manual_seed(config.seed + 1_000_003 * self.step + 2_654_435_769 * distributed.rank())
         rows = distributed.rows(config.batch_size)
         batch = training_batch(run.data.train, config.seed, self.step, rows, run.model_config.context)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)

@@ -75,7 +75,6 @@ class GenerateConfig(RoundsConfig):
 class GrowthConfig(RoundsConfig):
     """Options of `growth`."""
 
-    rounds: int = option(3, "measured rounds")
     device: str = option("auto", DEVICES, metavar="DEVICE")
 
 

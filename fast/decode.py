@@ -2,7 +2,7 @@
 
 It serves the reference architecture, RMSNorm and pre-norm with sizes that are multiples of 16, in fp32 or with matrices
 in bf16. Another norm or placement runs plain, and so does an edited model.py: `accelerate` computes a token both ways.
-From then on the model is for generation alone: changes to it, hooks and gradients are not noticed.
+From then on it is for generation alone: hooks, gradients, and changes to the model or to a cache are not noticed.
 """
 
 import ctypes
@@ -79,12 +79,11 @@ class Cache(list[LayerCache]):
     def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
         """Logits (B, V) after `tokens` (B, 1), or None where torch continues: for a prompt and past the context."""
         seen, config, tokens = self[0].length, model.config, tokens.long().contiguous()
-        one_each = tokens.shape == (len(self[0].keys), 1)
-        if not one_each or not 0 < seen < config.context or not (self.step or self.plan(model)):
+        if tokens.shape[1] > 1 or not 0 < seen < config.context or not (self.step or self.plan(model)):
             return None
         decode, table, eps, memory = self.step
-        logits = memory[0].new_empty(len(tokens), config.vocab_size)
-        if not decode(table, eps, seen, tokens.data_ptr(), logits.data_ptr()):
+        logits = memory[0].new_empty(table[0], config.vocab_size)
+        if len(tokens) != table[0] or not decode(table, eps, seen, tokens.data_ptr(), logits.data_ptr()):
             return None
         for kept in self:
             kept.length += 1

@@ -121,7 +121,7 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     compiled = config.compile
     if compiled is None:
         with torch.device("meta"):
-            weights = sum(weight.numel() for weight in Llama(model_config).parameters())
+            weights = sum(weight.numel() for weight in Llama(replace(model_config, context=2)).parameters())
         step_flops = 6 * weights * config.batch_size * model_config.context
         long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
         compiled = long.get(device.type, False)

@@ -23,6 +23,7 @@ from model import Llama, weights_by_role
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from optim import learning_rate
+from runtime import distributed
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.process import NotFinite
 from runtime.run import resolve_run
@@ -393,17 +394,18 @@ def test_gradients_are_clipped(clip, dtype, text, tmp_path, monkeypatch):
     assert norms == [pytest.approx(clip, rel=1e-3)] * 2 if clip else min(norms) > 0.1
 
 
-def test_dropout_differs_between_steps_and_seeds_and_repeats_with_them(text, tmp_path):
+def test_dropout_differs_between_steps_seeds_and_ranks_and_repeats_with_them(text, tmp_path, monkeypatch):
     """Of the same weights, on a training text of a single window, so that every step has the same batch."""
     flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --dropout 0.5"
     run = resolve_run(train.parse(flags.split()))
     one_window = run.data.train[:33]
     run.data = dataclasses.replace(run.data, train=one_window)
     trainer, losses = train.Trainer(run), []
-    for seed, step in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
+    for seed, step, rank in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (0, 0, 0)):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         run.config, trainer.step = dataclasses.replace(run.config, seed=seed), step
         losses.append(float(trainer.accumulate_gradients()))
-    assert losses[0] == losses[4] and len(set(losses)) == 4
+    assert losses[0] == losses[-1] and len(set(losses)) == 6
 
 
 def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command, monkeypatch):

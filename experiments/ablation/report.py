@@ -76,7 +76,7 @@ def comparison_section(
 
 def cells_of(finding: Finding) -> list[str]:
     detectable = finding.estimate.detectable if finding.estimate and finding.complete else None
-    p = NONE if finding.p is None else f"{finding.p:.2g}"
+    p = NONE if finding.p is None else "< 0.0001" if finding.p < 1e-4 else f"{finding.p:.2g}"
     return [shown(finding), NONE if detectable is None else f"{detectable:.4f}", p]
 
 

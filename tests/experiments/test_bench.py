@@ -10,7 +10,9 @@ import torch
 
 import bench
 from experiments import benchmarks
+from model import Llama
 from norms import KINDS
+from runtime.decoding import CompiledLlama
 
 MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --device cpu"
 MATRICES = 100 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)
@@ -73,7 +75,7 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     read, prompts = list[int](), list[tuple]()
 
     def generate(model, ids, **options):
-        prompts.append((len(ids), options))
+        prompts.append((len(ids), type(model), options))
 
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "generate", generate)
@@ -83,8 +85,10 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()
     timed["plain 3"]()
+    timed["compiled 1"]()
     assert read == [pytest.approx(4 * MATRICES, rel=0.01)]
-    assert prompts == [(3, {"tokens": 15, "temperature": 0})]  # greedily, as many tokens as the context holds
+    greedy = {"tokens": 15, "temperature": 0}  # as many tokens as the context holds
+    assert prompts == [(3, Llama, greedy), (1, CompiledLlama, greedy)]
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
     assert found == [
         ("plain", 1, 8, 30),
@@ -94,6 +98,12 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
         ("compiled", 1, 30, 30),
         ("compiled", 3, 90, 90),
     ]
+
+
+def test_compiled_norms_need_a_compiler(monkeypatch, refused):
+    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "a compiler")
+    line = refused(bench.main, ["norms", "--rows", "8", "--dim", "16", "--device", "cpu", "--compile"])
+    assert line == "error: --compile needs a compiler; or use --no-compile\n"
 
 
 def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):

@@ -152,14 +152,30 @@ def test_edited_code_runs_plain(monkeypatch):
         monkeypatch.setattr(*edit)
         assert accelerate(make()) == "model.py computes something else", edit
         monkeypatch.undo()
-    for change in (wrap, widen, lambda model: setattr(model, "init_stream", lambda x: 3 * x)):
+
+
+def test_edited_models_run_plain(by_c):
+    changes = {wrap: False, widen: False, transpose: False, scale: True}  # whether C may compute a token
+    for change, by in changes.items():
         change(model := make())
+        by_c.clear()
         assert accelerate(model) == "model.py computes something else"
+        assert by_c == [by], "C must not read what it does not know"
 
 
 def wrap(model: Any) -> None:
     """As an adapter does: a projection becomes a part of another module."""
     model.layers[1].mlp.up_proj = nn.Sequential(model.layers[1].mlp.up_proj, nn.Tanh())
+
+
+def scale(model: Any) -> None:
+    model.init_stream = lambda x: 3 * x
+
+
+def transpose(model: Any) -> None:
+    """Equal values, in another order in memory."""
+    weight = model.layers[1].self_attn.o_proj.weight
+    weight.data = weight.T.contiguous().T
 
 
 def widen(model: Any) -> None:
