@@ -86,8 +86,7 @@ class Options(Sampling):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from runtime.acceleration import accelerate_decoding  # training, which samples too, needs none of these
-    from runtime.cards import check_compile
+    from runtime.acceleration import accelerate_decoding  # training, which samples too, needs neither
     from runtime.decoding import compile_decoding
 
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
@@ -108,7 +107,6 @@ def main(arguments: list[str] | None = None) -> None:
             by_c = options.fast and device.type == "cpu" and not options.compile
             decoder = accelerate_decoding(model, options.samples) if by_c else ""
             if options.compile:
-                check_compile(device)
                 compile_decoding(model)
         format = str(dtype).removeprefix("torch.") + measured_products()
         print(f"{checkpoint} on {device} in {format}{decoder}", file=sys.stderr)

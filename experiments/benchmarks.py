@@ -83,8 +83,6 @@ def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Na
     device = pick_device(train_flags.get("device", "auto"))
     model, train = configs_from(argparse.Namespace(**train_flags), device.type, read_options(train_flags["config"]))
     dtype = pick_dtype(train.dtype, device)
-    if train.compile:
-        check_compile(device)
     return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
@@ -181,6 +179,8 @@ def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
 def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call:
     """A step of `model` on random tokens, which are always the same."""
     model.recompute, device = config.recompute, model.embed_tokens.weight.device
+    if config.compile:
+        check_compile(device)
     loss = torch.compile(model.loss) if config.compile else model.loss
     optimizers = make_optimizers(model, config)
     shape = config.micro_batch_size, model.config.context + 1
@@ -230,8 +230,7 @@ def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
 def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     """Measure greedy generation: plain, by fast/, and with --compile, against reading the weights once per token."""
     tokens = min(config.tokens, config.model.context - 1)
-    with torch.device("meta"):
-        size = sum(weight.numel() for weight in Llama(config.model).parameters()) * config.dtype.itemsize
+    size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
     others = {"fast": device.type == "cpu", "compiled": config.train.compile}

@@ -105,13 +105,13 @@ class Cache(list[LayerCache]):
             tensors += [*(state.get(f"layers.{layer}.{path}.weight") for path in PATHS), kept.keys, kept.values]
             expected += 2 * [((dim,), torch.float32)] + [(shape, dtype) for shape in (*matrices, cached, cached)]
         readable = all(tensor is not None and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
-        library = load(dtype)[0]
-        if not library or not readable or [(tensor.shape, tensor.dtype) for tensor in tensors] != expected:
+        if not readable or [(tensor.shape, tensor.dtype) for tensor in tensors] != expected:
             return False
         scratch = dim, queries, keys, keys, queries, config.heads * config.context, hidden, hidden
         buffers = [torch.empty(batch * size, dtype=torch.float32, device="cpu") for size in scratch]
         memory = [tensor.detach() for tensor in (*buffers, *tensors)]
         sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, hidden
         values = [*sizes, config.context, config.vocab_size, *map(Tensor.data_ptr, memory)]
-        self.step = library.decode, (ctypes.c_int64 * len(values))(*values), model.final_norm.eps, memory
+        decode = load(dtype)[0].decode  # type: ignore[union-attr]
+        self.step = decode, (ctypes.c_int64 * len(values))(*values), model.final_norm.eps, memory
         return True

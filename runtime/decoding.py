@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model import LayerCache, Llama, Rope, RopeTable
+from runtime.cards import check_compile
 
 
 class StaticCache(nn.Module, LayerCache):
@@ -82,8 +83,8 @@ class CompiledLlama(Llama):
 
 def compile_decoding(model: Llama) -> None:
     """Make `model.next_logits` use compiled code, in place. The first token after a prompt waits for the compiler."""
-    on_cuda = model.embed_tokens.weight.device.type == "cuda"
+    check_compile(device := model.embed_tokens.weight.device)
     model.__class__, model.rope.__class__ = CompiledLlama, StaticRope
     assert isinstance(model, CompiledLlama)
     plain_step = super(CompiledLlama, model).next_logits
-    model.step = torch.compile(plain_step, mode="reduce-overhead" if on_cuda else None)
+    model.step = torch.compile(plain_step, mode="reduce-overhead" if device.type == "cuda" else None)

@@ -180,9 +180,8 @@ def exit_codes(memory_options: str) -> Iterator[None]:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out. On every device torch says that it cannot allocate it, or that the size overflowed."""
-    said = str(error) if isinstance(error, RuntimeError | OSError) else ""
-    return isinstance(error, MemoryError) or "allocate" in said or "size calculation overflowed" in said
+    """Whether memory ran out. On every device torch says that it cannot allocate it, and so does the system."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and "allocate" in str(error))
 
 
 def _exit(code: int, line: str, together: bool = False) -> None:

@@ -16,7 +16,6 @@ import torch
 
 from config import FIELDS, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
 from data.prepare import Prepared, prepare
-from model import Llama
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
@@ -120,9 +119,7 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     dtype = str(pick_dtype(config.dtype, device, config.shard and ranks > 1)).removeprefix("torch.")
     compiled = config.compile
     if compiled is None:
-        with torch.device("meta"):
-            weights = sum(weight.numel() for weight in Llama(replace(model_config, context=2)).parameters())
-        step_flops = 6 * weights * config.batch_size * model_config.context
+        step_flops = 6 * model_config.weights * config.batch_size * model_config.context
         long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
         compiled = long.get(device.type, False)
     if config.compile:

@@ -92,6 +92,7 @@ def test_training_with_all_options_matches_eager():
 def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Make `torch.compile` use aot_eager. Returns the list of graphs, to which every compilation adds one."""
     torch.compiler.reset()
+    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "")  # Inductor's, which is not used here
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -111,7 +112,6 @@ def test_a_training_compiles_once_and_says_so(tmp_path, monkeypatch, capsys):
         f"--data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'} --tokenizer bytes --dim 32 --layers 1 "
         f"--heads 2 --context 32 --batch-size 8 --eval-every 2 --steps 4 --device cpu --dtype float32 --out {tmp_path}"
     )
-    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "")  # Inductor's, which is not used here
     graphs, losses = count_graphs(monkeypatch), []
     for run in ("eager", "compiled --compile"):
         train.main(f"{flags}/{run}".split())
@@ -145,6 +145,7 @@ def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):
         return graph
 
     torch.compiler.reset()
+    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "")
     backend = aot_autograd(fw_compiler=record, keep_inference_input_mutations=True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
     model = random_weights_model(SMALL).eval()

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import train
 from config import (
@@ -19,6 +20,7 @@ from config import (
     configs_from,
     to_flags,
 )
+from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
 
@@ -257,3 +259,9 @@ def test_default_preset_depends_on_the_device():
     assert parse("")[0].dim == ModelConfig().dim
     assert parse("", "cuda")[0].dim == parse("", "mps")[0].dim == PRESETS["small"]["dim"]
     assert parse("--preset tiny", "cuda")[0].dim == ModelConfig().dim
+
+
+def test_config_weights_is_the_number_of_parameters():
+    for model_config in (ModelConfig(norm="none"), ModelConfig(norm="none", heads=8, kv_heads=2, tie_embeddings=False)):
+        with torch.device("meta"):
+            assert model_config.weights == sum(weight.numel() for weight in Llama(model_config).parameters())

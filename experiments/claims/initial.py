@@ -17,7 +17,6 @@ from experiments.claims.measure import Lab
 from experiments.claims.trained import WARMUPS, S
 from model import Llama, weights_by_role
 from norms import KINDS
-from runtime.cards import check_compile
 
 DEPTHS = (6, 12, 24, 48, 96)
 WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
@@ -63,7 +62,6 @@ def equivalence(protocol: Protocol, lab: Lab) -> Measured:
 def speed(protocol: Protocol, lab: Lab) -> Measured:
     """ln(seconds) of 10 training steps, in rounds that take all arms in turn."""
     torch.set_num_threads(1)
-    check_compile(torch.device("cpu"))
     steps = {}
     for norm, compiled in product(("rmsnorm", "layernorm"), (False, True)):
         model = Llama(ModelConfig(norm=norm, vocab_size=257))  # the default width of 128 and context of 256

@@ -11,7 +11,7 @@ from experiments.ablation.grid import Cell, losses_of
 from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, read_outcome
 from experiments.ablation.plots import plot_differences
 from experiments.ablation.rates import Optimum
-from experiments.ablation.report import comparison_section, missing, sweep_section
+from experiments.ablation.report import cells_of, comparison_section, missing, sweep_section
 from experiments.statistics import estimate, holm
 
 
@@ -138,6 +138,7 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     corrected = Finding(estimate([0.10, 0.11, 0.12]), 3, p=0.2)
     assert str(corrected) == "may differ (+0.1100 ± 0.0248, p = 0.2)"  # alone, its p is 0.003
     assert str(Finding(estimate([0.0, 0.0]), 2, p=1.0)) == "has the same losses"
+    assert [cells_of(Finding(None, 2, p=p))[-1] for p in (0.0, 0.012)] == ["< 0.0001", "0.012"]
 
 
 def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
