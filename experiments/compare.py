@@ -51,17 +51,13 @@ def main(arguments: list[str]) -> None:
 
 
 def find_runs(names: list[str]) -> list[Path]:
-    """The directories of the runs, with those of each ablation. Raises ValueError if one is neither."""
+    """The directories of the runs, and of those that an ablation's table lists. Raises ValueError if one has no run."""
     found: dict[Path, Path] = {}  # by where each really is
     for folder in map(Path, names):
-        files = sorted(folder.glob("cells/*/run.json"), key=lambda file: file.stat().st_mtime_ns)
-        if files and (folder / "runs.csv").exists():  # it has the baseline first
-            rows = csv.DictReader((folder / "runs.csv").read_text("utf-8", "replace").splitlines())
-            order = [row.get("run") for row in rows]
-            files.sort(key=lambda file: order.index(file.parent.name) if file.parent.name in order else len(order))
-        if not files:
-            check_run_dir(folder, exists=True)
-        for run in [file.parent for file in files] or [folder]:
+        file = folder / "runs.csv"  # it has the baseline first
+        rows = csv.DictReader(file.read_text("utf-8", "replace").splitlines()) if file.exists() else []
+        for run in [folder / "cells" / row.get("run", "") for row in rows] or [folder]:
+            check_run_dir(run, exists=True)
             found.setdefault(run.resolve(), run)
     require(len(found) > 1, f"compare needs at least two runs; {names[0]} is one")
     return list(found.values())
