@@ -236,5 +236,5 @@ def test_what_several_ranks_refuse(monkeypatch):
 
 if __name__ == "__main__":
     train_all(Path(sys.argv[1]))
-    # Gloo's threads outlive the group of a DDP model, and torch sometimes aborts while Python exits with them.
+    # docs/troubleshooting.md: torch sometimes aborts while Python exits with Gloo's threads.
     os._exit(0)
