@@ -134,7 +134,6 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
         with distributed.raise_on_all_ranks():
             if run.config.init_from and not checkpoint:
@@ -408,7 +407,6 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
 
 def evaluate_only(run: Run) -> None:
     """Print the loss of the newest checkpoint."""
-    torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
     with bad_input(), distributed.raise_on_all_ranks():
         checkpoint, model, _ = open_checkpoint(run.folder, run.device)
         require(model.config == run.model_config, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")

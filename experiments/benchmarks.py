@@ -24,9 +24,9 @@ from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import make_optimizers
 from runtime.acceleration import accelerate
-from runtime.cards import check_compile
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, peak_memory, pick_device, pick_dtype
+from runtime.machine import check_compile
 from runtime.run import read_options
 from train import flops_per_token
 
@@ -178,6 +178,7 @@ def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
 
 def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call:
     """A step of `model` on random tokens, which are always the same."""
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model.recompute, device = config.recompute, model.embed_tokens.weight.device
     if config.compile:
         check_compile(device)

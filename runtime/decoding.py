@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model import LayerCache, Llama, Rope, RopeTable
-from runtime.cards import check_compile
+from runtime.machine import check_compile
 
 
 class StaticCache(nn.Module, LayerCache):

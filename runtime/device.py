@@ -14,6 +14,9 @@ from timeit import timeit
 import torch
 from torch import Tensor
 
+from runtime.machine import check_capability, unused_gpu
+from runtime.process import warn
+
 FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
 # `torch.compile` takes about a minute, which shorter runs do not amortize.
 COMPILE_STEPS = 500  # of a run on CUDA
@@ -24,22 +27,20 @@ def pick_device(name: str) -> torch.device:
     """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto"."""
     if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
         raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
-    from runtime import cards
-
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device in available if available[device])
-        if name == "cpu" and (reason := cards.unused_gpu()):
-            cards.warn(f"warning: {reason}")
+        if name == "cpu" and (reason := unused_gpu()):
+            warn(f"warning: {reason}")
     kind, _, index = name.partition(":")
     if not available[kind]:
-        reason = (kind == "cuda" and cards.unused_gpu()) or f"torch {torch.__version__} finds no such device"
+        reason = (kind == "cuda" and unused_gpu()) or f"torch {torch.__version__} finds no such device"
         raise ValueError(f"--device {name}: {reason}; try --device cpu")
     if index and int(index) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device {name}: the last of this machine's GPUs is cuda:{count - 1}")
     device = torch.device(name)
     if kind == "cuda":
-        cards.check_capability(device)
+        check_capability(device)
     return device
 
 
@@ -127,7 +128,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The GPU's peak in FLOP/s in half precision, or None if it is unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    from runtime.cards import find_card
+    from runtime.cards import find_card  # only for a GPU
 
     card = find_card(torch.cuda.get_device_name(device))
     return card.flops if card else None

@@ -23,7 +23,7 @@ from files import one_line
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 from runtime import distributed
-from runtime.process import bad_input
+from runtime.process import bad_input, warn
 
 ROOT = Path(__file__).parents[1]
 IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record, for run.json and config.json, and the source
@@ -128,7 +128,5 @@ def check_imports(description: dict[str, Any]) -> list[str]:
 
 def warn_of_imports(description: dict[str, Any]) -> None:
     """`check_imports`, and print what differs, once per process."""
-    from runtime.cards import warn
-
     for line in check_imports(description):
         warn(f"warning: {one_line(line)}")

@@ -21,7 +21,9 @@ from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
 from runtime.device import COMPILE_FLOPS, COMPILE_STEPS, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
+from runtime.machine import check_compile, missing_for_compile
 from runtime.plugins import ROOT, check_imported_norm, import_records, warn_of_imports
+from runtime.process import warn
 from runtime.run_dir import (
     RUNS_FOLDER,
     check_not_in_use,
@@ -58,6 +60,7 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     if run.earlier is None:
         out = run.folder if getattr(flags, "out", "") else None
         run.folder = distributed.from_main(make_run_dir, out, run.folder.name)
+    torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
     return run
 
 
@@ -100,8 +103,6 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
 
 def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
     """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
-    from runtime.cards import check_compile, missing_for_compile, warn
-
     given, pretrained = read_options(flags.config, earlier), None
     init_from = getattr(flags, "init_from", "") or (given or {}).get("init_from", "")
     if init_from and not earlier:

@@ -155,7 +155,7 @@ def test_which_attention_is_called(monkeypatch):
     model(TOKENS)
     for part in TOKENS.split([5, 2, 1], dim=1):
         model(part, cache)
-    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("runtime.machine.missing_for_compile", lambda device: "")
     compile_decoding(model)
     model.next_logits(TOKENS, model.new_cache())
     whole = (8, SMALL.heads, 8, False, True)

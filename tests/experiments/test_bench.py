@@ -80,7 +80,7 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "generate", generate)
     monkeypatch.setattr(benchmarks, "accelerate", lambda model, samples: None)
-    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("runtime.machine.missing_for_compile", lambda device: "")
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0, "compiled": 0.5})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()
@@ -102,7 +102,7 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("command", ["norms --rows 8 --dim 16 --device cpu", f"train {MODEL}", f"generate {MODEL}"])
 def test_compiling_needs_a_compiler(command, monkeypatch, refused):
-    monkeypatch.setattr("runtime.cards.missing_for_compile", lambda device: "a compiler")
+    monkeypatch.setattr("runtime.machine.missing_for_compile", lambda device: "a compiler")
     line = refused(bench.main, [*command.split(), "--compile"])
     assert line == "error: --compile needs a compiler; or use --no-compile\n"
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import train
-from runtime import cards, run
-from runtime.cards import BEFORE_AMPERE, CARDS, unused_gpu
+from runtime import machine, process, run
+from runtime.cards import BEFORE_AMPERE, CARDS
 from runtime.device import peak_flops, pick_device, pick_dtype
+from runtime.machine import unused_gpu
 
 CU126 = "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
 
@@ -24,14 +25,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
-    monkeypatch.setattr(cards, "Path", lambda *names: tmp_path.joinpath(*(name.lstrip("/") for name in names)))
+    monkeypatch.setattr(machine, "Path", lambda *names: tmp_path.joinpath(*(name.lstrip("/") for name in names)))
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr("sysconfig.get_path", lambda name: "include")
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    cards.warn.cache_clear()
-    cards.nvidia_driver.cache_clear()
+    process.warn.cache_clear()
+    machine.nvidia_driver.cache_clear()
     return add
 
 
@@ -45,7 +46,7 @@ def card(monkeypatch: pytest.MonkeyPatch, install: Callable) -> Callable[..., No
         for name, value in (found | {"get_arch_list": ["sm_75", "sm_80", "sm_120", "compute_120"]}).items():
             monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(cards, "find_spec", lambda name: name == "triton")
+        monkeypatch.setattr(machine, "find_spec", lambda name: name == "triton")
 
     install("gcc")
     install("include/Python.h")
@@ -127,7 +128,7 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     flags, line = f"--device {device} --dtype float32 --preset small", "not compiled: torch.compile needs "
 
     def resolved(steps: int) -> tuple[bool | None, str]:
-        cards.warn.cache_clear()
+        process.warn.cache_clear()
         return run.resolve(train.parse(f"{flags} --steps {steps}".split()))[1].compile, capsys.readouterr().err
 
     assert resolved(2000)[1].startswith(f"{line}a compiler: ") and resolved(9) == (False, "")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime import device
-from runtime.device import describe, deterministic, pick_device, pick_dtype, product_times, to_device
+from runtime.device import describe, deterministic, pick_device, pick_dtype, product_times
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -50,8 +50,3 @@ def test_deterministic_kernels_are_a_setting_of_the_block(monkeypatch):
     with deterministic(True), pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     assert not torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-def test_a_copy_to_the_cpu_is_not_pinned():
-    ids = torch.arange(3)
-    assert to_device(ids, CPU) is ids

@@ -16,7 +16,7 @@ import train
 from config import ModelConfig
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
-from runtime import cards, plugins
+from runtime import plugins, process
 from runtime.checkpoint import find_checkpoint, load_pretrained
 
 TOY = "--data text.txt --tokenizer bytes --dim 16 --layers 2 --heads 2 --context 16 --device cpu --dtype float32 "
@@ -53,7 +53,7 @@ def forget() -> None:
     for module in [name for name in sys.modules if name.startswith("imported_")]:
         del sys.modules[module]
     plugins.IMPORTED.clear()
-    cards.warn.cache_clear()
+    process.warn.cache_clear()
 
 
 def call(command: str) -> None:
