@@ -98,7 +98,7 @@ def t_tails(t: float, degrees: int) -> float:
 @cache
 def t_quantile(degrees: int, probability: float = CONFIDENCE) -> float:
     """The t with P(|T| < t) = `probability`, by bisection down to neighboring floats."""
-    low, high = 0.0, 20.0
+    low, high = 0.0, 1e6
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if t_tails(middle, degrees) > 1 - probability else (low, middle)
     return high

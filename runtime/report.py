@@ -130,26 +130,22 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         bpb, than = last["val_bpb"], f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
         change = f"{abs(1 - bpb / gzip_bpb):.0%} {'better' if bpb < gzip_bpb else 'worse'} {than}"
         result = f"After {last['step']} steps the model needs {bpb:.4f} bits per byte of the validation text, {change}."
+    inside = []
+    if watched := read_rows(folder / "watch.jsonl"):
+        from runtime.watch import plot_watch  # only with --watch
+
+        maps = figure(plot_watch({"": watched}), alt="Heat maps of watch.jsonl over steps and depth")
+        inside = ["<h2>Inside the model</h2>", maps]
     sections = [
         markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
-        *watch_section(folder),
+        *inside,
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
         preformatted(shlex.join(["python", *run["command"]])),
         folded("Settings", settings_list(run["model"] | run["training"] | run["versions"])),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
-
-
-def watch_section(folder: Path) -> list[str]:
-    """The heat maps of a run's `watch.jsonl`, if it has one."""
-    if not (rows := read_rows(folder / "watch.jsonl")):
-        return []
-    from runtime.watch import plot_watch  # only with --watch
-
-    maps = figure(plot_watch({"": rows}), alt="Heat maps of watch.jsonl over steps and depth")
-    return ["<h2>Inside the model</h2>", maps]
 
 
 def settings_list(values: dict[str, Any]) -> str:

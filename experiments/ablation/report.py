@@ -30,7 +30,7 @@ HOW_TO_READ = (
 def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
     """What was run, and how to read the tables."""
     config = next(iter(grid.settings.values()))[1]
-    machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs} at a time"
+    machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs * len(grid.devices)} at a time"
     return [
         f"`{command}`",
         f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}, {machine}, torch {torch.__version__}.",

@@ -194,7 +194,9 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     rows = [dict(cell.arm.factors) | {"seed": cell.seed} | row for cell in watched for row in watched[cell]]
     if rows:
         write_csv(folder / "watch.csv", rows)
-        figures["watch"] = plot_watch({cell.arm.name: watched[cell] for cell in watched if cell.seed == seeds[0]})
+    first = {cell.arm.name: watched[cell] for cell in watched if watched[cell] and cell.seed == seeds[0]}
+    if first:
+        figures["watch"] = plot_watch(first)
     sections = [markdown(summary)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")

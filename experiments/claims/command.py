@@ -59,10 +59,11 @@ def main(arguments: list[str]) -> None:
         wanted = [(claim, scale) for claim in chosen for scale in claim.protocols if scale in scales]
         devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
         require(bool(wanted) or results.is_dir(), f"--results {results}: no such directory")  # mistyped
+        require(results.parent.name == "results", f"--results {results}: must be in a folder results/, for the pages")
         for folder in (runs, results):
             folder.mkdir(parents=True, exist_ok=True)
     if wanted:
-        lab = Lab(runs, results / "runs.jsonl", flags.jobs, devices, flags.cache_dir, flags.seed, commit())
+        lab = Lab(runs, results / "runs.jsonl", flags.jobs, devices, flags.cache_dir, flags.seed, commit() or "unknown")
         with lock_file(runs / LOCK):
             for claim, scale in wanted:
                 run_claim(claim, scale, lab, results)
@@ -82,7 +83,7 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
     seconds = sum(row.get("seconds") or 0 for row in measured["runs"] + measured.get("search", []))
     environment = {
         "protocol": claim.hash(scale),
-        "commits": sorted({row.get("commit") or lab.commit or "unknown" for row in measured["runs"]}),
+        "commits": sorted({row.get("commit", lab.commit) for row in measured["runs"]}),
         "device": describe(torch.device(lab.devices[0])),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,

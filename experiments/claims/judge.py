@@ -140,9 +140,9 @@ def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
         if (values := values_of(effect, measured)) is None:
             continue
         finite = all(map(math.isfinite, values))
-        slack = slack_of(effect, protocol, measured) if finite else None
-        if slack is None:
-            found[effect.name] = "no best learning rate was found" if finite else "a run diverged or is out of range"
+        slack = slack_of(effect, protocol, measured) if finite else math.inf
+        if slack is None or not math.isfinite(slack):
+            found[effect.name] = "a run diverged or is out of range" if slack else "no best learning rate was found"
             inside, outside = [1.0], [1.0]
         else:
             found[effect.name] = estimate(values, slack)

@@ -19,6 +19,7 @@ from experiments.claims.claim import Measured, Protocol, Row
 from files import digest, write_atomically
 from runtime.checkpoint import load_pretrained
 from runtime.device import describe
+from runtime.process import bad_input
 from runtime.watch import stream_rms
 
 WIDEN = 14  # rates and seeds that an arm may try on top until its optimum is found
@@ -37,7 +38,7 @@ class Lab:
     devices: tuple[str, ...] = ("cpu",)
     cache_dir: str = ".cache"
     first_seed: int = 0
-    commit: str | None = None
+    commit: str = "unknown"
 
     def seeds(self, protocol: Protocol) -> range:
         return range(self.first_seed, self.first_seed + protocol.seeds)
@@ -90,7 +91,8 @@ def read_ledger(path: Path) -> dict[str, Row]:
 
 def train(protocol: Protocol, lab: Lab) -> Measured:
     """Train every arm with every seed, at its best learning rate or at all of its rates."""
-    grids = {arm.data: make_grid(protocol, arm.data, lab) for arm in protocol.arms.values()}
+    with bad_input():  # the text may need a download
+        grids = {arm.data: make_grid(protocol, arm.data, lab) for arm in protocol.arms.values()}
     optima: dict[str, Optimum] = {}
     search: list[Row] = []
     for data, lr in dict.fromkeys((arm.data, arm.lr) for arm in protocol.arms.values() if arm.lr):

@@ -83,6 +83,8 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
             if theirs != from_theirs(to_theirs(config)):
                 config = theirs  # others have changed their fields, which say what is stored
         return config, own["tokenizer"]
+    except KeyError as error:
+        raise ValueError(f"{path}: {OWN} lacks {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 

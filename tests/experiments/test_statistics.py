@@ -21,7 +21,8 @@ def test_tails_and_quantiles_match_scipy(degrees):
     assert t_tails(-ts[0], degrees) == t_tails(ts[0], degrees)
     assert (t_tails(0.0, degrees), t_tails(math.inf, degrees)) == (1, 0)
     assert t_quantile(degrees) == pytest.approx(stats.t.isf(0.025, degrees), rel=1e-9)
-    assert t_quantile(degrees, 0.6) == pytest.approx(stats.t.isf(0.2, degrees), rel=1e-9)
+    for probability in (0.6, 1 - 0.05 / 30):
+        assert t_quantile(degrees, probability) == pytest.approx(stats.t.ppf((1 + probability) / 2, degrees), rel=1e-9)
 
 
 @pytest.mark.parametrize("size", [2, 3, 30])

@@ -95,6 +95,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it, in format 2 and not 1"),
 ]
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "our key without its list of imports": (change_own, "normal_llama lacks 'imports'"),
     "our key with text": (
         lambda d: change_own(d, model={"dim": "16"}),
         "normal_llama: dim must be of type int, not '16'",

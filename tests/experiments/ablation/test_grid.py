@@ -218,6 +218,9 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
     rows = csv_rows(grid.folder / "watch.csv")
     assert [(row["seed"], row["step"], row["block"], row["grad_rms.q_proj"]) for row in rows] == expected
     assert {row["step"] for row in rows} == {"1", str(grid.settings[ARM][1].steps)}
+    (grid.cell_folder(Cell(ARM, 0.01, 3)) / "watch.jsonl").unlink()
+    run_ablation(ablation, "command")  # as if only the second seed had been watched
+    assert {row["seed"] for row in csv_rows(grid.folder / "watch.csv")} == {"4"}
 
 
 def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, undrawn):

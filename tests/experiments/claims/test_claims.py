@@ -111,6 +111,9 @@ def test_errors_of_rates_count_as_much_as_they_move_an_effect():
         assert slack_of(effect, protocol, measured) is None
     measured["optima"]["pre muon 100"] = OPTIMUM | {"loss": 2.91, "regret": 0.0}
     assert slack_of(effect, protocol, measured) == pytest.approx(0.1 * math.log(2))
+    measured["optima"]["nGPT muon 100"] = OPTIMUM | {"regret": 0.6}  # as good as no run of pre-norm
+    judgment = judge(Claim("", [effect], {"S": protocol}), protocol, measured)
+    assert judgment.found == {"speed-up": "a run diverged or is out of range"}
 
 
 def test_p_values_are_those_of_scipy():
