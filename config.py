@@ -183,9 +183,7 @@ class TrainConfig:
     )
     steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
-    micro_batch_size: int = option(
-        None, "sequences per forward pass; divides --batch-size and each rank's share of it (default: --batch-size)"
-    )
+    micro_batch_size: int = option(None, "maximum sequences per forward pass; divides --batch-size (default: all)")
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
@@ -404,7 +402,7 @@ def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None
     for name, value in pretrained.items():
         require(
             name in NOT_PRETRAINED or given[name] == value,
-            f"{flag_name(name)} {given[name]} contradicts --init-from, which has {value}; leave it out",
+            f"{flag_name(name)} {shown(given[name])} contradicts --init-from, which has {shown(value)}; leave it out",
         )
     longest = pretrained["context"]
     require(given["context"] <= longest, f"--context {given['context']} is longer than that of --init-from, {longest}")

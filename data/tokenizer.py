@@ -167,7 +167,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
-    """Load the tokenizer of our own that is in `directory`. Raises ValueError if it is missing or damaged."""
+    """Load our own tokenizer from `directory`. Raises ValueError if it is missing or damaged."""
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
     path = directory / "tokenizer.model"

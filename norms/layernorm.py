@@ -36,7 +36,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x, *self.normalized_shape)
-        # (h − μ) / sqrt(σ² + eps). On constant rows of 1e6 + 0.3 the formula itself gives 0.9999 in fp32, and this 0.
+        # (h − μ) / sqrt(σ² + eps). On constant rows of 1e6 + 0.3, the formula gives 0.9999 in fp32, this function 0.
         y = F.layer_norm(h, self.normalized_shape, eps=self.eps)
         # Gain and bias are applied separately: F.layer_norm loses digits when it sums their gradients over many rows.
         if self.weight is not None:

@@ -56,7 +56,7 @@ class Placement:
     after_step: Callable[[nn.Module], None] | None = None  # called after initialization and after each step
 
 
-# Depth-scaled init is off if the placement scales by depth itself, or if a norm after the sublayer undoes it.
+# Depth-scaled init is off if the placement scales all streams by depth, or if a norm after the sublayer undoes it.
 PLACEMENTS = {
     "pre": Placement(PreNorm, without_norm=True),
     "post": Placement(PostNorm, without_final_norm),
