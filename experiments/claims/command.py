@@ -84,7 +84,7 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
     environment = {
         "protocol": claim.hash(scale),
         "commits": sorted({row.get("commit", lab.commit) for row in measured["runs"]}),
-        "device": describe(torch.device(lab.devices[0])),
+        "device": describe(torch.device(lab.devices[0] if protocol.arms else "cpu")),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
