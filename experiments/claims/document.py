@@ -125,7 +125,7 @@ def plot(entry: Entry) -> Figure:
         panels[1].plot([row["lr"] for row in rows], [row["value"] for row in rows], "o", ms=3, color=line.get_color())
     if curves:
         panels[1].set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
-        panels[1].legend(fontsize="x-small")
+        panels[1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

@@ -74,12 +74,7 @@ def lns(layers: int) -> dict[str, Arm]:
 
 SANDWICH = Arm(dict(lns(24)["pre"].factors) | {"placement": "sandwich"}, lrs=(1e-3,))
 
-SIZES = {
-    50_000: "50 kB",
-    200_000: "200 kB",
-    1_000_000: "1 MB",
-    4_100_000: "all",
-}  # of text; the last is what 4,000 steps see
+SIZES = {50_000: "50 kB", 200_000: "200 kB", 1_000_000: "1 MB", 4_100_000: "all"}  # of text; 4,000 steps see the last
 PAIR = {"DyT": {"norm": "dyt:alpha=2", **SQUASHED}, "LayerNorm": {"norm": "layernorm"}}
 
 
@@ -100,14 +95,14 @@ def amount_slope(name: str, value: str, **more: Any) -> Effect:
 
 
 STEPS = (1000, 250, 500, 2000, 4000)  # the rates of the first are those of longer runs as well
-SHORTER = (62, 125)  # of pre-norm only: nGPT may need more steps
+MORE = (62, 125, 8000)  # of pre-norm only, which may need fewer or more steps for the loss of nGPT
 
 
 def lengths() -> dict[str, Arm]:
     """nGPT as its authors train it, without decay and warm-up, and with an output head of its own."""
     ngpt = {"placement": "ngpt", "warmup": "0", "weight_decay": "0", "tie_embeddings": "false"}
     found = {}
-    for steps in (*STEPS, *SHORTER):
+    for steps in (*STEPS, *MORE):
         shared = dict.fromkeys(("steps", "eval_every", "save_every"), str(steps))
         for optimizer in LRS:
             for name, factors in ((f"pre {optimizer}", {}), (f"nGPT {optimizer}", ngpt)):
