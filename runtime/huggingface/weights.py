@@ -42,7 +42,9 @@ def hugging_face_name(ours: str, config: ModelConfig) -> str:
     """Hugging Face's name for a weight of a model like `config`. Weights that no architecture has get "model." too."""
     for path, theirs in NORMS.get(config.placement, {}).items():
         ours = ours.replace(f".{path}.", f".{theirs}.")
-    ours = ours.replace("_norm.norm.", "_norm.")  # --qk-norm full: a norm inside the module that joins the heads
+    wrapped = ["q_norm", "k_norm"] if config.qk_norm == "full" else []  # inside the module that joins the heads
+    for module in [*wrapped, "final_norm"] if config.placement in ("residual", "siamese") else wrapped:
+        ours = ours.replace(f"{module}.norm.", f"{module}.", 1)
     ours = ours.replace("final_norm.", "norm.", 1) if ours.startswith("final_norm.") else ours
     return ours if ours.startswith("lm_head.") else f"model.{ours}"
 

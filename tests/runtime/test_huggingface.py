@@ -21,10 +21,13 @@ from norms import KINDS
 from norms.placement import PLACEMENTS
 from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import from_theirs, to_theirs
+from runtime.huggingface.weights import hugging_face_name
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
 LLAMA = ModelConfig(**SIZES, tie_embeddings=False)
 QWEN3 = ModelConfig(**SIZES, qk_norm="head")
+INNER = (".weight", ".norm.weight")
+NAMES = ("final_norm", "layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm", "layers.0.mlp_residual.norm")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -69,6 +72,16 @@ def pickled(directory: Path) -> None:
 def change_own(directory: Path, **fields: Any) -> None:
     own = {"format": 1, "model": dataclasses.asdict(LLAMA), "tokenizer": "bytes"} | fields
     change_config(directory, normal_llama=own)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+def test_the_weights_of_an_imported_norm_that_contains_a_norm_have_names_of_their_own(placement, qk_norm):
+    config = ModelConfig(placement=placement, qk_norm=qk_norm)
+    around = {"q_norm": qk_norm == "full", "k_norm": qk_norm == "full"}
+    around["final_norm"] = placement in ("residual", "siamese")  # modules that are no norms, but have one
+    ours = [f"{path}{'.norm' * around.get(path.split('.')[-1], False)}{inner}" for path in NAMES for inner in INNER]
+    assert len({hugging_face_name(name, config) for name in ours}) == len(ours) == 8
 
 
 # How a directory is changed, and what the error says of it. `()` removes a field.
