@@ -33,7 +33,6 @@ from runtime.plugins import import_first
 from runtime.process import NotFinite, bad_input, exit_codes, write
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
-MAX_SAMPLES = 1 << 16  # each has a random number generator of its own
 NEVER = -1  # as the end-of-document token: no sample ends
 INVALID = -2  # drawn where the logits are not finite
 
@@ -81,7 +80,7 @@ class Options(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, "samples", most=MAX_SAMPLES)
+        check_sizes(self, "samples", most=1 << 16)
         require(all(self.stop), "--stop must not be empty")
 
 
@@ -117,7 +116,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def read_prompt(prompt: str) -> str:
     """The text of `--prompt`, from standard input for "-"."""
-    require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
         return raw.decode()
@@ -209,7 +207,7 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
     tokens = to_device(prompts, device)  # B T
     sampler = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
     points = to_device(random_points(sampling.seed, samples, count), sampler)
-    cache, ended = model.new_cache(), [False] * samples
+    cache, ended = model.new_cache(tokens.shape[1] + count), [False] * samples
     for index in range(count):
         drawn = draw(model.next_logits(tokens, cache), sampling, points[index])  # B
         # Reading the ids is the only time that Python waits for the device.

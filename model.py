@@ -87,9 +87,9 @@ class Llama(nn.Module):
         """Logits (B, V) for the token after the last of `tokens` (B, T)."""
         return self.lm_head(self.hidden(tokens, cache)[:, -1])  # B V
 
-    def new_cache(self) -> "list[LayerCache]":
-        """An empty cache for `forward` and `next_logits`."""
-        return [LayerCache(self.config.context) for _ in self.layers]
+    def new_cache(self, tokens: int | None = None) -> "list[LayerCache]":
+        """An empty cache for `forward` and `next_logits`, with space for so many `tokens` (default: the context)."""
+        return [LayerCache(tokens or self.config.context) for _ in self.layers]
 
 
 class Block(nn.Module):
@@ -249,18 +249,18 @@ class FullWidth(nn.Module):
 class LayerCache:
     """Keys and values of one layer for the `length` tokens so far, which no later step has to compute again.
 
-    Memory for the whole context is allocated once.
+    Memory for `size` tokens is allocated once.
     """
 
-    def __init__(self, context: int):
-        self.context, self.length = context, 0
-        self.keys, self.values = torch.empty(0), torch.empty(0)  # B K context D
+    def __init__(self, size: int):
+        self.size, self.length = size, 0
+        self.keys, self.values = torch.empty(0), torch.empty(0)  # B K size D
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens, B K T D. Returns all cached ones, B K S D."""
         if self.length == 0:
             batch, heads, _, head_dim = k.shape
-            self.keys = k.new_empty(batch, heads, self.context, head_dim)
+            self.keys = k.new_empty(batch, heads, self.size, head_dim)
             self.values = torch.empty_like(self.keys)
         new = slice(self.length, self.length + k.shape[2])
         self.keys[:, :, new], self.values[:, :, new] = k, v

@@ -49,7 +49,7 @@ def unsupported(config: ModelConfig) -> str | None:
 @torch.inference_mode()
 def agrees(model: Llama) -> bool:
     """Whether C computes what model.py does, which may have been edited: the logits after a cache of noise."""
-    config, dtype, cache = model.config, model.lm_head.weight.dtype, Cache(Llama.new_cache(model))
+    config, dtype, cache = model.config, model.lm_head.weight.dtype, Cache(Llama.new_cache(model, 65))
     tokens, generator = torch.zeros(1, 1, dtype=torch.int64, device="cpu"), torch.Generator("cpu").manual_seed(0)
     shape = 2, 1, config.kv_heads, min(config.context - 1, 64), config.head_dim
     for kept in cache:
@@ -63,8 +63,8 @@ def agrees(model: Llama) -> bool:
 
 
 class FastLlama(Llama):
-    def new_cache(self) -> "Cache":
-        return Cache(super().new_cache())
+    def new_cache(self, tokens: int | None = None) -> "Cache":
+        return Cache(super().new_cache(tokens))
 
     def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
         logits = cache.next_logits(self, tokens) if isinstance(cache, Cache) else None
@@ -77,9 +77,9 @@ class Cache(list[LayerCache]):
     step: Any = None  # the function of C, the table, eps and the memory that the table points to
 
     def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
-        """Logits (B, V) after `tokens` (B, 1), or None where torch continues: for a prompt and past the context."""
+        """Logits (B, V) after `tokens` (B, 1), or None where torch continues: for a prompt and past the cache."""
         seen, config, tokens = self[0].length, model.config, tokens.long().contiguous()
-        if tokens.shape[1] > 1 or not 0 < seen < config.context or not (self.step or self.plan(model)):
+        if tokens.shape[1] > 1 or not 0 < seen < self[0].size or not (self.step or self.plan(model)):
             return None
         decode, table, eps, memory = self.step
         logits = memory[0].new_empty(table[0], config.vocab_size)
@@ -95,7 +95,7 @@ class Cache(list[LayerCache]):
         dim, hidden, vocabulary = config.dim, config.hidden_dim, (config.vocab_size, config.dim)
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         rotary = config.context, config.head_dim // 2
-        cached = batch, config.kv_heads, config.context, config.head_dim
+        cached = batch, config.kv_heads, self[0].size, config.head_dim
         matrices = (queries, dim), (keys, dim), (keys, dim), (dim, queries), (hidden, dim), (hidden, dim), (dim, hidden)
         state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         names = ["embed_tokens.weight", "rope.cos", "rope.sin", "final_norm.weight", "lm_head.weight"]
@@ -107,11 +107,11 @@ class Cache(list[LayerCache]):
         readable = all(tensor is not None and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
         if not readable or [(tensor.shape, tensor.dtype) for tensor in tensors] != expected:
             return False
-        scratch = dim, queries, keys, keys, queries, config.heads * config.context, hidden, hidden
+        scratch = dim, queries, keys, keys, queries, config.heads * self[0].size, hidden, hidden
         buffers = [torch.empty(batch * size, dtype=torch.float32, device="cpu") for size in scratch]
         memory = [tensor.detach() for tensor in (*buffers, *tensors)]
         sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, hidden
-        values = [*sizes, config.context, config.vocab_size, *map(Tensor.data_ptr, memory)]
+        values = [*sizes, self[0].size, config.vocab_size, *map(Tensor.data_ptr, memory)]
         decode = load(dtype)[0].decode  # type: ignore[union-attr]
         self.step = decode, (ctypes.c_int64 * len(values))(*values), model.final_norm.eps, memory
         return True

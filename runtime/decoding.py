@@ -67,7 +67,7 @@ class CompiledLlama(Llama):
 
     step: Callable[[Tensor, list[LayerCache]], Tensor]
 
-    def new_cache(self) -> list[LayerCache]:
+    def new_cache(self, tokens: int | None = None) -> list[LayerCache]:
         length = torch.zeros((), dtype=torch.int64, device=self.embed_tokens.weight.device)
         return [StaticCache(self.config.context, length) for _ in self.layers]
 
