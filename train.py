@@ -165,7 +165,8 @@ class Trainer:
 
     def train(self) -> None:
         config, folder = self.run.config, self.run.folder
-        if self.step > config.steps or (self.step == config.steps and self.evaluated):
+        same = self.run.earlier and self.run.earlier["training"]["steps"] == config.steps
+        if self.step > config.steps or (self.step == config.steps and self.evaluated and same):
             if distributed.is_main():
                 if self.evaluated:
                     write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
@@ -381,7 +382,7 @@ class Trainer:
 # --- what the loop calls ---------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
+@torch.no_grad()  # with --shard, weights that inference_mode gathers first could not be trained
 def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 

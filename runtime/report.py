@@ -124,7 +124,7 @@ def save_plot(plot: "Figure", path: Path) -> None:
 def write_report(folder: Path, gzip_bpb: float) -> None:
     """Write `report.html` of a run that has ended."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
-    last, samples = rows[-1], read_samples(folder)[-20:]
+    last = next(row for row in reversed(rows) if "val_bpb" in row or "not_finite" in row)
     result = f"Diverged: loss, gradient or weight not finite at step {last['step']}."
     if "val_bpb" in last:
         bpb, than = last["val_bpb"], f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
@@ -141,7 +141,7 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
         *inside,
         "<h2>Samples, which continue the beginning of the validation text</h2>",
-        preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in samples)),
+        preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
         preformatted(shlex.join(["python", *run["command"]])),
         folded("Settings", settings_list(run["model"] | run["training"] | run["versions"])),
     ]

@@ -74,7 +74,8 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     require(bool(out) or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
     existing = flags.resume or flags.eval_only
     if existing:
-        require(not flags.preset, "--preset is for new runs; --resume and --eval-only take the options of the run")
+        new = flags.preset or (flags.config and out)
+        require(not new, "--preset and --config are for new runs; --resume and --eval-only take the options of the run")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
     elif restarted and out and (out / "run.json").exists():
         existing = read_run_file(out / "run.json").get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")
@@ -85,6 +86,8 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     earlier = read_run_file(out / "run.json") if out and existing else None
     model_config, config = resolve(flags, earlier)
     changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
+    inside = any(Path(name).resolve() in (out or RUNS_FOLDER / "new").resolve().parents for name in config.data)
+    require(not inside, f"--data contains {out or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     tokenizer = None
     if config.init_from:
         saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
@@ -172,7 +175,9 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
             changed.append(f"{flag} -> {shown(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
     rows, _ = (read_rows(folder / name) for name in ("metrics.jsonl", "watch.jsonl"))  # refuses damaged ones
-    lost = rows and rows[-1]["step"] > config.save_every and not list_checkpoints(folder)
+    last = rows[-1] if rows else {"step": 0}
+    saved = last["step"] > there["save_every"] or (last["step"] == there["steps"] and "val_loss" in last)
+    lost = saved and not list_checkpoints(folder)
     require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     return changed
 

@@ -27,7 +27,7 @@ from runtime import distributed
 from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.process import NotFinite
 from runtime.run import resolve_run
-from runtime.run_dir import read_samples
+from runtime.run_dir import read_run_file, read_samples
 
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
 
@@ -447,6 +447,17 @@ def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_it
         with pytest.raises(SystemExit) as excinfo:
             train.main([flag, "--out", str(run)])
         assert excinfo.value.code == 2 and "was trained with another corpus; start a new run" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_can_end_at_its_last_checkpoint(command, capsys):
+    """The rows after it are dropped, and run.json has the new number of steps."""
+    run = command("--steps 4 --save-every 2 --eval-every 2 --warmup 0")
+    shutil.rmtree(run / "checkpoints/step-000004")
+    *rows, _ = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows))
+    command("--steps 2 --resume")
+    assert read_metrics(run)[-1]["step"] == 2 and read_run_file(run / "run.json")["training"]["steps"] == 2
+    assert "After 2 steps the model needs" in (run / "report.html").read_text("utf-8")
 
 
 def test_a_run_continues_with_its_text_at_another_place(command, text, capsys):

@@ -78,11 +78,18 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, ends: Ends):
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint):
-    """The row of that step is logged before the checkpoint is written, so there is a row and no checkpoint."""
+def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint, ends: Ends):
+    """The row of that step is logged before the checkpoint is written, so there is a row and no checkpoint.
+
+    Not if it was evaluated afterwards: then its checkpoint was lost.
+    """
     run = tmp_path / "run"
     train.main([*flags, "--save-every", "3", "--steps", "3"])
     expected = fingerprint(run)
     shutil.rmtree(run / "checkpoints/step-000003")
-    train.main([*flags, "--resume"])
+    assert "holds no checkpoint; restore it" in ends(train.main, [*flags, "--resume", "--steps", "9"])[1]
+    trained, _ = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(f"{trained}\n")
+    train.main([*flags, "--resume", "--save-every", "2"])
+    train.main([*flags, "--resume", "--save-every", "3"])
     assert fingerprint(run) == expected

@@ -38,7 +38,7 @@ CASES = {  # trained on one rank, and on two with DDP and FSDP2
 }
 COMPARED = [*((engine, name) for engine in ("ddp", "fsdp") for name in ("muon", "accumulated"))]
 COMPARED += [("fsdp", "ngpt")]
-LONG = "--steps 10 --save-every 5 --dropout 0.1"
+LONG = "--steps 10 --save-every 5 --dropout 0.1 --shard"
 ENDS = {  # flags, the exit code of every rank, and what rank 0 prints; the other one prints nothing
     "odd": ("--batch-size 7", 2, "error: --batch-size 7 does not divide into 2 ranks"),
     "nonsense": ("--nonsense", 2, "unrecognized arguments: --nonsense"),
@@ -57,25 +57,24 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills a rank")
 def train_and_record(command: str) -> dict[str, Any]:
     """Run train.py in this process: its exit code, what it prints on standard error, and the rows of each step."""
     rows: dict[int, list[str]] = {}
-    batch, errors, code = train.training_batch, StringIO(), 0
+    batch, evaluate, errors, code = train.training_batch, train.evaluate, StringIO(), 0
 
     def record_rows(tokens, seed, step, *rest):
         inputs, targets = batch(tokens, seed, step, *rest)
         if command.endswith("stopped") and step == 4 and distributed.rank():
             os.kill(os.getpid(), signal.SIGTERM)
-        if (
-            command.endswith("killed")
-            and step == 7
-            and distributed.rank()
-            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        ):
-            os.kill(os.getpid(), signal.SIGKILL)
         both = zip(inputs, targets, strict=True)
         rows[step] = [hashlib.sha256(x.numpy().tobytes() + y.numpy().tobytes()).hexdigest() for x, y in both]
         return inputs, targets
 
+    def evaluate_or_die(*arguments):
+        if command.endswith("killed") and distributed.rank() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(*arguments)
+
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
         patch.setattr(train, "training_batch", record_rows)
+        patch.setattr(train, "evaluate", evaluate_or_die)
         patch.setattr(train, "SAMPLE", Sampling(tokens=8, temperature=0.8))
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # takes longer than training
         try:
@@ -176,6 +175,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one(trained, folder):
 
 
 def test_a_killed_rank_is_restarted_and_the_run_continues(trained, folder):
+    """It is killed between saving and evaluating."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         found, expected = (find_checkpoint(folder / run) / name for run in ("killed", "undisturbed"))
         assert found.read_bytes() == expected.read_bytes()
