@@ -141,7 +141,7 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
     for kind in ("rmsnorm", "layernorm") if compiled else ():  # those that PyTorch has a kernel for
         norms[f"{kind}, compiled"] = build_norm(kind, dim)
         norms[f"{kind}, compiled"].compile()
-    norms["F.layer_norm"] = nn.LayerNorm(dim)
+    norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # its kernel needs that
     norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs parameters in the dtype of x
     if dtype != torch.float32:
         norms["F.layer_norm, all bf16"] = nn.LayerNorm(dim, dtype=dtype)

@@ -44,6 +44,7 @@ def import_files(names: Iterable[str]) -> None:
     for name in names:
         path = Path(name).resolve()
         if path in IMPORTED:
+            require(IMPORTED[path][1] == path.read_bytes(), f"--import {name} has changed; restart Python to use it")
             continue
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
         module = ModuleType(f"imported_{path.stem}")

@@ -75,8 +75,9 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
             reason = str(error)
             print(f"skipped: {reason}", file=sys.stderr)
             continue
-        config = settings[arm][1]
+        model, config = settings[arm]
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
+        require(not model.norm_args or ":" in arm.name, "--config has --norm-arg; name it in --norms: dyt:alpha=1")
         shared = [*train_flags, "--dtype", config.dtype]
     require(bool(settings), reason)
     return settings
@@ -191,6 +192,8 @@ class Grid:
                             waiting.append(cell)
                             continue
                         ended = self.outcomes([cell])
+                        with bad_input():  # the text or a file of --import may have been edited meanwhile
+                            self.check([cell])
                         if not ended or process.returncode not in (0, NOT_FINITE):
                             log = self.log(cell)
                             raise CellFailed(str(log), process.returncode, last_line(log))
@@ -205,12 +208,12 @@ class Grid:
         return {cell: outcomes[cell] for cell in cells}
 
     def start(self, cell: Cell, device: str) -> subprocess.Popen:
-        """Start a cell in a process of its own, whose output is appended to its log.
+        """Start a cell in a process of its own, whose output is written to its log.
 
         Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
         """
         self.log(cell).parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log(cell), "ab") as file:
+        with open(self.log(cell), "wb") as file:
             return subprocess.Popen(
                 [*END_WITH_PARENT, *self.command(cell, device)],
                 env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads)),

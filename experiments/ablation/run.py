@@ -156,7 +156,7 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     sweep: list[Cell] = []
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
-        if len(lrs) > 1:
+        if len(lrs) > 1 or ablation.widen:
             sweep, optima = grid.selection(arms, lrs, ablation.seeds.start, SELECTION_SEEDS), {}
             optima, found = grid.tune(arms, lrs, ablation.seeds, ablation.widen)
             sweep = list(found)

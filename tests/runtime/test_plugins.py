@@ -120,6 +120,13 @@ def test_a_run_asks_for_the_file_again(command, capsys, refused):
         assert warnings == [f"warning: this run was trained with another mynorm.py (SHA-256 {digest[:8]}...)"]
 
 
+def test_a_file_that_changes_while_python_runs_is_refused():
+    with pytest.raises(ValueError, match=r"--import mynorm\.py has changed; restart Python to use it"):
+        for source in (NORM, NORM + "# changed\n"):
+            Path("mynorm.py").write_text(source)
+            plugins.import_files(["mynorm.py"])
+
+
 @pytest.mark.parametrize(
     "forward, message",
     {

@@ -6,7 +6,7 @@ import math
 import re
 import signal
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,21 +16,24 @@ import torch
 
 import ablate
 import train
+from config import ModelConfig, TrainConfig
 from experiments.ablation.grid import Cell, Grid, last_line, resolve_arms, resolve_devices
 from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
+from files import BadInput
 from runtime.process import IN_USE, Stopped, exit_codes
-from runtime.run_dir import read_rows
+from runtime.run_dir import read_rows, write_run_file
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --batch-size 4 --tokenizer bytes --device cpu --lr 0.01 --steps 4"
+TEXT = "the cat sees a dog. " * 200
 ARM, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt"))
 
 
 @pytest.fixture
 def resolve(tmp_path):
     """An ablation with more flags in one string. Nothing is trained."""
-    (tmp_path / "text.txt").write_text("the cat sees a dog. " * 200)
+    (tmp_path / "text.txt").write_text(TEXT)
     common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'out'}"
     return lambda flags="", rest="--dtype float32 --context 16": resolve_ablation(
         *ablate.parse(f"{common} {rest} {flags}".split())
@@ -155,6 +158,13 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
     assert len({folder(flags) for flags in others} | {first}) == 3
 
 
+def test_norm_args_of_a_run_are_not_hidden_in_an_arm(resolve, tmp_path):
+    model = asdict(ModelConfig(norm="dyt", norm_args={"alpha": 0.3}))
+    write_run_file(tmp_path / "run.json", {"model": model, "training": asdict(TrainConfig()), "imports": []})
+    with pytest.raises(ValueError, match="--config has --norm-arg; name it in --norms: dyt:alpha=1"):
+        resolve(f"--config {tmp_path / 'run.json'} --norms rmsnorm dyt")
+
+
 # --- learning rates --------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +197,14 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
     assert "| dyt | pre | 0.1 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6541 (2) | 0.7230 | 0.35 |" in table
     assert "| 0.02 | 0.0017 |" in table and "| 0.1 | 0.0172 |" in table and "Partial" not in table
     assert ablation.grid.tune([DYT], ablation.lrs, ablation.seeds, widen=0)[0] == {DYT: Optimum(0.08, None)}
+
+
+def test_a_search_can_start_from_the_rate_of_lr_alone(resolve, undrawn):
+    ablation = resolve("--lrs 0.01 --widen 1 --seeds 1")
+    for lr, seed in ((0.01, 1000), (0.01, 1001), (0.00625, 1000), (0.00625, 1001), (0.01, 0)):
+        finish(ablation, Cell(ARM, lr, seed), 2.0 if lr == 0.01 else 2.1)
+    run_ablation(ablation, "command")
+    assert "| rmsnorm pre | 2.1000 " in (ablation.grid.folder / "table.md").read_text()
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -241,6 +259,19 @@ def test_other_settings_and_another_text_are_refused(resolve, in_process, undraw
     (tmp_path / "text.txt").write_text("another text " * 200)
     with pytest.raises(ValueError, match=r"the text of the run in .* has changed"):
         resolve("--seeds 1")
+
+
+def test_a_text_that_changes_between_two_runs_ends_the_ablation(resolve, in_process, undrawn, tmp_path, monkeypatch):
+    ablation, start = resolve("--seeds 3 --jobs 1"), Grid.start
+
+    def start_and_edit(grid: Grid, cell: Cell, device: str) -> Any:
+        (tmp_path / "text.txt").write_text(TEXT if cell.seed == 0 else TEXT[:-9])
+        return start(grid, cell, device)
+
+    monkeypatch.setattr(Grid, "start", start_and_edit)
+    with pytest.raises(BadInput, match="seed1 has changed since it started"):
+        run_ablation(ablation, "command")
+    assert len(in_process) == 2
 
 
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
@@ -312,11 +343,11 @@ def test_several_cards(monkeypatch, resolve):
     assert vars(resumed).items() >= expected.items()
 
 
-def test_a_process_gets_its_threads_and_appends_to_its_log(resolve, monkeypatch):
+def test_a_process_gets_its_threads_and_a_new_log(resolve, monkeypatch):
     command = ["sh", "-c", 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo oh >&2']
     monkeypatch.setattr(Grid, "command", lambda *_: command)
     grid, cell = resolve("--threads 3").grid, Cell(ARM, 0.01, 0)
     log = grid.log(cell)
     log.write_text("before\n")
     assert grid.start(cell, "").wait() == 0
-    assert last_line(log) == "oh" and log.read_text() == "before\n3 3\noh\n"
+    assert last_line(log) == "oh" and log.read_text() == "3 3\noh\n"
