@@ -109,9 +109,7 @@ class ModelConfig:
         {}, f"Llama 3's scaling of the rotary frequencies, all of {', '.join(ROPE_SCALING)}; may be repeated"
     )
     tie_embeddings: bool = option(True, "use the embedding as the output head")
-    scaled_embedding: bool = option(
-        False, "multiply the embedding by a learned scalar, at first sqrt(--dim), as in DyT"
-    )
+    scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, at first sqrt(--dim) (DyT)")
     embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma's is sqrt(--dim)")
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
     init: str = option(

@@ -31,11 +31,7 @@ SENTENCEPIECE_CONFIG = {
     "bos_token": "<s>",
     "eos_token": "</s>",
 }
-BYTE_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "clean_up_tokenization_spaces": False,
-    "eos_token": "</s>",
-}
+BYTE_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": "</s>"}
 
 
 class Tokenizer:

@@ -1,9 +1,11 @@
 """The files of a run directory, of which run.json is the description that is read again."""
 
+import errno
+
 import pytest
 
 from config import FIELDS
-from files import write_atomically
+from files import explained, write_atomically
 from runtime.run_dir import Log, check_run_dir, read_rows, read_run_file, write_run_file
 
 RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}}
@@ -17,6 +19,12 @@ def test_a_file_is_replaced_and_not_overwritten(tmp_path):
         write_atomically(path, "the new text")
         assert reader.read() == "the old text"
     assert path.read_text() == "the new text" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_explained_where_not_even_the_folder_can_be_made(tmp_path):
+    said = r"step-1 cannot be written: full; it needs 5 bytes, and [\d,]+ are free"
+    with pytest.raises(OSError, match=said), explained(tmp_path / "checkpoints/step-1", 5):
+        raise OSError(errno.ENOSPC, "full")
 
 
 @pytest.mark.parametrize(
