@@ -118,6 +118,8 @@ def plot(entry: Entry) -> Figure:
     panels[0].set(yscale="log" if trend[0].ratio else "linear", ylabel=name)
     if trend[0].x is not None:
         panels[0].set(xscale="log", xlabel=claim.over)
+        panels[0].set_xticks([each.x for each in trend], [f"{each.x:,.0f}" for each in trend])
+        panels[0].minorticks_off()
     for label, rows in curves.items():
         lrs = sorted({row["lr"] for row in rows})
         means = [mean(row["value"] for row in rows if row["lr"] == lr) for lr in lrs]

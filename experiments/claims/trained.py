@@ -193,10 +193,7 @@ CLAIMS = (
             difference("Derf", "RMSNorm"),
             difference("Derf, AdamW", "RMSNorm, AdamW"),
         ),
-        protocols={
-            "S": Protocol(10, S, RMSNORM | DERF | DERF_03),
-            "M": Protocol(5, M, RMSNORM | DERF),
-        },
+        protocols={"S": Protocol(10, S, RMSNORM | DERF | DERF_03), "M": Protocol(5, M, RMSNORM | DERF)},
         dashed=0.66,
     ),
     Claim(
@@ -219,9 +216,6 @@ CLAIMS = (
             difference("plain, muon", "QK-norm, muon", value="sensitivity", reproduced=ABOVE, expected=ABOVE),
             difference("plain, adamw", "QK-norm, adamw", value="sensitivity"),
         ),
-        protocols={
-            "S": Protocol(5, S, rates(9, "muon", "adamw")),
-            "M": Protocol(3, M, rates(7, "muon")),
-        },
+        protocols={"S": Protocol(5, S, rates(9, "muon", "adamw")), "M": Protocol(3, M, rates(7, "muon"))},
     ),
 )
