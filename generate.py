@@ -116,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def read_prompt(prompt: str) -> str:
     """The text of `--prompt`, from standard input for "-"."""
+    require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
         return raw.decode()

@@ -259,12 +259,10 @@ class LayerCache:
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens, B K T D. Returns all cached ones, B K S D."""
         if self.length == 0:
-            batch, heads, _, head_dim = k.shape
-            self.keys = k.new_empty(batch, heads, self.size, head_dim)
-            self.values = torch.empty_like(self.keys)
-        new = slice(self.length, self.length + k.shape[2])
-        self.keys[:, :, new], self.values[:, :, new] = k, v
-        self.length = new.stop
+            self.keys, self.values = (x.new_empty(*x.shape[:2], self.size, x.shape[3]) for x in (k, v))
+        for cached, new in ((self.keys, k), (self.values, v)):
+            cached.narrow(2, self.length, new.shape[2]).copy_(new)  # an error past `size`
+        self.length += k.shape[2]
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def mask(self, new: int) -> Tensor | None:

@@ -45,7 +45,7 @@ from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
-from runtime.run_dir import LOCK, Log, check_run_dir, continued, make_tracker, read_rows, write_run_file
+from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make_tracker, read_rows, write_run_file
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
@@ -264,6 +264,7 @@ class Trainer:
         description = describe_run(run, sum(weight.numel() for weight in self.weights))
         if run.earlier:
             description = continued(run.earlier, description, self.step)
+            keep_rows(run.folder / "metrics.jsonl", self.step)  # before run.json has another --save-every
         elif run.config.init_from:
             description["weights_from"] = weight_hashes(run.config.init_from)
         write_run_file(run.folder / "run.json", description)

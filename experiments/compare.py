@@ -51,12 +51,13 @@ def main(arguments: list[str]) -> None:
 
 
 def find_runs(names: list[str]) -> list[Path]:
-    """The directories of the runs, and of those that an ablation's table lists. Raises ValueError if one has no run."""
+    """The directories of the runs, with those of each ablation. Raises ValueError if one has no run."""
     found: dict[Path, Path] = {}  # by where each really is
     for folder in map(Path, names):
         file = folder / "runs.csv"  # it has the baseline first
         rows = csv.DictReader(file.read_text("utf-8", "replace").splitlines()) if file.exists() else []
-        for run in [folder / "cells" / row.get("run", "") for row in rows] or [folder]:
+        cells = [folder / "cells" / row["run"] for row in rows if row.get("run")]
+        for run in cells or sorted(path.parent for path in folder.glob("cells/*/run.json")) or [folder]:
             check_run_dir(run, exists=True)
             found.setdefault(run.resolve(), run)
     require(len(found) > 1, f"compare needs at least two runs; {names[0]} is one")

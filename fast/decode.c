@@ -48,7 +48,7 @@ struct layer {
     const float *attention_norm, *mlp_norm;  // dim
     const weight *q, *k, *v, *o;             // (heads · head_dim, dim), (kv_heads · head_dim, dim) twice, and back
     const weight *gate, *up, *down;          // (hidden, dim) twice, (dim, hidden)
-    weight *keys, *values;                   // (batch, kv_heads, context, head_dim)
+    weight *keys, *values;                   // (batch, kv_heads, context, head_dim), of the cache's context
 };
 
 struct model {  // as `Cache.plan` in decode.py fills it in
@@ -56,7 +56,7 @@ struct model {  // as `Cache.plan` in decode.py fills it in
     float *x;                                         // (batch, dim): the residual stream
     float *q, *k, *v, *attended;                      // (batch, heads or kv_heads, head_dim)
     float *scores, *gate, *up;                        // (batch, heads, context), (batch, hidden) twice
-    const float *embedding, *cos, *sin, *final_norm;  // (vocab, dim), (context, head_dim / 2) twice, dim
+    const float *embedding, *cos, *sin, *final_norm;  // (vocab, dim), (positions, head_dim / 2) twice, dim
     const weight *head;                               // (vocab, dim)
     struct layer layer[];
 };

@@ -78,8 +78,9 @@ class Cache(list[LayerCache]):
 
     def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
         """Logits (B, V) after `tokens` (B, 1), or None where torch continues: for a prompt and past the cache."""
-        seen, config, tokens = self[0].length, model.config, tokens.long().contiguous()
-        if tokens.shape[1] > 1 or not 0 < seen < self[0].size or not (self.step or self.plan(model)):
+        config, seen, tokens = model.config, self[0].length, tokens.long().contiguous()
+        size = min(self[0].size, config.context)
+        if tokens.shape[1] > 1 or not 0 < seen < size or not (self.step or self.plan(model)):
             return None
         decode, table, eps, memory = self.step
         logits = memory[0].new_empty(table[0], config.vocab_size)

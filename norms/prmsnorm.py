@@ -22,7 +22,7 @@ class PartialRMSNorm(nn.Module):
         check_arguments(dim, eps=eps)
         if not 0 < p <= 1:
             raise ValueError(f"p of prmsnorm, the fraction of features, must be above 0 and at most 1, not {p}")
-        self.eps, self.first = eps, math.ceil(round(p * dim, 6))
+        self.eps, self.first = eps, max(1, math.ceil(round(p * dim, 6)))
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:

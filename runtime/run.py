@@ -74,8 +74,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     require(bool(out) or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
     existing = flags.resume or flags.eval_only
     if existing:
-        new = flags.preset or (flags.config and out)
-        require(not new, "--preset and --config are for new runs; --resume and --eval-only take the options of the run")
+        require(not (flags.preset or (flags.config and out)), "--preset and --config are for new runs; leave them out")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
     elif restarted and out and (out / "run.json").exists():
         existing = read_run_file(out / "run.json").get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")
@@ -86,7 +85,8 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     earlier = read_run_file(out / "run.json") if out and existing else None
     model_config, config = resolve(flags, earlier)
     changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
-    inside = any(Path(name).resolve() in (out or RUNS_FOLDER / "new").resolve().parents for name in config.data)
+    paths = [Path(name).resolve() for name in config.data if name not in ("python", "shakespeare")]
+    inside = any(path in (out or RUNS_FOLDER / "new").resolve().parents for path in paths)
     require(not inside, f"--data contains {out or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     tokenizer = None
     if config.init_from:

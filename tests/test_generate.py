@@ -226,6 +226,13 @@ def test_generate_appends_the_sampled_ids(model):
     assert len(generate(model, [7])) == CONFIG.context  # as many as fit
 
 
+def test_a_cache_takes_no_token_past_its_size(model):
+    cache = model.new_cache(3)
+    model.next_logits(torch.tensor([[7, 8, 9]]), cache)
+    with pytest.raises(RuntimeError, match="exceeds dimension size"):
+        model.next_logits(torch.tensor([[7]]), cache)
+
+
 def test_memory_is_for_the_tokens_that_are_generated(model, monkeypatch):
     kept: list[LayerCache] = []
     new_cache = Llama.new_cache
@@ -414,6 +421,8 @@ def test_invalid_prompts_are_refused(run, refused, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert "--prompt is not UTF-8: byte 2 is 0xff" in refused(command.main, [*common, "--prompt", "-"])
     assert "--stop must not be empty" in refused(command.main, [*common, "--stop", ""])
+    monkeypatch.setattr("sys.stdin", None)  # Python's value for a closed stdin
+    assert "--prompt - reads standard input, which is closed" in refused(command.main, [*common, "--prompt", "-"])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of Linux that is always full")

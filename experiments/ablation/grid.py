@@ -157,7 +157,7 @@ class Grid:
                 ]
                 require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
                 same_text = run["corpus"]["hash"] == self.data.corpus_hash
-                require(same_text, f"the text of {name} has changed since it started")
+                require(same_text, f"{name} has another text; delete it, or choose another --out")
                 imports = check_imports(run)
                 require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 
@@ -191,9 +191,9 @@ class Grid:
                         if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
                             waiting.append(cell)
                             continue
-                        ended = self.outcomes([cell])
                         with bad_input():  # the text or a file of --import may have been edited meanwhile
                             self.check([cell])
+                        ended = self.outcomes([cell])
                         if not ended or process.returncode not in (0, NOT_FINITE):
                             log = self.log(cell)
                             raise CellFailed(str(log), process.returncode, last_line(log))

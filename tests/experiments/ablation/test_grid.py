@@ -257,7 +257,7 @@ def test_other_settings_and_another_text_are_refused(resolve, in_process, undraw
     with pytest.raises(ValueError, match=r"cells/rmsnorm-pre-lr0.01-seed0 has --steps 4, not 5; choose another --out"):
         resolve("--seeds 1 --steps 5")
     (tmp_path / "text.txt").write_text("another text " * 200)
-    with pytest.raises(ValueError, match=r"the text of the run in .* has changed"):
+    with pytest.raises(ValueError, match=r"the run in .* has another text"):
         resolve("--seeds 1")
 
 
@@ -269,7 +269,7 @@ def test_a_text_that_changes_between_two_runs_ends_the_ablation(resolve, in_proc
         return start(grid, cell, device)
 
     monkeypatch.setattr(Grid, "start", start_and_edit)
-    with pytest.raises(BadInput, match="seed1 has changed since it started"):
+    with pytest.raises(BadInput, match="seed1 has another text; delete it, or choose another --out"):
         run_ablation(ablation, "command")
     assert len(in_process) == 2
 
