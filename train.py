@@ -383,7 +383,7 @@ class Trainer:
 # --- what the loop calls ---------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()  # with --shard, weights that inference_mode gathers first could not be trained
+@torch.no_grad()  # in inference_mode, FSDP2's first gather would make weights that cannot be trained
 def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 

@@ -45,7 +45,7 @@ class PretrainedTokenizer(Tokenizer):
             raise ValueError(f"{directory / JSON}: {error}") from None
         self.hash = hashlib.sha256(f"{JSON} {self.end_of_document} ".encode() + self._files[JSON]).hexdigest()
         self._space_in_front = self.decode_bytes(self.encode("a")) == b" a"
-        self.token_bytes[self.end_of_document] -= self._space_in_front  # which no document has
+        self.token_bytes[self.end_of_document] -= self._space_in_front  # the space in front is not text
 
     def _open(self, content: bytes, end: Any) -> None:
         """A file of the `tokenizers` library, changed so that special tokens typed as text stay text."""

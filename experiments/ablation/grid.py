@@ -208,7 +208,7 @@ class Grid:
         return {cell: outcomes[cell] for cell in cells}
 
     def start(self, cell: Cell, device: str) -> subprocess.Popen:
-        """Start a cell in a process of its own, whose output is written to its log.
+        """Start a cell in a process of its own, whose output goes to a new log.
 
         Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
         """

@@ -70,6 +70,8 @@ def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys):
     html = Path("out/compare.html").read_text("utf-8")
     assert html.index("is indistinguishable") < html.index("<img ") < html.index("<table>")
     assert Path("out/compare.png").read_bytes().startswith(b"\x89PNG")
+    Path("abl/runs.csv").unlink()  # as of an ablation that was killed
+    assert {f"| abl/cells/{number} |" in compared(*runs) for number in (7, 8, 9)} == {True}
 
 
 @pytest.mark.usefixtures("undrawn")

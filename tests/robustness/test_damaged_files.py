@@ -1,6 +1,7 @@
 """Damaged checkpoints: the one before is used and a line says so, or one line refuses. Never a silent restart."""
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, ends: Ends):
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint, ends: Ends):
+def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint, ends: Ends, monkeypatch):
     """The row of that step is logged before the checkpoint is written, so there is a row and no checkpoint.
 
     Not if it was evaluated afterwards: then its checkpoint was lost.
@@ -90,6 +91,8 @@ def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, f
     assert "holds no checkpoint; restore it" in ends(train.main, [*flags, "--resume", "--steps", "9"])[1]
     trained, _ = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text(f"{trained}\n")
-    train.main([*flags, "--resume", "--save-every", "2"])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # killed again, before its first step
+        patch.setattr(train, "make_tracker", lambda *arguments: signal.default_int_handler(2, None))
+        train.main([*flags, "--resume", "--save-every", "2"])
     train.main([*flags, "--resume", "--save-every", "3"])
     assert fingerprint(run) == expected
