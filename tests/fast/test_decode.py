@@ -145,6 +145,20 @@ def test_several_tokens_run_plain_and_unknown_ids_are_refused(by_c):
     assert accelerate(ours, 33) == "for more than 32 samples torch is faster"
 
 
+@pytest.mark.parametrize("size, error", [(4, RuntimeError), (40, ValueError)])
+def test_neither_a_full_cache_nor_a_full_context_takes_a_token(size, error, by_c):
+    """C would read or write beyond the cache, or beyond the rotary tables."""
+    model = make()
+    assert accelerate(model) is None
+    by_c.clear()
+    cache, last = model.new_cache(size), min(size, SMALL["context"])
+    model.next_logits(TOKENS[:1, : last - 1], cache)
+    model.next_logits(TOKENS[:1, :1], cache)
+    with pytest.raises(error):
+        model.next_logits(TOKENS[:1, :1], cache)
+    assert by_c == [True, False]
+
+
 def test_edited_code_runs_plain(monkeypatch):
     """Of model.py, which people copy, and of what a placement does to the embedding."""
     edits: list[tuple[Any, str, Any]] = [

@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --preset small": (train.main, "--preset and --config are for new runs"),
     "--resume --out taken --config taken/run.json": (train.main, "--preset and --config are for new runs"),
     "--data . --norm dyt": (train.main, "--data contains runs, where the run is written; choose an --out elsewhere"),
+    "--data python --out python/x --context 99999999": (train.main, "text has at most"),  # the folder is no text
     "--resume --out taken --dim 16": (train.main, "the run in taken has --dim 8, not 16"),
     "--resume --out taken --seed 1 --batch-size 4": (train.main, "has --batch-size 8, not 4; --seed 0, not 1"),
     "--resume --out taken --optimizer adamw": (train.main, "has --optimizer muon, not adamw"),
