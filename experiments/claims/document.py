@@ -28,7 +28,7 @@ def write_pages(entries: list[Entry], results: Path) -> None:
         if name not in known:
             continue
         entry, drawn = known[name], plot(known[name])
-        published = prose.partition("Published: ")[2].partition("\n\n")[0].replace("\n", " ")
+        published = " ".join(prose.partition("Published:")[2].partition("\n\n")[0].split())
         rows.append([title, f"**{entry.verdict}**", primary(entry), published])
         content = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}"
         save_plot(drawn, results / f"{name}.png")
