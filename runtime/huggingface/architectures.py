@@ -46,7 +46,7 @@ class Architecture:
 
     ours: the fields of ModelConfig, and the arguments of the norm, that it fixes.
     eps: its field for the norm's eps, or "" if that is fixed.
-    fixed: its fields that we compute at one value only: that value, and its default for a missing field.
+    fixed: its fields that we compute at one value only, which is also their default.
     defaults: its other defaults for missing fields; that of `eps` is 1e-5 otherwise.
     unused: its fields that do nothing at the fixed values.
     """
@@ -54,7 +54,7 @@ class Architecture:
     name: str
     ours: dict[str, Any]
     norm_args: dict[str, Any]
-    fixed: Callable[[ModelConfig], dict[str, tuple[Any, Any]]]
+    fixed: Callable[[ModelConfig], dict[str, Any]]
     eps: str = "rms_norm_eps"
     defaults: dict[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
@@ -63,30 +63,28 @@ class Architecture:
 PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
 RMSNORM = {"elementwise_affine": True, "zero_centered": False}
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
-OFF = (False, False)
 # Fields of any architecture, which `transformers` reads and writes only if they are not at these defaults.
-COMMON = {"is_causal": (True, True), "rope_interleaved": OFF, "quantization_config": (None, None)}
-SILU = {"hidden_act": ("silu", "silu")}
-ATTENTION = {"attention_bias": OFF, "attention_dropout": (0.0, 0.0)}
-FULL = "full_attention"
+COMMON = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
+SILU = {"hidden_act": "silu"}
+ATTENTION = {"attention_bias": False, "attention_dropout": 0.0}
 
 ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM", PRE, RMSNORM,
-        lambda config: ATTENTION | SILU | {"mlp_bias": OFF},
+        lambda config: ATTENTION | SILU | {"mlp_bias": False},
         defaults={"rms_norm_eps": 1e-6},
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM", PRE | {"qk_norm": "head"}, RMSNORM,
         lambda config: ATTENTION | SILU | {
-            "use_sliding_window": OFF, "layer_types": ([FULL] * config.layers, [FULL] * config.layers),
+            "use_sliding_window": False, "layer_types": ["full_attention"] * config.layers,
         },
         defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
         unused=("sliding_window", "max_window_layers"),
     ),
     "olmo": Architecture(
         "OlmoForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": False, "eps": 1e-5},
-        lambda config: ATTENTION | SILU | {"clip_qkv": (None, None)},
+        lambda config: ATTENTION | SILU | {"clip_qkv": None},
         eps="",
     ),
     "olmo2": Architecture(
@@ -96,8 +94,8 @@ ARCHITECTURES = {
     "stablelm": Architecture(
         "StableLmForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": True, "bias": True},
         lambda config: SILU | {
-            "attention_dropout": (0.0, 0.0), "hidden_dropout": (0.0, 0.0), "use_qkv_bias": OFF, "qk_layernorm": OFF,
-            "use_parallel_residual": OFF, "head_dim": (config.dim // config.heads, config.dim // config.heads),
+            "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_qkv_bias": False, "qk_layernorm": False,
+            "use_parallel_residual": False, "head_dim": config.dim // config.heads,
         },
         eps="layer_norm_eps",
         defaults={"partial_rotary_factor": 0.25},
@@ -130,7 +128,7 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
     theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | partial
-    return theirs | {name: value for name, (value, _) in architecture.fixed(config).items()}
+    return theirs | architecture.fixed(config)
 
 
 def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
@@ -155,8 +153,8 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     require(is_a(given["tie_embeddings"], bool), "tie_word_embeddings must be true or false")
     config = ModelConfig(**given, **_rope(theirs))
     fixed = COMMON | architecture.fixed(config)
-    for name, (value, default) in fixed.items():
-        actual = theirs.get(name, default)
+    for name, value in fixed.items():
+        actual = theirs.get(name, value)
         require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
     known = {*SIZES, *ROPE, *HARMLESS, *fixed, architecture.eps, *architecture.unused, "tie_word_embeddings"}
     for name in theirs.keys() - known:
