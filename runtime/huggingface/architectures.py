@@ -147,8 +147,9 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
             valid = type(value) is int and 1 <= value <= MAX_SIZE
             require(valid, f"{name} must be a positive integer up to {MAX_SIZE}, not {value!r}")
             given[ours] = value
-    given["norm_args"] = {name: value for name, value in architecture.norm_args.items() if name != "eps"}
-    given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5) if architecture.eps else 1e-5
+    given["norm_args"] = dict(architecture.norm_args)
+    if architecture.eps:
+        given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5)
     given["tie_embeddings"] = theirs.get("tie_word_embeddings", False)
     require(is_a(given["tie_embeddings"], bool), "tie_word_embeddings must be true or false")
     config = ModelConfig(**given, **_rope(theirs))

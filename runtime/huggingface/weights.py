@@ -42,10 +42,11 @@ def hugging_face_name(ours: str, config: ModelConfig) -> str:
     """Hugging Face's name for a weight of a model like `config`. Weights that no architecture has get "model." too."""
     for path, theirs in NORMS.get(config.placement, {}).items():
         ours = ours.replace(f".{path}.", f".{theirs}.")
-    wrapped = ["q_norm", "k_norm"] if config.qk_norm == "full" else []  # inside the module that joins the heads
-    for module in [*wrapped, "final_norm"] if config.placement in ("residual", "siamese") else wrapped:
-        ours = ours.replace(f"{module}.norm.", f"{module}.", 1)
-    ours = ours.replace("final_norm.", "norm.", 1) if ours.startswith("final_norm.") else ours
+    if config.qk_norm == "full":  # the norm is inside the module that joins the heads
+        ours = re.sub(r"([qk]_norm)\.norm\.", r"\1.", ours)
+    if config.placement in ("residual", "siamese"):
+        ours = ours.replace("final_norm.norm.", "final_norm.")
+    ours = re.sub(r"^final_norm\.", "norm.", ours)
     return ours if ours.startswith("lm_head.") else f"model.{ours}"
 
 
