@@ -50,6 +50,17 @@ def is_a(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
+def read_json(path: Path, kind: Any) -> Any:
+    """What a JSON file holds. Raises ValueError, naming the file, unless it can be read and has the type `kind`."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is missing or damaged: {error}") from None
+    if not is_a(value, kind):
+        raise ValueError(f"{path} is damaged: it holds JSON of another kind")
+    return value
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data.corpus import SPLITS, Corpus, Split
 from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from files import explained, lock_file, sha256, write_atomically
+from files import explained, lock_file, read_json, sha256, write_atomically
 
 FORMAT_VERSION = 4  # of a prepared folder; increase it whenever the same text would give different tokens
 BATCH_CHARS = 1 << 20  # of text that is encoded at a time, in parallel
@@ -107,12 +107,12 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
     """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact."""
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
-        record = json.loads((folder / "record.json").read_bytes())
+        record = read_json(folder / "record.json", dict)
         bpb = record["val_gzip_bpb"]
         if record != {"tokenizer": tokenizer.hash, "val_gzip_bpb": bpb} | _hashes(folder):
             return None
         train, val = (np.memmap(folder / f"{split}.bin", _dtype(tokenizer), mode="r") for split in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return None
     return Prepared(train, val, bpb, tokenizer, corpus.name, corpus.hash)
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from config import require
 from data.tokenizer import Tokenizer
-from files import explained, is_a, sha256, sync
+from files import explained, read_json, sha256, sync
 from model import Llama
 from runtime import distributed
 from runtime.huggingface.directory import CONFIG, match_weights, read_model, read_tokenizer, stored_state, write_model
@@ -221,12 +221,7 @@ def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Ten
 
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     """Raise ValueError, naming the file, unless every file but those in `leave_out` matches the manifest."""
-    path = checkpoint / MANIFEST
-    try:
-        hashes = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        hashes = None
-    require(is_a(hashes, dict[str, str]), f"{path} is missing or damaged")
+    hashes = read_json(checkpoint / MANIFEST, dict[str, str])
     for name in hashes.keys() - leave_out:
         file = checkpoint / name
         intact = file.is_file() and sha256(file) == hashes[name]

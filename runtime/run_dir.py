@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config import check_fields, require
-from files import digest, explained, is_a, lock_file, write_atomically
+from files import digest, explained, is_a, lock_file, read_json, write_atomically
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # in a folder that one process at a time may write to
@@ -66,11 +66,7 @@ def write_run_file(path: Path, run: dict[str, Any]) -> None:
 
 def read_run_file(path: Path) -> dict[str, Any]:
     """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
-    try:
-        run = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        run = None
-    require(is_a(run, dict), f"{path} is missing or damaged")
+    run = read_json(path, dict)
     require(run.get("format") == FORMAT, f"{path} was written by another version: its format is not {FORMAT}")
     found = run.pop(CHECKSUM, None)
     require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")

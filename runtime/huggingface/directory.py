@@ -14,7 +14,7 @@ from torch import Tensor
 
 from config import ModelConfig, check_fields, require
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from files import is_a
+from files import is_a, read_json
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
 from runtime.huggingface.weights import (
@@ -62,12 +62,8 @@ def stored_state(model: Llama) -> dict[str, Tensor]:
 def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
     """The configuration, and the kind of our tokenizer if it is known. A ValueError names file and field."""
     path = directory / CONFIG
+    described = read_json(path, dict)
     try:
-        described = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is missing or damaged: {error}") from None
-    try:
-        require(is_a(described, dict), "it is not a JSON object")
         if described.get(OWN) is None:
             return from_theirs(described), None
         own = described[OWN]

@@ -3,7 +3,6 @@
 The layouts agree: nothing is transposed or permuted.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import ModelConfig, require
+from files import is_a, read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,12 +80,11 @@ def weight_files(directory: Path) -> list[Path]:
         pickled = sorted(file.name for pattern in PICKLED for file in directory.glob(pattern))
         found = f", and {pickled[0]} is a pickle, which can run code; convert it with transformers" if pickled else ""
         raise ValueError(f"{directory} holds no {WEIGHTS} and no {INDEX}{found}")
-    try:
-        files = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(f"{path}: not a readable index with a weight_map") from None
+    weight_map = read_json(path, dict).get("weight_map")
+    require(is_a(weight_map, dict[str, str]), f"{path}: not an index with a weight_map")
+    files = sorted(set(weight_map.values()))
     for file in files:
-        inside = isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)
+        inside = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)
         require(bool(inside), f"{path}: weight_map names {file!r}, which is not a .safetensors file in this directory")
         require((directory / file).is_file(), f"{directory / file} is missing; {INDEX} names it")
     return [directory / file for file in files]

@@ -120,7 +120,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a damaged index": (
         lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json"),
-        "not a readable index with a weight_map",
+        r"model\.safetensors\.index\.json is missing or damaged",
     ),
     "pickled weights": (pickled, r"pytorch_model\.bin is a pickle, which can run code"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"holds no model\.safetensors"),
