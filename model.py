@@ -45,7 +45,7 @@ class Llama(nn.Module):
         scaled = config.scaled_embedding or config.embedding_scale != 1
         self.embed_tokens: Embedding | ScaledEmbedding = ScaledEmbedding(config) if scaled else Embedding(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.rope = Rope(config.head_dim, config.context, config.rope_theta, config.rope_scaling)
+        self.rope = Rope(config)
         self.init_stream = placement.init_stream  # the embedding -> the residual stream, or a pair of streams
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
@@ -195,9 +195,11 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
 class Rope(nn.Module):
     """The table of rotary positions. It is derived from the configuration, so it is not stored in checkpoints."""
 
-    def __init__(self, head_dim: int, context: int, theta: float, scaling: dict[str, float] | None = None):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.make_table, self.context = partial(precompute_freqs_cis, head_dim, context, theta, scaling), context
+        self.context = config.context
+        shape = config.head_dim, config.context
+        self.make_table = partial(precompute_freqs_cis, *shape, config.rope_theta, config.rope_scaling)
         self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in self.make_table())
 
     def forward(self, start: int, length: int) -> RopeTable:
