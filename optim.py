@@ -1,7 +1,6 @@
 """Optimizers: which optimizer updates which parameter, and the learning rate schedule."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     "lr_ratio" is its learning rate relative to the schedule's.
     """
     hidden = hidden_matrices(model)
-    hidden_ids = {id(weight) for weight in hidden}
-    others = [weight for weight in model.parameters() if id(weight) not in hidden_ids]
+    in_blocks = set(hidden)
+    others = [weight for weight in model.parameters() if weight not in in_blocks]
     muon = config.optimizer == "muon"
     decay = {"params": hidden, "weight_decay": config.weight_decay, "lr_ratio": 1.0}
     no_decay = {"params": others, "weight_decay": 0.0, "lr_ratio": ADAMW_LR_RATIO if muon else 1.0}
@@ -68,7 +67,7 @@ class Muon(Optimizer):
         self.dtype = dtype  # of the matrix products
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
             by_shape: dict[tuple[int, ...], list[Tensor]] = {}
