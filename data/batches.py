@@ -26,11 +26,10 @@ def evaluation_batches(
     that is more than `max_tokens` targets, only as many full windows as fit are used, at least one, evenly spaced.
     """
     targets = len(tokens) - 1
-    windows = targets // context  # of full length
-    remainder = targets - windows * context
+    windows, remainder = divmod(targets, context)  # of full length, and the targets after them
     used = windows
     if windows and max_tokens is not None and targets > max_tokens:
-        used, remainder = min(windows, max(1, max_tokens // context)), 0
+        used, remainder = max(1, max_tokens // context), 0
     for first in range(0, used, batch_size):
         numbers = np.arange(first, min(first + batch_size, used), dtype=np.int64)
         yield _windows(tokens, numbers * windows // used * context, context)
