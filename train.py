@@ -353,7 +353,6 @@ class Trainer:
             raise NotFinite("a weight or a running statistic is", self.step)
         run = self.run
         state = {
-            "step": self.step,
             "seconds": self.seconds(),
             "scaler": self.scaler.state_dict(),
             "losses": self.losses,  # for the next row of the log, if a signal stops the run
