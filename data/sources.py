@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from files import lock_file, one_line, write_atomically
+from files import lock_file, one_line, sha256, write_atomically
 
 CHUNK_BYTES = 1 << 20
 PARQUET_ROWS = 64  # that are held in memory at a time
@@ -66,7 +66,7 @@ def _download_shakespeare(cache_dir: Path) -> Path:
     cache_dir.mkdir(parents=True, exist_ok=True)
     target = cache_dir / "tinyshakespeare.txt"
     with lock_file(cache_dir / "tinyshakespeare.lock", wait=True):  # ranks start together
-        if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHAKESPEARE_SHA256:
+        if target.is_file() and sha256(target) == SHAKESPEARE_SHA256:
             return target
         print(f"downloading {SHAKESPEARE_URL}", file=sys.stderr)
         try:

@@ -100,8 +100,9 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     plot.subplots_adjust(left=0.11, right=0.89, bottom=0.12, top=0.97)  # a layout engine takes twice as long
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=name.replace("_", " "))
+        logged = [row for row in rows if name in row]
+        steps, losses = [row["step"] for row in logged], [row[name] for row in logged]
+        axes.plot(steps, losses, style, label=name.replace("_", " "))
     evaluations = [row for row in rows if "val_bpb" in row]
     if evaluations:
         bpb_per_nat = evaluations[-1]["val_bpb"] / evaluations[-1]["val_loss"]  # every evaluation has the same tokens

@@ -174,7 +174,8 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
         else:
             changed.append(f"{flag} -> {shown(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
-    rows, _ = (read_rows(folder / name) for name in ("metrics.jsonl", "watch.jsonl"))  # refuses damaged ones
+    rows = read_rows(folder / "metrics.jsonl")
+    read_rows(folder / "watch.jsonl")  # refuses a damaged one
     last = rows[-1] if rows else {"step": 0}
     saved = last["step"] > there["save_every"] or (last["step"] == there["steps"] and "val_loss" in last)
     lost = saved and not list_checkpoints(folder)

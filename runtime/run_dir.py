@@ -158,8 +158,9 @@ def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
         writer = SummaryWriter(str(folder / "tensorboard"))
 
         def to_tensorboard(row: dict[str, Any]) -> None:
-            for name in (name for name in row if name != "step" and row[name] is not None):
-                writer.add_scalar(name, row[name], row["step"])
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    writer.add_scalar(name, value, row["step"])
             writer.flush()
 
         return to_tensorboard
