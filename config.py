@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_origin
 
 import torch
 
@@ -308,9 +308,9 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
 
 def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
     """Add a flag for every field of the dataclass `config`. One that is not given sets nothing, so presets apply."""
-    hints = get_type_hints(config)
     for option in dataclasses.fields(config):
-        kind, several = hints[option.name], option.default_factory
+        kind: Any = option.type
+        several = option.default_factory
         default = option.default if several is dataclasses.MISSING else " ".join(several())
         argument: dict[str, Any] = {"type": kind}
         if kind is bool:
@@ -331,12 +331,12 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
 
 def check_fields(given: dict[str, Any], source: str) -> None:
     """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
-    hints = get_type_hints(ModelConfig) | get_type_hints(TrainConfig)
     for name, value in given.items():
         require(name in FIELDS, f"{source}: {name!r} is not a field of this version")
-        optional = value is None and FIELDS[name].default is None
-        kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
-        require(optional or is_a(value, hints[name]), f"{source}: {name} must be of type {kind}, not {value!r}")
+        kind = FIELDS[name].type
+        valid = is_a(value, kind) or (value is None and FIELDS[name].default is None)
+        shown_kind = kind.__name__ if isinstance(kind, type) else kind
+        require(valid, f"{source}: {name} must be of type {shown_kind}, not {value!r}")
 
 
 def configs_from(
@@ -388,7 +388,7 @@ def configs_from(
         size = by_flag.get("vocab_size", 257)
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
         given["vocab_size"] = 257
-    in_model = get_type_hints(ModelConfig)
+    in_model = ModelConfig.__annotations__
     return (
         ModelConfig(**{name: value for name, value in given.items() if name in in_model}),
         TrainConfig(**{name: value for name, value in given.items() if name not in in_model}),
