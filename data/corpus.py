@@ -9,15 +9,13 @@ from array import array
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from data.sources import find_files, read_documents, short_name
 
-Split = Literal["train", "val"]
-SPLITS: tuple[Split, Split] = ("train", "val")
+SPLITS = ("train", "val")
 
 
 class Corpus:
@@ -62,9 +60,9 @@ class Corpus:
         offsets = _split_offsets(np.frombuffer(hashes, np.uint64), sizes)
         self._lengths, self._split_offsets = lengths, array("Q", offsets.tobytes())  # lists would be 5 times as large
         parts = {"train": offsets, "val": sizes - offsets}
-        self.sizes: dict[Split, int] = {split: int(parts[split].sum() + (parts[split] > 0).sum()) for split in SPLITS}
+        self.sizes = {split: int(parts[split].sum() + (parts[split] > 0).sum()) for split in SPLITS}
 
-    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+    def documents(self, split: str) -> Iterator[Iterator[str]]:
         """The documents of a split in order, each an iterator of chunks. Read each one before advancing to the next."""
         documents = chain.from_iterable(map(read_documents, self._files))
         for document, length, cut in zip(documents, self._lengths, self._split_offsets, strict=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.corpus import SPLITS, Corpus, Split
+from data.corpus import SPLITS, Corpus
 from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import explained, lock_file, read_json, sha256, write_atomically
 
@@ -70,7 +70,7 @@ def prepare(
     return prepared
 
 
-def _check_lengths(names: list[str], tokens: dict[Split, int], context: int) -> None:
+def _check_lengths(names: list[str], tokens: dict[str, int], context: int) -> None:
     for split in SPLITS:
         if tokens[split] <= context:
             text = "training" if split == "train" else "validation"
@@ -122,7 +122,7 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {split: sha256(folder / f"{split}.bin") for split in SPLITS}
 
 
-def _write_tokens(path: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> None:
+def _write_tokens(path: Path, corpus: Corpus, split: str, tokenizer: Tokenizer) -> None:
     """Encode a split into the file at `path`. The ids do not depend on the number of CPUs."""
     dtype = _dtype(tokenizer)
     bar = tqdm(total=corpus.sizes[split], unit="B", unit_scale=True, desc=f"encoding {split}", disable=None)
