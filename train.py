@@ -27,7 +27,7 @@ from files import lock_file
 from generate import Sampling, sample_text
 from model import Llama
 from norms.placement import PLACEMENTS
-from optim import hidden_matrices, learning_rate, make_optimizers
+from optim import learning_rate, make_optimizers
 from runtime import distributed
 from runtime.checkpoint import (
     clear_unfinished,
@@ -39,7 +39,7 @@ from runtime.checkpoint import (
     save_checkpoint,
     weight_hashes,
 )
-from runtime.device import autocast, deterministic, measured_products, peak_flops, peak_memory, set_up_cpu, to_device
+from runtime.device import autocast, deterministic, measured_products, peak_memory, set_up_cpu, to_device
 from runtime.huggingface.directory import read_model
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
@@ -319,14 +319,12 @@ class Trainer:
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # infinite in a skipped float16 step
             tokens_per_second=round(speed, 1),
         )
-        shown = {"loss": f"{losses[-1]:.3f}", "tokens/s": f"{speed:,.0f}"}
-        if peak := peak_flops(self.run.device, self.run.dtype):
-            shown["MFU"] = f"{speed * flops_per_token(self.model) / peak:.1%}"
-        self.bar.set_postfix(shown, refresh=False)
+        figures = f"loss {losses[-1]:.3f}, tokens/s {speed:,.0f}"
+        self.bar.set_postfix_str(figures, refresh=False)
         self.bar.update(self.step - self.bar.n)
         if self.bar.disable and time.perf_counter() - self.printed >= PRINT_EVERY:  # not a terminal
             self.printed = time.perf_counter()
-            self.bar.write(f"step {self.step}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+            self.bar.write(f"step {self.step}: {figures}")
 
     def log_evaluation(self) -> None:
         run = self.run
@@ -414,13 +412,6 @@ def evaluate_only(run: Run) -> None:
     val_loss, val_bpb = evaluate(model, run)
     if distributed.is_main():
         print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
-
-
-def flops_per_token(model: Llama) -> float:
-    """FLOPs of forward and backward: 6 for each weight in a matrix product, plus causal attention."""
-    config = model.config
-    products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
-    return 6 * products + 6 * config.layers * config.heads * config.head_dim * config.context
 
 
 if __name__ == "__main__":

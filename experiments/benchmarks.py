@@ -22,13 +22,12 @@ from config import DEVICES, ModelConfig, TrainConfig, check_sizes, configs_from,
 from generate import cast_matrices, generate
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
-from optim import make_optimizers
+from optim import hidden_matrices, make_optimizers
 from runtime.acceleration import accelerate
 from runtime.decoding import compile_decoding
 from runtime.device import autocast, peak_memory, pick_device, pick_dtype
 from runtime.machine import check_compile
 from runtime.run import read_options
-from train import flops_per_token
 
 Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
@@ -208,6 +207,13 @@ def update(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def flops_per_token(model: Llama) -> float:
+    """FLOPs of forward and backward: 6 for each weight in a matrix product, plus causal attention."""
+    config = model.config
+    products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
+    return 6 * products + 6 * config.layers * config.heads * config.head_dim * config.context
 
 
 def bench_growth(config: GrowthConfig, device: torch.device) -> Report:

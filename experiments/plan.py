@@ -19,13 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import FIELDS, PRESETS, ModelConfig, TrainConfig, configs_from, option, require
-from experiments.benchmarks import Report, accumulate_gradients, update
+from experiments.benchmarks import Report, accumulate_gradients, flops_per_token, update
 from model import Llama
 from optim import make_optimizers
 from runtime.cards import BEFORE_AMPERE, CARDS
 from runtime.distributed import resolve_shard
 from runtime.run import check_options, read_options
-from train import flops_per_token
 
 GIB = 2**30
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # saves for backward what flash attention saves on CUDA

@@ -1,6 +1,5 @@
 """GPUs: what their data sheets say."""
 
-import re
 from dataclasses import dataclass
 
 
@@ -14,7 +13,7 @@ class Card:
     memory: float  # in bytes
 
 
-CARDS = {  # by a part of their names in CUDA, except for case and hyphens
+CARDS = {
     "t4": Card(65e12, 8.1e12, 320e9, 16e9),
     "v100-pcie": Card(112e12, 14e12, 900e9, 16e9),
     "v100": Card(125e12, 15.7e12, 900e9, 16e9),
@@ -41,12 +40,3 @@ CARDS = {  # by a part of their names in CUDA, except for case and hyphens
     "rtx-5090": Card(210e12, 105e12, 1792e9, 32e9),
 }
 BEFORE_AMPERE = ("t4", "v100-pcie", "v100")  # without bfloat16 and TF32
-
-
-def find_card(name: str) -> Card | None:
-    """The card whose name in CUDA is `name`; None for one that is not listed, such as a slower one for laptops."""
-    name = name.lower().replace(" ", "-")
-    if "-mig-" in name:  # a part of a card
-        return None
-    found = [card for card in CARDS if re.search(rf"\b{card}\b(?!-(nvl|laptop|max-q|super|ti|d)\b)", name)]
-    return CARDS[max(found, key=len)] if found else None

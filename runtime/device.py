@@ -1,4 +1,4 @@
-"""Hardware properties: devices, dtypes and peak speed."""
+"""Hardware properties: devices, dtypes and memory."""
 
 import contextlib
 import ctypes
@@ -122,16 +122,6 @@ def describe(device: torch.device) -> str:
     found = re.search("model name\\s*: (.+)", cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else "")
     processor = found[1] if found else platform.processor() or platform.machine()
     return f"{processor} ({device.type}, {torch.get_num_threads()} threads)"
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The GPU's peak in FLOP/s in half precision, or None if it is unknown."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    from runtime.cards import find_card  # only for a GPU
-
-    card = find_card(torch.cuda.get_device_name(device))
-    return card.flops if card else None
 
 
 def peak_memory(device: torch.device) -> int:

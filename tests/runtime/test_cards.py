@@ -10,7 +10,7 @@ import torch
 import train
 from runtime import machine, process, run
 from runtime.cards import BEFORE_AMPERE, CARDS
-from runtime.device import peak_flops, pick_device, pick_dtype
+from runtime.device import pick_device, pick_dtype
 from runtime.machine import unused_gpu
 
 CU126 = "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
@@ -145,15 +145,3 @@ def test_limits_of_cards_are_in_the_same_units():
         assert 65 < card.flops / card.bandwidth < 500 and 8e9 <= card.memory < 200e9, name
         assert 1.9 < card.flops / card.float32 < (2.1 if name.startswith("rtx") else 31), name
     assert set(BEFORE_AMPERE) < set(CARDS)
-
-
-def test_a_card_is_found_by_its_name_in_cuda(monkeypatch):
-    """Not one of another speed with a similar name."""
-    names: dict[str, float] = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "L4": 121, "L40S": 362, "T4": 65, "A10": 125}
-    names |= {"V100-PCIE-16GB": 112, "GeForce RTX 4060": 30.2, "GeForce RTX 4060 Ti": 44.1, "GeForce RTX 4090": 165}
-    others = ["GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "GeForce RTX 4080 SUPER", "GeForce RTX 3080 Ti"]
-    for name, peak in (names | dict.fromkeys(["H100 NVL", "A10G", "GeForce GTX 1080", *others])).items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
-        for dtype in (torch.float16, torch.bfloat16):
-            assert peak_flops(torch.device("cuda"), dtype) == (peak and pytest.approx(1e12 * peak)), name
-        assert peak_flops(torch.device("cuda"), torch.float32) is None
