@@ -85,8 +85,8 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
     earlier = read_run_file(out / "run.json") if out and existing else None
     model_config, config = resolve(flags, earlier)
     changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
-    paths = [Path(name).resolve() for name in config.data if name not in ("python", "shakespeare")]
-    inside = any(path in (out or RUNS_FOLDER / "new").resolve().parents for path in paths)
+    above = (out or RUNS_FOLDER / "new").resolve().parents
+    inside = any(Path(name).resolve() in above for name in config.data if name not in ("python", "shakespeare"))
     require(not inside, f"--data contains {out or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     tokenizer = None
     if config.init_from:
@@ -157,8 +157,8 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
-        shares = f" with --micro-batch-size {micro}" if config.batch_size % ranks == 0 else ""
-        raise ValueError(f"--batch-size {config.batch_size} does not divide into {ranks} ranks{shares}")
+        parts = f"{ranks} ranks, or a rank's rows into micro-batches of {micro}"
+        raise ValueError(f"--batch-size {config.batch_size} does not divide into {parts}")
 
 
 def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig, config: TrainConfig) -> list[str]:
