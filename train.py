@@ -269,15 +269,13 @@ class Trainer:
             description["weights_from"] = weight_hashes(run.config.init_from)
         write_run_file(run.folder / "run.json", description)
         keep_copies(run.folder)
-        tracker = make_tracker(run.config.log, run.folder, description)
-        self.log = Log(run.folder, self.step, tracker)
-        named = {"compile": ", with torch.compile", "tf32": ", TF32 allowed", "deterministic": ", deterministic"}
-        modes = [name for option, name in named.items() if getattr(run.config, option)]
+        self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
+        compiled = ", with torch.compile" if run.config.compile else ""
         with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
                 f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
                 f"{run.model_config.placement}, on {description['device']} in {run.config.dtype}{measured_products()}"
-                f"{''.join(modes)}; the run is {run.folder}{f', from step {self.step}' if self.step else ''}"
+                f"{compiled}; the run is {run.folder}{f', from step {self.step}' if self.step else ''}"
             )
             try:
                 yield

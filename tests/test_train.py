@@ -265,8 +265,8 @@ def test_learning_rate_schedules():
 
 
 @pytest.mark.parametrize("flags, on", [("--tf32 --deterministic", True), ("", False)])
-def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, monkeypatch):
-    """They are said. Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
+def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch):
+    """Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
     seen = []
 
     def record(*args):
@@ -281,7 +281,6 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, capsys, mon
     precision = "high" if on else "highest"
     assert seen == [(precision, on), (precision, on), (precision, False)]
     assert not torch.are_deterministic_algorithms_enabled()
-    assert (", TF32 allowed, deterministic; the run is" in capsys.readouterr().out) is on
 
 
 # --- stopping and resuming -------------------------------------------------------------------------------------------
