@@ -132,8 +132,12 @@ def modules(parts: Parts) -> dict[str, nn.Module]:
 
 def matrices(parts: Parts) -> dict[str, nn.Parameter]:
     """The weight matrices of a site: {"q_proj": ..., "k_proj": ...}."""
-    weights = {name: getattr(module, "weight", None) for name, module in modules(parts).items()}
-    return {name: weight for name, weight in weights.items() if weight is not None and weight.ndim == 2}
+    found = {}
+    for name, module in modules(parts).items():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.ndim == 2:
+            found[name] = weight
+    return found
 
 
 def rms(x: Tensor) -> float:
