@@ -31,7 +31,7 @@ class Traits:
 KINDS: dict[str, type[nn.Module]] = {}
 TRAITS: dict[str, Traits] = {}
 TRUTH = {"true": True, "false": False}
-PARSERS: dict[Any, Callable] = {bool: lambda text: TRUTH[text.lower()], int: int, float: float, str: str}
+PARSERS: dict[Any, Callable] = {bool: lambda text: TRUTH[text.lower()], int: int, float: float}
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
