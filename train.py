@@ -217,8 +217,7 @@ class Trainer:
                     optimizer.step()
                 if self.after_step:
                     self.after_step(self.model)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        self.model.zero_grad()
         self.scaler.update()
         self.unread.append(torch.stack((loss, grad_norm)))
 
