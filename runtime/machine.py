@@ -62,9 +62,10 @@ def check_capability(device: torch.device) -> None:
     """Raise ValueError if this GPU is older or newer than those that this build of torch has kernels for."""
     if not torch.version.cuda:  # ROCm, whose cards have no such number
         return
-    built = [int(number) for number in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    architectures = " ".join(torch.cuda.get_arch_list())
+    built = [int(number) for number in re.findall(r"sm_(\d+)", architectures)]
     major, minor = torch.cuda.get_device_capability(device)
-    newer = major > max(built, default=999) // 10 and "compute_" not in " ".join(torch.cuda.get_arch_list())
+    newer = major > max(built, default=999) // 10 and "compute_" not in architectures
     if newer or 10 * major + minor < min(built, default=0):
         supported = f"torch {torch.__version__} supports {min(built) / 10} to {max(built) / 10}"
         other = f"{install('cu130' if newer else 'cu126')}, or use --device cpu"
