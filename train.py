@@ -134,20 +134,21 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
+        config = run.config
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
         with distributed.raise_on_all_ranks():
-            if run.config.init_from and not checkpoint:
-                source = find_checkpoint(run.config.init_from)
+            if config.init_from and not checkpoint:
+                source = find_checkpoint(config.init_from)
                 self.model = read_model(source, run.model_config, torch.float32).to(run.device)
             else:
-                self.model = Llama(run.model_config, run.config.seed).to(run.device)
-        self.model.recompute = run.config.recompute
+                self.model = Llama(run.model_config, config.seed).to(run.device)
+        self.model.recompute = config.recompute
         self.after_step = PLACEMENTS[run.model_config.placement].after_step
-        self.parallel = distributed.Parallel(self.model, run.config.shard)
+        self.parallel = distributed.Parallel(self.model, config.shard)
         self.weights = list(self.model.parameters())
-        self.optimizers = make_optimizers(self.model, run.config)
+        self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        self.loss = torch.compile(self.parallel.loss) if run.config.compile else self.parallel.loss
+        self.loss = torch.compile(self.parallel.loss) if config.compile else self.parallel.loss
         self.step, self.started = 0, time.perf_counter()
         self.printed = self.started
         self.unread: list[Tensor] = []  # loss and gradient norm of each step since `read_losses`, on the device
@@ -257,30 +258,31 @@ class Trainer:
         Only rank 0 does.
         """
         run = self.run
+        config, folder = run.config, run.folder
         if not distributed.is_main():
             yield
             return
         description = describe_run(run, sum(weight.numel() for weight in self.weights))
         if run.earlier:
             description = continued(run.earlier, description, self.step)
-            keep_rows(run.folder / "metrics.jsonl", self.step)  # before run.json has another --save-every
-        elif run.config.init_from:
-            description["weights_from"] = weight_hashes(run.config.init_from)
-        write_run_file(run.folder / "run.json", description)
-        keep_copies(run.folder)
-        self.log = Log(run.folder, self.step, make_tracker(run.config.log, run.folder, description))
-        compiled = ", with torch.compile" if run.config.compile else ""
-        with tqdm(total=run.config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
+            keep_rows(folder / "metrics.jsonl", self.step)  # before run.json has another --save-every
+        elif config.init_from:
+            description["weights_from"] = weight_hashes(config.init_from)
+        write_run_file(folder / "run.json", description)
+        keep_copies(folder)
+        self.log = Log(folder, self.step, make_tracker(config.log, folder, description))
+        compiled = ", with torch.compile" if config.compile else ""
+        with tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
                 f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
-                f"{run.model_config.placement}, on {description['device']} in {run.config.dtype}{measured_products()}"
-                f"{compiled}; the run is {run.folder}{f', from step {self.step}' if self.step else ''}"
+                f"{run.model_config.placement}, on {description['device']} in {config.dtype}{measured_products()}"
+                f"{compiled}; the run is {folder}{f', from step {self.step}' if self.step else ''}"
             )
             try:
                 yield
             except NotFinite as diverged:
                 self.log.add(step=diverged.step, not_finite=True)
-                write_report(run.folder, run.data.val_gzip_bpb)
+                write_report(folder, run.data.val_gzip_bpb)
                 raise
 
     def read_losses(self) -> float:
