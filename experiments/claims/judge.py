@@ -25,7 +25,7 @@ class Judgment:
 
     verdict: str
     found: Mapping[str, Estimate | str]  # by effect
-    p: float | None = None  # of a verdict that is not "undecided", before it is corrected for the other claims
+    p: float = 1.0  # of a verdict that is not "undecided", before it is corrected for the other claims
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,14 @@ def speed_up(rows: list[Row], measured: Measured) -> Values:
     Arms are named "pre muon 250" and "nGPT muon 250". The loss of pre-norm is linear in ln(steps) between its runs.
     Outside of them, the result is infinite.
     """
-    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for arm, (loss,) in losses(rows).items():
+    ended, found = losses(rows), {}
+    for arm, (loss,) in ended.items():
         placement, optimizer, steps = arm.split()
-        curves.setdefault((placement, optimizer), []).append((loss, math.log(int(steps))))
-    found = {}
-    for (placement, optimizer), curve in curves.items():
-        known, steps_needed = zip(*sorted(curves["pre", optimizer]), strict=True)
-        for loss, x in curve if placement == "nGPT" else ():
-            needed = float(np.interp(loss, known, steps_needed, left=math.inf, right=math.inf))
-            found[f"{optimizer} {round(math.exp(x))}"] = needed - x
+        if placement == "nGPT":
+            pre = [other.split() for other in ended if other.startswith(f"pre {optimizer}")]
+            known, needed = np.transpose(sorted((ended[" ".join(name)][0], math.log(int(name[2]))) for name in pre))
+            at_loss = np.interp(loss, known, needed, left=math.inf, right=math.inf)
+            found[f"{optimizer} {steps}"] = float(at_loss) - math.log(int(steps))
     return found
 
 
@@ -79,13 +77,12 @@ def growth(rows: list[Row], measured: Measured) -> Values:
     """ln(what a power law of the variance over depth leaves unexplained, over what an exponential leaves)."""
     found = {}
     for row in rows:
-        variances = 2 * np.log((row["residual_rms"] or [1.0, math.inf])[1:])
-        depth = np.arange(1, len(variances) + 1)
-        if np.isfinite(variances).all():
+        found[row["arm"]] = math.inf
+        if row["residual_rms"]:  # it did not diverge
+            variances = 2 * np.log(row["residual_rms"][1:])
+            depth = np.arange(1, len(variances) + 1)
             power, exponential = (np.polyfit(x, variances, 1, full=True)[1][0] for x in (np.log(depth), depth))
-        else:
-            power, exponential = math.inf, 1.0
-        found[row["arm"]] = float(np.log(power / exponential))
+            found[row["arm"]] = float(np.log(power / exponential))
     return found
 
 
@@ -98,14 +95,13 @@ DERIVED: dict[str, Callable[[list[Row], Measured], Values]] = {
 }
 
 
-def values_of(effect: Effect, measured: Measured) -> list[float] | None:
-    """The effect by seed, or None if this scale does not have its arms."""
+def values_of(effect: Effect, measured: Measured) -> list[float]:
+    """The effect by seed. Empty if this scale does not have its arms."""
     found = []
-    for _, rows in sorted(grouped((row["seed"], row) for row in measured["runs"]).items()):
+    for rows in grouped((row["seed"], row) for row in measured["runs"]).values():
         values = DERIVED[effect.value](rows, measured)
-        if not effect.terms.keys() <= values.keys():
-            return None
-        found.append(sum(factor * values[arm] for arm, factor in effect.terms.items()))
+        if effect.terms.keys() <= values.keys():
+            found.append(sum(factor * values[arm] for arm, factor in effect.terms.items()))
     return found
 
 
@@ -114,18 +110,19 @@ def slack_of(effect: Effect, protocol: Protocol, measured: Measured) -> float | 
 
     None if an optimum that matters was not found.
     """
-    before, total = mean(values_of(effect, measured) or [0.0]), 0.0
+    before, total = mean(values_of(effect, measured)), 0.0
     for name, arm in protocol.arms.items():
-        if optimum := measured.get("optima", {}).get(arm.like or name):
-            at_it = [row["value"] for row in measured["runs"] if row["arm"] == (arm.like or name)]
+        tuned = arm.like or name
+        if optimum := measured.get("optima", {}).get(tuned):
+            at_it = [row["value"] for row in measured["runs"] if row["arm"] == tuned]
             known = None not in at_it and Optimum(**optimum).holds(at_it, NEAR)
             regret = optimum["regret"] if known else 0.01
             moved = [
-                row | {key: row[key] - regret for key in ("value", "best") if row.get(key) and row["arm"] == name}
+                row | {key: row[key] - regret for key in ("value", "best") if row[key] and row["arm"] == name}
                 for row in measured["runs"]
             ]
-            change = abs(mean(values_of(effect, measured | {"runs": moved}) or [0.0]) - before)
-            if not known and change > 0:
+            change = abs(mean(values_of(effect, measured | {"runs": moved})) - before)
+            if change > 0 and not known:
                 return None
             total += change
     return total
@@ -134,16 +131,17 @@ def slack_of(effect: Effect, protocol: Protocol, measured: Measured) -> float | 
 def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
     """Reproduced if all intervals lie where they should, not reproduced if one excludes what was expected."""
     found: dict[str, Estimate | str] = {}
-    chances: list[float] = []  # p-values of "reproduced"
-    against: list[float] = []  # and of "not reproduced"
+    chances, against = [], []  # p-values of "reproduced", and of "not reproduced"
     for effect in claim.effects:
-        if (values := values_of(effect, measured)) is None:
+        if not (values := values_of(effect, measured)):
             continue
         finite = all(map(math.isfinite, values))
         slack = slack_of(effect, protocol, measured) if finite else math.inf
-        if slack is None or not math.isfinite(slack):
-            found[effect.name] = "a run diverged or is out of range" if slack else "no best learning rate was found"
-            inside, outside = [1.0], [1.0]
+        inside, outside = [1.0], [1.0]
+        if slack is None:
+            found[effect.name] = "no best learning rate was found"
+        elif not math.isfinite(slack):
+            found[effect.name] = "a run diverged or is out of range"
         else:
             found[effect.name] = estimate(values, slack)
             inside = p_values(values, effect.reproduced, slack, 1)
