@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,25 +92,30 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
         "hours": round((time.process_time() - started + seconds) / 3600, 3),
     }
     file = results / f"{claim.name}.json"
-    content = json.loads(file.read_bytes()) if file.exists() else {}
+    content = read_results(file)
     content[scale] = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
     write_atomically(file, json.dumps(content) + "\n")
 
 
+def read_results(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_bytes()) if file.exists() else {}
+
+
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
     """The claims that were measured at their first scale. Raises ValueError if one had other rules."""
-    entries, trained = [], {name for name, claim in claims.items() if next(iter(claim.protocols.values())).arms}
+    entries, trained = [], {}  # p-values of trained claims, also of those that were not run
     for claim in claims.values():
         file = results / f"{claim.name}.json"
-        found = json.loads(file.read_bytes()) if file.exists() else {}
-        content = {scale: found[scale] for scale in claim.protocols if scale in found}
-        for scale, made in content.items():
-            if made["environment"]["protocol"] != claim.hash(scale):
-                raise ValueError(f"{file} was measured with other rules at scale {scale}; run the claim again")
-        if next(iter(claim.protocols)) in content:
-            judged = {scale: judge(claim, claim.protocols[scale], made["measured"]) for scale, made in content.items()}
+        content, judged = read_results(file), {}
+        for scale, protocol in claim.protocols.items():
+            if scale in content:
+                same = content[scale]["environment"]["protocol"] == claim.hash(scale)
+                require(same, f"{file} was measured with other rules at scale {scale}; run the claim again")
+                judged[scale] = judge(claim, protocol, content[scale]["measured"])
+        first, protocol = next(iter(claim.protocols.items()))
+        if protocol.arms:
+            trained[claim.name] = judged[first].p if first in judged else 1.0
+        if first in judged:
             entries.append(Entry(claim, content, judged))
-    p_values = dict.fromkeys(trained, 1.0)  # also of those that were not run or are undecided
-    p_values |= {entry.claim.name: next(iter(entry.judgments.values())).p or 1.0 for entry in entries}
-    corrected = dict(zip(trained, holm([p_values[name] for name in trained]), strict=True))
+    corrected = dict(zip(trained, holm(list(trained.values())), strict=True))
     return [replace(entry, p=corrected.get(entry.claim.name)) for entry in entries]

@@ -6,6 +6,7 @@ from statistics import mean
 
 from matplotlib.figure import Figure
 
+from experiments.ablation.outcome import grouped
 from experiments.ablation.report import NONE, table
 from experiments.claims.claim import Effect, Row
 from experiments.claims.judge import Entry
@@ -62,10 +63,10 @@ def details(entry: Entry) -> str:
     ]
     rows, made = [], []
     for scale, judgment in entry.judgments.items():
-        for effect in (each for each in entry.claim.effects if each.name in judgment.found):
-            found = judgment.found[effect.name]
-            least = None if isinstance(found, str) or effect.ratio else found.detectable
-            rows.append([effect.label, scale, shown(effect, found), NONE if least is None else f"{least:.2g}"])
+        for effect in entry.claim.effects:
+            if found := judgment.found.get(effect.name):
+                least = NONE if isinstance(found, str) or effect.ratio else f"{found.detectable:.2g}"
+                rows.append([effect.label, scale, shown(effect, found), least])
         by, measured = entry.content[scale]["environment"], entry.content[scale]["measured"]
         commits = sorted({*by["commits"], *(row["commit"] for row in measured.get("search", []))})
         alone = "" if entry.p is None else " before the correction"
@@ -100,42 +101,40 @@ def plot(entry: Entry) -> Figure:
     """The upper panel has the primary effect at every scale, or the effects that have a place of their own."""
     claim, curves = entry.claim, rate_curves(entry)
     figure = Figure(figsize=(7, 7 if curves else 3.5), layout="constrained")
-    panels = figure.subplots(2 if curves else 1, squeeze=False)[:, 0]
+    upper, *others = figure.subplots(2 if curves else 1, squeeze=False)[:, 0]
     trend = [each for each in claim.effects if each.x is not None] or [claim.effects[0]]
-    if not trend[0].ratio:
-        panels[0].axhline(0, color="0.4", linewidth=1)
+    ratio = trend[0].ratio
+    if not ratio:
+        upper.axhline(0, color="0.4", linewidth=1)
     if claim.dashed is not None:
-        panels[0].axhline(claim.dashed, color="C1", linestyle="--", label="published")
-        panels[0].legend()
+        upper.axhline(claim.dashed, color="C1", linestyle="--", label="published")
+        upper.legend()
     for scale, judgment in entry.judgments.items():
         for effect in trend:
-            if not isinstance(found := judgment.found.get(effect.name), Estimate):
-                continue
-            low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
-            x = scale if effect.x is None else effect.x
-            panels[0].errorbar([x], middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
-    name = trend[0].label if len(trend) == 1 else claim.across
-    panels[0].set(yscale="log" if trend[0].ratio else "linear", ylabel=name)
-    if trend[0].x is not None:
-        panels[0].set(xscale="log", xlabel=claim.over)
-        panels[0].set_xticks([each.x for each in trend], [f"{each.x:,.0f}" for each in trend])
-        panels[0].minorticks_off()
-    for label, rows in curves.items():
-        lrs = sorted({row["lr"] for row in rows})
-        means = [mean(row["value"] for row in rows if row["lr"] == lr) for lr in lrs]
-        (line,) = panels[1].plot(lrs, means, linewidth=1, label=label)
-        panels[1].plot([row["lr"] for row in rows], [row["value"] for row in rows], "o", ms=3, color=line.get_color())
-    if curves:
-        panels[1].set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
-        panels[1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+            if isinstance(found := judgment.found.get(effect.name), Estimate):
+                low, middle, high = (math.exp(y) if ratio else y for y in (found.low, found.mean, found.high))
+                upper.errorbar([effect.x or scale], middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
+    upper.set(yscale="log" if ratio else "linear", ylabel=claim.across or trend[0].label)
+    if claim.over:
+        upper.set(xscale="log", xlabel=claim.over)
+        upper.set_xticks([each.x for each in trend], [f"{each.x:,.0f}" for each in trend])
+        upper.minorticks_off()
+    for axes in others:
+        for number, (label, rows) in enumerate(curves.items()):
+            at = grouped((row["lr"], row["value"]) for row in rows)
+            axes.plot(sorted(at), [mean(at[lr]) for lr in sorted(at)], f"C{number}", linewidth=1, label=label)
+            axes.plot([row["lr"] for row in rows], [row["value"] for row in rows], f"oC{number}", ms=3)
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
 def rate_curves(entry: Entry) -> dict[str, list[Row]]:
     """By arm and scale, of the arms with several rates: the runs that ended."""
     found: dict[str, list[Row]] = {}
-    for scale, content in entry.content.items():
-        for row in content["measured"]["runs"] + content["measured"].get("search", []):
+    for scale in entry.judgments:
+        measured = entry.content[scale]["measured"]
+        for row in measured["runs"] + measured.get("search", []):
             if "lr" in row and row["value"] is not None:
                 found.setdefault(f"{row['arm']}, {scale}", []).append(row)
     return {label: rows for label, rows in found.items() if len({row["lr"] for row in rows}) > 1}
