@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,10 +17,10 @@ from experiments.claims.claim import Claim, Effect, Measured, Protocol, Row, dif
 from experiments.claims.measure import Lab
 from experiments.claims.trained import WARMUPS, S
 from model import Llama, weights_by_role
-from norms import KINDS
 
 DEPTHS = (6, 12, 24, 48, 96)
 WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
+Measure = Callable[[Llama, Tensor], dict[str, float]]
 
 
 def initial(seed: int, **options: Any) -> tuple[Llama, Tensor, Tensor]:
@@ -40,9 +41,9 @@ def equivalence(protocol: Protocol, lab: Lab) -> Measured:
         layernorm, tokens, _ = initial(seed, norm="layernorm", norm_args={"bias": False, "eps": 1e-6}, **shape)
         rmsnorm = initial(seed, norm_args={"eps": 1e-6}, **shape)[0]
         generator = torch.Generator().manual_seed(seed)
-        for module in layernorm.modules():
-            if isinstance(module, tuple(KINDS.values())):  # gains of 1 could hide a mistake
-                nn.init.normal_(module.get_parameter("weight"), 1, 0.5, generator=generator)
+        for gain in layernorm.parameters():
+            if gain.ndim == 1:  # gains of 1 could hide a mistake
+                nn.init.normal_(gain, 1, 0.5, generator=generator)
         rmsnorm.load_state_dict(layernorm.state_dict())
         centered = copy.deepcopy(rmsnorm).double()
         for role, _, weight in weights_by_role(centered):
@@ -73,33 +74,29 @@ def speed(protocol: Protocol, lab: Lab) -> Measured:
             started = time.perf_counter()
             for _ in range(10):
                 step()
-            row = {"arm": arm, "seed": lab.first_seed + round, "value": math.log(time.perf_counter() - started)}
-            rows += [row] if round >= 0 else []
+            seconds = time.perf_counter() - started
+            if round >= 0:
+                rows.append({"arm": arm, "seed": lab.first_seed + round, "value": math.log(seconds)})
     return {"runs": rows}
 
 
 # --- depth -----------------------------------------------------------------------------------------------------------
 
 
-def by_depth(measure: Callable[..., dict[str, float]], *placements: str) -> Callable[[Protocol, Lab], Measured]:
+def by_depth(measure: Measure, placements: tuple[str, ...], protocol: Protocol, lab: Lab) -> Measured:
     """ln of what `measure` finds in new models with LayerNorm and Xavier's initialization, by placement and depth."""
-
-    def measured(protocol: Protocol, lab: Lab) -> Measured:
-        rows: list[Row] = []
-        for seed, placement in product(lab.seeds(protocol), placements):
-            for depth in protocol.depths:
-                model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
-                model.loss(*batch).backward()
-                for name, value in measure(model, batch[0]).items():
-                    rows.append({"arm": f"{placement} {depth}{name}", "seed": seed, "value": math.log(value)})
-        return {"runs": rows}
-
-    return measured
+    rows: list[Row] = []
+    for seed, placement, depth in product(lab.seeds(protocol), placements, protocol.depths):
+        model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
+        model.loss(*batch).backward()
+        for name, value in measure(model, batch[0]).items():
+            rows.append({"arm": f"{placement} {depth}{name}", "seed": seed, "value": math.log(value)})
+    return {"runs": rows}
 
 
 def last_gradient(model: Llama, tokens: Tensor) -> dict[str, float]:
     """Norm of the gradient of the last MLP's second matrix."""
-    gradient = dict(model.named_parameters())[f"layers.{len(model.layers) - 1}.mlp.down_proj.weight"].grad
+    gradient = model.layers[-1].get_parameter("mlp.down_proj.weight").grad
     assert gradient is not None
     return {"": float(gradient.norm())}
 
@@ -161,7 +158,7 @@ CLAIMS = (
             from_warmup("warm-up, 12 blocks", 12),
         ),
         protocols={"initialization": Protocol(5, depths=DEPTHS), "S": Protocol(3, S, WARMUPS)},
-        measure=by_depth(last_gradient, "post", "pre"),
+        measure=partial(by_depth, last_gradient, ("post", "pre")),
         over="blocks",
         across="gradient with pre-norm",
     ),
@@ -177,7 +174,7 @@ CLAIMS = (
             ),
         ),
         protocols={"initialization": Protocol(5, depths=DEPTHS)},
-        measure=by_depth(model_update, "deepnorm", "post"),
+        measure=partial(by_depth, model_update, ("deepnorm", "post")),
         over="blocks",
         across="update with DeepNorm",
     ),

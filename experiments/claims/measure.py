@@ -11,9 +11,9 @@ import torch
 from data.batches import evaluation_batches
 from data.corpus import Corpus
 from data.prepare import prepare
-from experiments.ablation.grid import Cell, Grid, Outcomes, cells, compared, resolve_arms, settings_digest
+from experiments.ablation.grid import Cell, Grid, Outcomes, compared, resolve_arms, settings_digest
 from experiments.ablation.outcome import Arm as Factors
-from experiments.ablation.outcome import Outcome
+from experiments.ablation.outcome import Outcome, grouped
 from experiments.ablation.rates import SPACING, Optimum
 from experiments.claims.claim import Measured, Protocol, Row
 from files import digest, write_atomically
@@ -95,11 +95,10 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
         grids = {arm.data: make_grid(protocol, arm.data, lab) for arm in protocol.arms.values()}
     optima: dict[str, Optimum] = {}
     search: list[Row] = []
-    for data, lr in dict.fromkeys((arm.data, arm.lr) for arm in protocol.arms.values() if arm.lr):
+    tuned = [((arm.data, arm.lr), (Factors.of(**arm.factors), name)) for name, arm in protocol.arms.items() if arm.lr]
+    for (data, lr), pairs in grouped(tuned).items():
         lrs = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
-        names = {
-            Factors.of(**arm.factors): name for name, arm in protocol.arms.items() if (arm.data, arm.lr) == (data, lr)
-        }
+        names = dict(pairs)
         best, tried = grids[data].tune(list(names), lrs, lab.seeds(protocol), WIDEN, first=1)
         nats = next(run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb)  # per bit
         optima |= {names[factors]: optimum.scaled(nats) for factors, optimum in best.items()}
@@ -111,7 +110,7 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
             for name, arm in protocol.arms.items():
                 if arm.data == data:
                     rates = arm.lrs or (optima[arm.like or name].lr,)
-                    wanted |= dict.fromkeys(cells([Factors.of(**arm.factors)], rates, [seed]), name)
+                    wanted |= {Cell(Factors.of(**arm.factors), lr, seed): name for lr in rates}
             grid.run(list(wanted))
             runs += to_rows(grid, wanted)
     return {
@@ -136,14 +135,14 @@ def to_rows(grid: RecordedGrid, arms: Mapping[Cell, str]) -> list[Row]:
 
 def make_grid(protocol: Protocol, data: str, lab: Lab) -> RecordedGrid:
     """The runs of a protocol on one text. Claims with the same shared flags share a folder, and so their runs."""
-    source = data if not data.isdigit() else str(excerpt(int(data), lab))
+    source = str(excerpt(int(data), lab)) if data.isdigit() else data
     shared = [*protocol.flags.split(), "--data", source, "--device", lab.devices[0], "--cache-dir", lab.cache_dir]
     base = resolve_arms([Factors(())], shared)
     mine = [Factors.of(**arm.factors) for arm in protocol.arms.values() if arm.data == data]
     settings = resolve_arms(mine, shared)
-    config = next(iter(base.values()))
+    ((model, config),) = base.values()
     torch.set_num_threads(THREADS)  # a run's description of its device includes them
-    text = prepare([source], config[1].tokenizer, config[0].vocab_size, Path(lab.cache_dir), config[0].context)
+    text = prepare([source], config.tokenizer, model.vocab_size, Path(lab.cache_dir), model.context)
     folder = lab.folder / settings_digest(base)
     return RecordedGrid(folder, settings, shared, text, lab.jobs, THREADS, lab.devices, lab=lab)
 
@@ -155,9 +154,9 @@ def excerpt(size: int, lab: Lab) -> Path:
     if not path.exists():
         for document in corpus.documents("train"):
             text = "".join(document)
-            if len(text.encode()) <= size:
+            if (length := len(text.encode())) <= size:
                 kept.append(text)
-                size -= len(text.encode())
+                size -= length
         kept += ["".join(document) for document in corpus.documents("val")]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in kept))

@@ -50,12 +50,11 @@ def interaction(arm: str, **more: Any) -> Effect:
 
 
 WARMUPS = {
-    f"{placement} {layers} {'with' if warmup else 'without'}": Arm(
-        {"optimizer": "adamw", "placement": placement, "layers": str(layers), "warmup": str(warmup)},
-        lrs=(3e-4, 1e-3, 3e-3),
+    f"{placement} {layers} {'without' if warmup == '0' else 'with'}": Arm(
+        {"optimizer": "adamw", "placement": placement, "layers": layers, "warmup": warmup}, lrs=(3e-4, 1e-3, 3e-3)
     )
-    for layers in (6, 12)
-    for warmup in (0, 100)
+    for layers in ("6", "12")
+    for warmup in ("0", "100")
     for placement in ("pre", "post")
 }
 

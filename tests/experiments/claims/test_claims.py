@@ -179,10 +179,12 @@ def test_protocols_are_complete(name):
 def test_models_at_initialization():
     """Shallow, but the exponents of depth are already near those that the papers derive."""
     protocol, lab = Protocol(1, depths=(4, 16)), Lab(Path(), Path())
-    gradients = {row["arm"]: row["value"] for row in by_depth(last_gradient, "post", "pre")(protocol, lab)["runs"]}
+    rows = by_depth(last_gradient, ("post", "pre"), protocol, lab)["runs"]
+    gradients = {row["arm"]: row["value"] for row in rows}
     assert abs(gradients["post 16"] - gradients["post 4"]) < 0.15 * math.log(4)
     assert -0.9 < (gradients["pre 16"] - gradients["pre 4"]) / math.log(4) < -0.3
-    updates = {row["arm"]: row["value"] for row in by_depth(model_update, "deepnorm", "post")(protocol, lab)["runs"]}
+    rows = by_depth(model_update, ("deepnorm", "post"), protocol, lab)["runs"]
+    updates = {row["arm"]: row["value"] for row in rows}
     assert abs(updates["deepnorm 16, SGD"] - updates["deepnorm 4, SGD"]) < 0.15 * math.log(4)
     assert updates["post 16, SGD"] > updates["post 4, SGD"] + 1
 
