@@ -50,7 +50,7 @@ class Finding:
 def compare(
     bpb: Mapping[Arm, BySeed],
     planned: Mapping[Arm, Collection[int]],
-    regrets: Mapping[Arm, float | None] | None = None,
+    regrets: Mapping[Arm, float | None] = {},
 ) -> dict[Arm | str, Finding]:
     """The difference of each arm from the first, by arm, and the interactions, by name, paired by seed.
 
@@ -63,7 +63,7 @@ def compare(
     found: dict[Arm | str, Finding] = {}
     differences = {arm: (arm, baseline) for arm in others} | interactions(bpb)
     for key, arms in differences.items():
-        costs = [(regrets or {}).get(arm, 0.0) for arm in arms]
+        costs = [regrets.get(arm, 0.0) for arm in arms]
         slack = sum(cost or 0.0 for cost in costs)
         values = list(contrast([bpb[arm] for arm in arms]).values())
         pairs = len(set.intersection(*(set(planned[arm]) for arm in arms)))

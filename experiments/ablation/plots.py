@@ -3,13 +3,11 @@
 Each function gets the runs that have ended, those of the first arm first: it is the baseline.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from statistics import mean
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.ablation.comparison import contrast
@@ -17,19 +15,12 @@ from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped
 from experiments.ablation.rates import Optimum
 from experiments.statistics import estimate
 
-LINES = ["-", "--", ":", "-."]
+LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
 CROSS: dict[str, Any] = {"marker": "X", "markeredgecolor": "black", "linestyle": "none", "markersize": 8}
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
-Look = dict[str, Any]  # arguments of `Axes.plot`
 
-
-def looks(arms: Iterable[Arm]) -> dict[Arm, Look]:
-    """Colors and, beyond ten arms, lines."""
-    return {arm: {"color": f"C{i % 10}", "linestyle": LINES[i // 10 % len(LINES)]} for i, arm in enumerate(arms)}
-
-
-def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optimum] | None = None) -> Figure:
+def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optimum] = {}) -> Figure:
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
     An arm with a diverged run is marked with a cross. It has no mean, nor has any arm if a run of the baseline
@@ -42,7 +33,7 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     axes = figure.subplots()
     dots = [0.0]
     for height, arm in enumerate(others):
-        color, diverged = looks(arms)[arm]["color"], sum(run.diverged for run in arms[arm])
+        color, diverged = f"C{height + 1}", sum(run.diverged for run in arms[arm])
         differences = list(contrast([final_bpb(arms[arm]), final_bpb(arms[baseline])]).values())
         dots += differences
         axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
@@ -51,18 +42,17 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
         if diverged:
             axes.plot(1, height, transform=axes.get_yaxis_transform(), clip_on=False, color=color, **CROSS)
         if len(differences) == len(arms[arm]):
-            slack = sum(optima[each].regret or 0.0 for each in (arm, baseline)) if optima else 0.0
-            found = estimate(differences, slack)
+            found = estimate(differences, sum(optima[each].regret or 0.0 for each in (arm, baseline) if optima))
             axes.errorbar(found.mean, height, None, found.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
-    swept = optima and len({optimum.lr for optimum in optima.values()}) > 1
-    names = [f"{arm.name}\nlr {optima[arm].lr:g}" if optima and swept else arm.name for arm in others]
+    swept = len({optimum.lr for optimum in optima.values()}) > 1
+    names = [f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name for arm in others]
     axes.set_yticks(range(len(others)), names)
     axes.set_ylim(len(others) - 0.4, -0.6)
-    (low, high), room = axes.get_xlim(), 2 * (max(dots) - min(dots))
-    kept = (max(low, min(dots) - room), min(high, max(dots) + room)) if room else (low, high)
-    axes.set_xlim(kept)
-    cut = "\nintervals are cut at the frame" if kept != (low, high) else ""
+    frame = axes.get_xlim()
+    if room := 2 * (max(dots) - min(dots)):
+        axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
+    cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
     axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better){cut}")
     _finish(figure, title)
     return figure
@@ -76,22 +66,23 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
     """
     arms = grouped((run.arm, run) for run in runs)
     metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
-    metrics = metrics or list(METRICS)
-    figure = Figure(figsize=(6.8, 1 + 3 * len(units) * len(metrics) + 0.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(len(units) * len(metrics), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
-    for axes, (unit, metric) in zip(panels, product(units, metrics), strict=True):
-        for arm, look in looks(arms).items():
-            points = curve(arms[arm], metric, unit)
+    shown = list(product(units, metrics or METRICS))
+    figure = Figure(figsize=(6.8, 1 + 3 * len(shown) + 0.2 * len(arms)), layout="constrained")
+    panels = figure.subplots(len(shown), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
+    for axes, (unit, metric) in zip(panels, shown, strict=True):
+        for number, (arm, group) in enumerate(arms.items()):
+            points, style = curve(group, metric, unit), f"oC{number}{LINES[number // 10 % 4]}"
             every = len(points) // 10 + 1
-            axes.plot(*np.reshape(points, (-1, 2)).T, marker="o", label=arm.name, ms=4, markevery=every, **look)
-            if points and any(run.diverged for run in arms[arm]):
-                axes.plot(*points[-1], color=look["color"], **CROSS)
+            axes.plot(*np.reshape(points, (-1, 2)).T, style, label=arm.name, ms=4, markevery=every)
+            if points and any(run.diverged for run in group):
+                axes.plot(*points[-1], color=f"C{number}", **CROSS)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
-    _finish(figure, title, panels[0])
+    _finish(figure, title)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     return figure
 
 
-def curve(runs: list[Outcome], metric: str, unit: str) -> list[tuple[float, float]]:
+def curve(runs: list[Outcome], metric: str, unit: str) -> list[np.ndarray]:
     """The means of a unit and of a metric at the steps that all `runs` logged."""
     steps: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
@@ -99,13 +90,10 @@ def curve(runs: list[Outcome], metric: str, unit: str) -> list[tuple[float, floa
         for row in run.log:
             if metric in row and row["step"] in at:
                 steps.setdefault(row["step"], []).append((at[row["step"]], row[metric]))
-    complete = (points for _, points in sorted(steps.items()) if len(points) == len(runs))
-    return [(mean(x for x, _ in points), mean(y for _, y in points)) for points in complete]
+    return [np.mean(points, axis=0) for _, points in sorted(steps.items()) if len(points) == len(runs)]
 
 
-def _finish(figure: Figure, title: str, legend: Axes | None = None) -> None:
+def _finish(figure: Figure, title: str) -> None:
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
-    if legend:
-        figure.legend(*legend.get_legend_handles_labels(), loc="outside lower center", fontsize="small")

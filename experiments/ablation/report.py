@@ -38,9 +38,7 @@ def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
     ]
 
 
-def comparison_section(
-    cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] | None = None
-) -> list[str]:
+def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] = {}) -> list[str]:
     """The arms of the planned `cells`, each at one learning rate, and the interactions of factors.
 
     The first block is the conclusion. `optima` are given if learning rates were searched for.
@@ -49,7 +47,7 @@ def comparison_section(
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in lrs}
     bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
     baseline, seeds = next(iter(bpb)), {arm: {cell.seed for cell in cells if cell.arm == arm} for arm in bpb}
-    known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in (optima or {}).items()}
+    known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in optima.items()}
     found = compare(bpb, seeds, known)
     titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
     rate = [] if "lr" in titles else ["lr"]
