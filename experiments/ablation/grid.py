@@ -126,6 +126,11 @@ class Grid:
     def log(self, cell: Cell) -> Path:
         return self.folder / "cells" / f"{cell.name}.log"
 
+    def options(self, cell: Cell) -> dict[str, Any]:
+        """What must match if a run of the cell exists."""
+        model, config = self.settings[cell.arm]
+        return compared(asdict(model), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
+
     def outcomes(self, cells: Iterable[Cell]) -> Outcomes:
         """The outcomes of those of `cells` that have ended."""
         found = {}
@@ -140,19 +145,16 @@ class Grid:
 
     def check(self, cells: Iterable[Cell]) -> None:
         """Raise ValueError if the folder is not for runs like these, or holds a cell trained with other settings."""
-        folder = self.folder
-        ours = (folder / "cells").is_dir() or not folder.exists() or not any(folder.iterdir())
-        require(ours, f"--out {folder} is not empty; choose another folder")
+        ours = (self.folder / "cells").is_dir() or not any(self.folder.glob("*"))
+        require(ours, f"--out {self.folder} is not empty; choose another folder")
         for cell in cells:
             run_file = self.cell_folder(cell) / "run.json"
             if run_file.exists():
-                model_config, config = self.settings[cell.arm]
                 run, name = read_run_file(run_file), f"the run in {run_file.parent}"
                 there = compared(run["model"], run["training"])
-                here = compared(asdict(model_config), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
                 changed = [
                     f"{flag_name(option)} {there.get(option)}, not {value}"
-                    for option, value in here.items()
+                    for option, value in self.options(cell).items()
                     if there.get(option) != value
                 ]
                 require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
@@ -185,8 +187,10 @@ class Grid:
                     time.sleep(POLL_SECONDS)
                     if stop:
                         raise Stopped(stop[0], "the same command")
-                    for cell in [cell for cell, (process, _) in running.items() if process.poll() is not None]:
-                        process, device = running.pop(cell)
+                    for cell, (process, device) in list(running.items()):
+                        if process.poll() is None:
+                            continue
+                        del running[cell]
                         free.append(device)
                         if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
                             waiting.append(cell)
@@ -212,8 +216,9 @@ class Grid:
 
         Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
         """
-        self.log(cell).parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log(cell), "wb") as file:
+        log = self.log(cell)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as file:
             return subprocess.Popen(
                 [*END_WITH_PARENT, *self.command(cell, device)],
                 env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads)),
@@ -242,13 +247,13 @@ class Grid:
         return cells(arms, lrs, range(first, first + seeds))
 
     def tune(
-        self, arms: list[Arm], lrs: list[float], seeds: range, widen: int = 0, first: int = SELECTION_SEEDS
+        self, arms: list[Arm], lrs: list[float], seeds: range, widen: int, first: int = SELECTION_SEEDS
     ) -> tuple[dict[Arm, Optimum], Outcomes]:
         """The optimum of each arm, to be reported on `seeds`, and the runs that found it.
 
         It starts with `lrs` and `first` other seeds. Up to `widen` times, an arm gets another rate or another seed.
         """
-        wanted: dict[Arm, tuple[list[float], int]] = dict.fromkeys(arms, (sorted(set(lrs)), first))
+        wanted = dict.fromkeys(arms, (lrs, first))
         found: Outcomes = {}
         for _ in range(widen + 1):
             asked = [self.selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items()]

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from data.batches import evaluation_batches
 from data.corpus import Corpus
 from data.prepare import prepare
-from experiments.ablation.grid import Cell, Grid, Outcomes, compared, resolve_arms, settings_digest
+from experiments.ablation.grid import Cell, Grid, Outcomes, resolve_arms, settings_digest
 from experiments.ablation.outcome import Arm as Factors
 from experiments.ablation.outcome import Outcome, grouped
 from experiments.ablation.rates import SPACING, Optimum
@@ -66,10 +66,7 @@ class RecordedGrid(Grid):
 
     def key(self, cell: Cell) -> str:
         """What the run was made from."""
-        model, config = self.settings[cell.arm]
-        options = compared(asdict(model), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
-        options["data"] = self.data.corpus_hash
-        return digest(options)[:16]
+        return digest(self.options(cell) | {"data": self.data.corpus_hash})[:16]
 
     def row(self, cell: Cell, outcome: Outcome) -> Row:
         """Its line in the ledger."""
