@@ -6,7 +6,7 @@ statistic has no p-value, and the tables mark it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from experiments.ablation.outcome import Arm, BySeed
 from experiments.statistics import Estimate, estimate, holm
@@ -15,7 +15,7 @@ ALPHA = 0.05
 SIGNS = 1, -1, -1, 1  # of the arms in a contrast
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """A statistic over seeds, with a p-value that is corrected for all findings of a report."""
 
@@ -30,21 +30,21 @@ class Finding:
 
     def __str__(self) -> str:
         """In words: what is shown of the first arm of a difference, compared with the second."""
-        if self.estimate and self.estimate.mean == 0 and not self.estimate.half_width:
+        found = self.estimate
+        if found and found.mean == 0 and not found.half_width:
             return "has the same losses"
-        if self.p is None or self.estimate is None:
-            if self.estimate and self.complete and self.tuned:
-                side = "above" if self.estimate.mean > 0 else "below"
-                return f"ended {abs(self.estimate.mean):.4f} {side}, which a single seed cannot tell from chance"
+        if self.p is None or found is None:
+            if found and self.complete and self.tuned:
+                side = "above" if found.mean > 0 else "below"
+                return f"ended {abs(found.mean):.4f} {side}, which a single seed cannot tell from chance"
             reason = "runs diverged or have not ended" if self.planned else "no seed in common"
             if self.complete:
                 reason = "the best learning rate was not found"
             return f"is not compared ({reason})"
-        size = f"{self.estimate.half_width:.4f}"
         if self.p < ALPHA:
-            return f"is {'worse' if self.estimate.mean > 0 else 'better'} by {abs(self.estimate.mean):.4f} ± {size}"
-        alone = self.estimate.low > 0 or self.estimate.high < 0  # significant before it is corrected
-        return f"{'may differ' if alone else 'is indistinguishable'} ({self.estimate}, p = {self.p:.2g})"
+            return f"is {'worse' if found.mean > 0 else 'better'} by {abs(found.mean):.4f} ± {found.half_width:.4f}"
+        alone = found.low > 0 or found.high < 0  # significant before it is corrected
+        return f"{'may differ' if alone else 'is indistinguishable'} ({found}, p = {self.p:.2g})"
 
 
 def compare(
@@ -68,13 +68,14 @@ def compare(
         values = list(contrast([bpb[arm] for arm in arms]).values())
         pairs = len(set.intersection(*(set(planned[arm]) for arm in arms)))
         measured = estimate(values, slack, len(differences)) if values else None
-        each = Finding(measured, pairs, None not in costs)
-        found[key] = replace(each, p=each.estimate.p if each.estimate and each.complete and each.tuned else None)
+        each = found[key] = Finding(measured, pairs, None not in costs)
+        if measured and each.complete and each.tuned:
+            each.p = measured.p
     corrected = holm([1.0 if each.p is None else each.p for each in found.values()])
-    return {
-        key: each if each.p is None else replace(each, p=p)
-        for (key, each), p in zip(found.items(), corrected, strict=True)
-    }
+    for each, p in zip(found.values(), corrected, strict=True):
+        if each.p is not None:
+            each.p = p
+    return found
 
 
 def contrast(arms: Sequence[BySeed]) -> BySeed:

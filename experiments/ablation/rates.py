@@ -76,7 +76,8 @@ def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
     rates, close, found = sorted(losses), close_rates(losses), find_optimum(losses)
     seeds = max(map(len, losses.values()))
     if found.regret is not None:
-        half_width = t_quantile(max(reported, 2) - 1) * found.noise * math.sqrt(2 / max(reported, 2))
+        n = max(reported, 2)
+        half_width = t_quantile(n - 1) * found.noise * math.sqrt(2 / n)
         return (close, seeds + 1) if found.regret > half_width / 4 else None
     few, at = len(close) < POINTS, rates.index(found.lr)
     if at == 0 or (few and close[0] == rates[0]):

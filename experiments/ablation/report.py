@@ -1,6 +1,5 @@
 """The text of an ablation's report, in Markdown: what was run, and the tables."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -88,10 +87,10 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
             bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
             row.append(shown(Finding(mean_of(bpb), len(tried)), ".4f"))
-        found = optima.get(arm, Optimum(math.nan, None))
-        regret = "optimum not found" if found.regret is None else f"{found.regret:.4f}"
-        row += [f"{found.lr:g}", regret] if optima else [NONE, NONE]
-        rows.append(row)
+        if optima:
+            regret = optima[arm].regret
+            row += [f"{optima[arm].lr:g}", "optimum not found" if regret is None else f"{regret:.4f}"]
+        rows.append(row if optima else [*row, NONE, NONE])
     return [
         "## Learning rates",
         missing(cells, outcomes),

@@ -188,13 +188,17 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
     figures = {}
     if runs and runs[0].arm == reported[0].arm:  # the baseline
-        figures = {"differences": plot_differences(runs, title, optima)} if len(grid.settings) > 1 else {}
+        if len(grid.settings) > 1:
+            figures["differences"] = plot_differences(runs, title, optima)
         figures["curves"] = plot_curves(runs, title)
-    watched = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
-    rows = [dict(cell.arm.factors) | {"seed": cell.seed} | row for cell in watched for row in watched[cell]]
+    rows, first = [], {}
+    for cell in reported:
+        if cell in outcomes and (watched := read_rows(grid.cell_folder(cell) / "watch.jsonl")):
+            rows += [dict(cell.arm.factors) | {"seed": cell.seed} | row for row in watched]
+            if cell.seed == seeds[0]:
+                first[cell.arm.name] = watched
     if rows:
         write_csv(folder / "watch.csv", rows)
-    first = {cell.arm.name: watched[cell] for cell in watched if watched[cell] and cell.seed == seeds[0]}
     if first:
         figures["watch"] = plot_watch(first)
     sections = [markdown(summary)]
