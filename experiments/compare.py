@@ -97,7 +97,7 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
     """What was found, in a paragraph, and the tables of arms and of runs."""
     paired: dict[Cell, Outcome] = {}
     notes: list[str] = []
-    unpaired: dict[str, list[str]] = {}  # by the options that differ
+
     rows: list[list[str]] = []
     baseline, first = next(iter(settings.items()))
     for folder, run in settings.items():
@@ -110,12 +110,12 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
             how = "diverged" if outcome.diverged else "has not ended: it is"
             notes.append(f"{folder} {how} at step {step}, its last val_bpb is {losses[0]}.")
         if other := [name.replace("_", " ") for name in PAIRED_BY if run[name] != first[name]]:
-            unpaired.setdefault(", ".join(other), []).append(str(folder))
+            notes.append(f"Not paired with {baseline}: {folder} (other {', '.join(other)}).")
         else:
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
     ended = {cell: run for cell, run in paired.items() if run.diverged or run.val_bpb is not None}
     summary, *tables = comparison_section(list(paired), ended)
-    notes += [f"Not paired with {baseline}: {', '.join(names)} (other {why})." for why, names in unpaired.items()]
+
     if texts := {"data", "tokenizer"} & set(differing):
         unfair = ", and of different texts not even that fairly" if "data" in texts else ""
         fair = f"only bits per byte of each one's own validation text (val_bpb) can be compared{unfair}"
