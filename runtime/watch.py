@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-Parts = dict[str, Any]  # modules
+Modules = dict[str, nn.Module]
 PANELS = {  # columns, up to a dot: what a heat map shows of them, and whether its colors are logarithmic
     "stream_after": ("stream, RMS", True),
     "input_rms": ("norm's input, RMS", True),
@@ -48,15 +48,15 @@ def watched(model: Llama, tokens: Tensor, dtype: torch.dtype, step: int, path: P
     """
     with autocast(tokens.device, dtype):
         rows = measure(model, tokens)
-    sites = [matrices(parts) for _, _, parts in split(model)]
+    sites = [matrices(site) for _, _, site in split(model)]
     for row, site in zip(rows, sites, strict=True):
         row |= {f"grad_rms.{name}": rms(weight.grad) for name, weight in site.items() if weight.grad is not None}
     before = {weight: weight.detach().clone() for site in sites for weight in site.values()}
     yield
     for row, site in zip(rows, sites, strict=True):
         for name, weight in site.items():
-            norm = before[weight].norm()  # zero for some initializations
-            row[f"update.{name}"] = ((weight.detach() - before[weight]).norm() / norm).item()
+            change = weight.detach() - before[weight]
+            row[f"update.{name}"] = (change.norm() / before[weight].norm()).item()  # some weights start at zero
         row |= {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     append(path, "".join(json.dumps({"step": step} | row) + "\n" for row in rows))
 
@@ -65,9 +65,9 @@ def measure(model: Llama, tokens: Tensor) -> list[Row]:
     """A row for each site of the model, about the forward pass of `tokens` (B, T). Keeps running statistics."""
     rows: list[Row] = []
     hooks: list[RemovableHandle] = []
-    for block, site, parts in split(model):
-        rows.append({"block": block, "site": site})
-        hooks += attach(rows[-1], parts)
+    for block, name, site in split(model):
+        rows.append({"block": block, "site": name})
+        hooks += attach(rows[-1], site)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
         functional_call(model, buffers, (tokens,))
@@ -82,17 +82,23 @@ def stream_rms(model: Llama, tokens: Tensor) -> list[float]:
     return [rows[1]["stream_before"], *(row["stream_after"] for row in rows if row["site"] == "mlp")]
 
 
-def split(model: Llama) -> Iterator[tuple[int, str, Parts]]:
-    """Block, name and parts of each site, in the order of the forward pass. Blocks count from 1."""
-    yield 0, "embedding", {"embed_tokens": model.embed_tokens}
+def split(model: Llama) -> Iterator[tuple[int, str, Modules]]:
+    """Block, name and modules of each site, in the order of the forward pass. Blocks count from 1."""
+    yield 0, "embedding", modules(embed_tokens=model.embed_tokens)
     for block, layer in enumerate(model.layers, 1):
-        yield block, "attention", {"residual": layer.attention_residual, "self_attn": layer.self_attn}
-        yield block, "mlp", {"residual": layer.mlp_residual, "mlp": layer.mlp}
-    yield len(model.layers) + 1, "output", {"final_norm": model.final_norm, "lm_head": model.lm_head}
+        yield block, "attention", modules(residual=layer.attention_residual, self_attn=layer.self_attn)
+        yield block, "mlp", modules(residual=layer.mlp_residual, mlp=layer.mlp)
+    yield len(model.layers) + 1, "output", modules(final_norm=model.final_norm, lm_head=model.lm_head)
 
 
-def attach(row: Row, parts: Parts) -> list[RemovableHandle]:
-    """Hooks on the parts of a site that fill its row."""
+def modules(**parts: Any) -> Modules:
+    """The parts of a site and all modules in them. A part's name is left out of the names of modules in it."""
+    named = (pair for top, part in parts.items() for pair in part.named_modules(prefix=top))
+    return {name.partition(".")[2] or name: module for name, module in named}
+
+
+def attach(row: Row, site: Modules) -> list[RemovableHandle]:
+    """Hooks on the modules of a site that fill its row."""
 
     def record(column: str, x: Tensor | tuple[Tensor, ...]) -> None:
         for prefix, stream in zip(("", "second_"), x if isinstance(x, tuple) else (x,), strict=False):
@@ -102,16 +108,16 @@ def attach(row: Row, parts: Parts) -> list[RemovableHandle]:
         return module.register_forward_pre_hook(lambda module, args: record(column, args[0]))
 
     hooks = []
-    for name, module in modules(parts).items():
+    for name, module in site.items():
         if isinstance(module, tuple(KINDS.values())):
             hooks.append(record_input(module, f"input_rms.{name}"))
             for parameter, x in module.named_parameters(recurse=False):
                 label = "gain" if parameter == "weight" else parameter
                 row |= {f"{label}_mean.{name}": x.mean().item(), f"{label}_std.{name}": x.std(correction=0).item()}
-    if "residual" in parts:
-        hooks.append(record_input(parts["residual"], "stream_before"))
-        hooks.append(parts["residual"].register_forward_hook(lambda module, args, x: record("stream_after", x)))
-    if "self_attn" in parts:
+    if "residual" in site:
+        hooks.append(record_input(site["residual"], "stream_before"))
+        hooks.append(site["residual"].register_forward_hook(lambda module, args, x: record("stream_after", x)))
+    if "self_attn" in site:
         rotated: list[Tensor] = []  # queries, then keys
 
         def record_logit(module: nn.Module, args: tuple[Tensor], x: Tensor) -> None:
@@ -119,25 +125,14 @@ def attach(row: Row, parts: Parts) -> list[RemovableHandle]:
             if len(rotated) == 2:
                 row["max_logit"] = max_logit(*rotated)
 
-        attention = modules(parts)
-        hooks += [attention[f"rotated_{x}_norm"].register_forward_hook(record_logit) for x in "qk"]
+        hooks += [site[f"rotated_{x}_norm"].register_forward_hook(record_logit) for x in "qk"]
     return hooks
 
 
-def modules(parts: Parts) -> dict[str, nn.Module]:
-    """All modules of a site. A part's name is left out of the names of modules in it."""
-    named = (pair for top, part in parts.items() for pair in part.named_modules(prefix=top))
-    return {name.partition(".")[2] or name: module for name, module in named}
-
-
-def matrices(parts: Parts) -> dict[str, nn.Parameter]:
+def matrices(site: Modules) -> dict[str, nn.Parameter]:
     """The weight matrices of a site: {"q_proj": ..., "k_proj": ...}."""
-    found = {}
-    for name, module in modules(parts).items():
-        weight = getattr(module, "weight", None)
-        if weight is not None and weight.ndim == 2:
-            found[name] = weight
-    return found
+    weights = {name: getattr(module, "weight", None) for name, module in site.items()}
+    return {name: weight for name, weight in weights.items() if weight is not None and weight.ndim == 2}
 
 
 def rms(x: Tensor) -> float:
@@ -171,19 +166,24 @@ def plot_watch(arms: Mapping[str, list[Row]]) -> "Figure":
     panels = plot.subplots(len(maps), len(arms), squeeze=False, height_ratios=heights)
     for (column, each), row in zip(maps.items(), panels, strict=True):
         title, logarithmic = PANELS[column]
-        shown = [value for _, _, values in each for line in values for value in line]
-        shown = [value for value in shown if value > 0 or (not logarithmic and math.isfinite(value))]
+        shown = [
+            value
+            for _, _, values in each
+            for line in values
+            for value in line
+            if value > 0 or (not logarithmic and math.isfinite(value))
+        ]
         scale = LogNorm if logarithmic and shown else Normalize
         colors = scale(min(shown, default=0), max(shown, default=1))
         for arm, axes, (labels, steps, values) in zip(arms, row, each, strict=True):
             axes.set_title(arm, fontsize="medium")
-            axes.set_axis_off()
             if labels:
-                axes.set_axis_on()
                 mesh = axes.pcolormesh(values, norm=colors, rasterized=True)
                 axes.set_xticks(*ticks(steps, 3))
                 axes.set_yticks(*ticks(labels, 9))
                 axes.set_xlabel("step")
+            else:
+                axes.set_axis_off()
         plot.colorbar(mesh, ax=list(row), label=title)
     return plot
 
@@ -201,7 +201,7 @@ def tabulate(rows: list[Row], column: str) -> tuple[list[str], list[int], list[l
     return list(found), steps, [[line.get(step, math.nan) for step in steps] for line in found.values()]
 
 
-def ticks(labels: Sequence[Any], most: int) -> tuple[list[float], list[str]]:
+def ticks(labels: list[Any], most: int) -> tuple[list[float], list[Any]]:
     """Positions and texts of at most `most` labels, the first among them."""
     every = math.ceil(len(labels) / most)
-    return [index + 0.5 for index in range(0, len(labels), every)], [str(label) for label in labels[::every]]
+    return [index + 0.5 for index in range(0, len(labels), every)], labels[::every]
