@@ -132,14 +132,15 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
 def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, nn.Module]:
     """Every kind that can have this width, with parameters in fp32 as in training, and PyTorch's own norms."""
     norms: dict[str, nn.Module] = {}
-    for kind in sorted(kind for kind in KINDS if not TRAITS[kind].identity):
-        with suppress(ValueError):
-            norms[kind] = build_norm(kind, dim)
+    for kind in KINDS:
+        if not TRAITS[kind].identity:
+            with suppress(ValueError):
+                norms[kind] = build_norm(kind, dim)
     if compiled:
         check_compile(device)
-    for kind in ("rmsnorm", "layernorm") if compiled else ():  # those that PyTorch has a kernel for
-        norms[f"{kind}, compiled"] = build_norm(kind, dim)
-        norms[f"{kind}, compiled"].compile()
+        for kind in ("rmsnorm", "layernorm"):  # those that PyTorch has a kernel for
+            norms[f"{kind}, compiled"] = build_norm(kind, dim)
+            norms[f"{kind}, compiled"].compile()
     norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # its kernel needs that
     norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs parameters in the dtype of x
     if dtype != torch.float32 and device.type != "cuda":
@@ -179,9 +180,10 @@ def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call
     """A step of `model` on random tokens, which are always the same."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model.recompute, device = config.recompute, model.embed_tokens.weight.device
+    loss: Callable = model.loss
     if config.compile:
         check_compile(device)
-    loss = torch.compile(model.loss) if config.compile else model.loss
+        loss = torch.compile(loss)
     optimizers = make_optimizers(model, config)
     shape = config.micro_batch_size, model.config.context + 1
     tokens = torch.randint(model.config.vocab_size, shape, device=device)
@@ -240,8 +242,9 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
-    others = {"fast": device.type == "cpu", "compiled": config.train.compile}
-    for name in ["plain", *(other for other, wanted in others.items() if wanted)]:
+    for name, wanted in (("plain", True), ("fast", device.type == "cpu"), ("compiled", config.train.compile)):
+        if not wanted:
+            continue
         model = Llama(config.model).to(device).eval()
         cast_matrices(model, config.dtype)
         if name == "fast" and accelerate(model, config.samples):

@@ -77,9 +77,10 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     micro_batches = rows // shape[0]
     passes = min(2, micro_batches)  # the others are like the second
     dtype = getattr(torch, config.dtype)
-    peak_flops = CARDS[card].flops
+    limits = CARDS[card]
+    peak_flops = limits.flops
     if dtype == torch.float32:  # with TF32, half of bfloat16's on all of these cards
-        peak_flops = peak_flops / 2 if config.tf32 and card not in BEFORE_AMPERE else CARDS[card].float32
+        peak_flops = peak_flops / 2 if config.tf32 and card not in BEFORE_AMPERE else limits.float32
     sdpa = F.scaled_dot_product_attention
     with (
         # A CPU has flash attention as CUDA has, but without dropout.
@@ -93,7 +94,7 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         accumulate_gradients(model.loss, tokens, tokens, dtype)
         update(optimizers)  # creates the optimizers' state
         weights, state = list(model.parameters()), [optimizer.state for optimizer in optimizers]
-        with Trace(weights, state, peak_flops, CARDS[card].bandwidth) as trace:
+        with Trace(weights, state, peak_flops, limits.bandwidth) as trace:
             for _ in range(passes):
                 accumulate_gradients(model.loss, tokens, tokens, dtype)
             seconds = trace.seconds + trace.unread()
@@ -111,7 +112,7 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     }
     memory = sum(parts.values())
     row = {"parameters": sum(weight.numel() for weight in weights), "memory": memory / GIB}
-    row |= {name: part / GIB for name, part in parts.items()} | {"fits": memory < CARDS[card].memory}
+    row |= {name: part / GIB for name, part in parts.items()} | {"fits": memory < limits.memory}
     speed = config.batch_size * model_config.context / (micro_batches / passes * seconds + updating)
     return row | {"tokens/s": round(speed), "MFU": speed * flops_per_token(model) / (ranks * peak_flops)}
 
