@@ -146,13 +146,15 @@ class Trace(TorchDispatchMode):
         if name in ("embedding", "nll_loss_forward", "nll_loss_backward"):  # read what they write, not a whole table
             reads = {number: min(bytes, sum(writes.values())) for number, bytes in reads.items()}
         product = flops(name, inputs, outputs) / self.peak_flops
-        bytes = sum(reads.values()) + sum(writes.values())
-        if product or name == "embedding_dense_backward":
+        alone = product or name == "embedding_dense_backward"  # a kernel of its own
+        if alone:
             self.in_kernel.clear()
         new = reads.keys() - self.in_kernel
         late = sum(self.unwritten.pop(number, 0) for number in new)
-        if not product and name != "embedding_dense_backward":
-            bytes = sum(reads[number] for number in new)
+        bytes = sum(reads[number] for number in new)
+        if alone:
+            bytes += sum(writes.values())
+        else:
             self.in_kernel |= reads.keys() | writes.keys()
             self.unwritten |= writes
         self.seconds += max(product, bytes / self.bandwidth) + late / self.bandwidth
