@@ -26,15 +26,13 @@ def write_pages(entries: list[Entry], results: Path) -> None:
     for section in sections:
         title, _, prose = section.partition("\n")
         prose, _, name = prose.strip().removesuffix(" -->").partition("<!-- ")
-        if name not in known:
-            continue
-        entry, drawn = known[name], plot(known[name])
-        published = " ".join(prose.partition("Published:")[2].partition("\n\n")[0].split())
-        rows.append([title, f"**{entry.verdict}**", primary(entry), published])
-        content = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}"
-        save_plot(drawn, results / f"{name}.png")
-        text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
-        html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
+        if entry := known.get(name):
+            published = " ".join(prose.partition("Published:")[2].partition("\n\n")[0].split())
+            rows.append([title, f"**{entry.verdict}**", primary(entry), published])
+            content, drawn = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}", plot(entry)
+            save_plot(drawn, results / f"{name}.png")
+            text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
+            html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
     verdicts = table(["claim", "verdict", "primary effect", "published"], rows)
     text[1] = introduction = introduction.replace("<!-- TABLE -->", verdicts).strip()
     top = results.parent.parent

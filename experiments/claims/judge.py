@@ -163,5 +163,5 @@ def p_values(values: list[float], region: tuple[float, float], slack: float, way
 
     Learning rates may have cost up to `slack`.
     """
-    sides = [(bound, way * side) for bound, side in zip(region, (-1, 1), strict=True) if math.isfinite(bound)]
-    return [one_sided_p(values, bound - side * slack, side) for bound, side in sides]
+    sides = zip(region, (-way, way), strict=True)
+    return [one_sided_p(values, bound - side * slack, side) for bound, side in sides if math.isfinite(bound)]
