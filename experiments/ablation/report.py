@@ -6,7 +6,7 @@ import torch
 
 from experiments.ablation.comparison import Finding, compare
 from experiments.ablation.grid import Cell, Grid, Outcomes
-from experiments.ablation.outcome import Arm, BySeed, final_bpb
+from experiments.ablation.outcome import Arm, BySeed, final_bpb, grouped
 from experiments.ablation.rates import POINTS, WINDOW, Optimum
 from experiments.statistics import Estimate, estimate
 from runtime.device import describe
@@ -45,7 +45,7 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mappin
     lrs = {cell.arm: cell.lr for cell in cells}
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in lrs}
     bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
-    baseline, seeds = next(iter(bpb)), {arm: {cell.seed for cell in cells if cell.arm == arm} for arm in bpb}
+    baseline, seeds = next(iter(bpb)), grouped((cell.arm, cell.seed) for cell in cells)
     known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in optima.items()}
     found = compare(bpb, seeds, known)
     titles = [factor.replace("_", " ") for factor, _ in baseline.factors]

@@ -127,12 +127,11 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
 
 def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
     """The arms, without checking whether the model supports each. Raises ValueError for invalid flags."""
-    factors = {"norm": [], "placement": flags.placements}
+    factors = {"norm": flags.norms, "placement": flags.placements}
     for text in flags.norms:
-        kind, colon, norm_args = text.partition(":")
+        kind = text.partition(":")[0]
         advice = "separate norms with spaces" if "," in kind else f"choose from {', '.join(KINDS)}"
         require(kind in KINDS, f"--norms: unknown kind {kind!r}; {advice}")
-        factors["norm"].append(kind + colon + norm_args)
     for text in flags.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
@@ -144,8 +143,7 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
     for name, levels in factors.items():
         flag = OWN_FLAG.get(name, f"--factor {name}")
         require(all(levels) and len(set(levels)) == len(levels), f"{flag} takes values that differ, not {levels}")
-        single = flag_name(name)
-        require(not hasattr(flags, name), f"{single} is for a single run; list all values with {flag}")
+        require(not hasattr(flags, name), f"{flag_name(name)} is for a single run; list all values with {flag}")
     return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
 
 
