@@ -67,10 +67,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def make_config(flags: argparse.Namespace) -> Any:
     """The options of the command. Raises ValueError for invalid values."""
-    given, (_, options, read_train_flags) = vars(flags).copy(), COMMANDS[flags.command]
-    require("init_from" not in given, "bench.py takes no --init-from; name the sizes of the model")
-    config = options(**{field.name: given.pop(field.name) for field in fields(options) if field.name in given})
-    return read_train_flags(config, given) if read_train_flags else config
+    _, options, read_train_flags = COMMANDS[flags.command]
+    require("init_from" not in flags, "bench.py takes no --init-from; name the sizes of the model")
+    names = [field.name for field in fields(options) if field.name in flags]
+    config = options(**{name: getattr(flags, name) for name in names})
+    return read_train_flags(config, flags) if read_train_flags else config
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -77,10 +77,10 @@ class GrowthConfig(RoundsConfig):
     device: str = option("auto", DEVICES, metavar="DEVICE")
 
 
-def read_model(config: RoundsConfig, train_flags: dict[str, Any]) -> argparse.Namespace:
+def read_model(config: RoundsConfig, flags: argparse.Namespace) -> argparse.Namespace:
     """The options in `config`, with the model and the training that flags of train.py describe."""
-    device = pick_device(train_flags.get("device", "auto"))
-    model, train = configs_from(argparse.Namespace(**train_flags), device.type, read_options(train_flags["config"]))
+    device = pick_device(getattr(flags, "device", "auto"))
+    model, train = configs_from(flags, device.type, read_options(flags.config))
     dtype = pick_dtype(train.dtype, device)
     return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
@@ -167,12 +167,12 @@ def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
     product = 2 * size**3 / seconds["product"]  # FLOP/s
     speed = config.train.micro_batch_size * config.model.context / seconds["step"]
     bound = product / flops_per_token(model)
-    row = {"tokens/s": round(speed), "upper bound": round(bound), "fraction": speed / bound}
+    row = {"tokens/s": round(speed), "upper bound": round(bound), "fraction": speed / bound, "memory, MB": memory / 1e6}
     return {
         "dtype": str(config.dtype),
         "upper bound": f"tokens/s if all matrix products ran at {product / 1e12:.3g} TFLOP/s, as large ones do",
         "fraction": "of that upper bound",
-        "rows": [row | {"memory, MB": memory / 1e6}],
+        "rows": [row],
     }
 
 
@@ -231,8 +231,9 @@ def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
         seconds, base = time_alternately(steps, config.rounds, device), SHAPE[axis]
         flops_per_second = math.prod(work[base]) / seconds[base]
         for value, (tokens, flops) in work.items():
-            row = {"axis": axis, "value": value, "tokens/s": round(tokens / seconds[value])}
-            rows.append(row | {"predicted tokens/s": round(flops_per_second / flops)})  # if time grew with FLOPs alone
+            predicted = round(flops_per_second / flops)  # if time grew with FLOPs alone
+            measured = round(tokens / seconds[value])
+            rows.append({"axis": axis, "value": value, "tokens/s": measured, "predicted tokens/s": predicted})
     return {"shape": SHAPE, "rows": rows}
 
 
@@ -241,7 +242,7 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     tokens = min(config.tokens, config.model.context - 1)
     size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
-    calls: dict[str, Call] = {"reading": partial(torch.dot, *vectors)}
+    calls: dict[Any, Call] = {"reading": partial(torch.dot, *vectors)}
     for name, wanted in (("plain", True), ("fast", device.type == "cpu"), ("compiled", config.train.compile)):
         if not wanted:
             continue
@@ -253,15 +254,15 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
             compile_decoding(model)
         for samples in sorted({1, config.samples}):
             prompts = torch.zeros(samples, 1, dtype=torch.int64)
-            calls[f"{name} {samples}"] = partial(generate, model, prompts, tokens=tokens, temperature=0)
+            calls[name, samples] = partial(generate, model, prompts, tokens=tokens, temperature=0)
     with autocast(device, config.dtype):
         seconds = time_alternately(calls, config.rounds, device)
     reading = seconds.pop("reading")
     rows = []
     for call, measured in seconds.items():
-        name, samples = call.split()
-        speed, bound = int(samples) * tokens / measured, int(samples) / reading
-        row = {"model": name, "samples": int(samples), "tokens/s": round(speed), "upper bound": round(bound)}
+        name, samples = call
+        speed, bound = samples * tokens / measured, samples / reading
+        row = {"model": name, "samples": samples, "tokens/s": round(speed), "upper bound": round(bound)}
         rows.append(row | {"fraction": speed / bound})
     return {
         "dtype": str(config.dtype),

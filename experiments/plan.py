@@ -38,19 +38,19 @@ class PlanConfig:
     ranks: int = option(1, "number of GPUs")
 
 
-def read_models(options: PlanConfig, train_flags: dict[str, Any]) -> argparse.Namespace:
+def read_models(options: PlanConfig, flags: argparse.Namespace) -> argparse.Namespace:
     """`options`, with the model that flags of train.py describe or, without any, every preset."""
     require(options.ranks >= 1, f"--ranks must be at least 1, not {options.ranks}")
-    given = train_flags["preset"] or train_flags["config"] or FIELDS.keys() & train_flags
+    given = flags.preset or flags.config or FIELDS.keys() & vars(flags)
     plans = {}
-    for preset in [train_flags["preset"]] if given else PRESETS:
-        flags = argparse.Namespace(**train_flags | {"preset": preset})
+    for preset in [flags.preset] if given else PRESETS:
+        flags.preset = preset
         model, config = configs_from(flags, "cuda", read_options(flags.config), memory=CARDS[options.card].memory)
         if config.dtype == "auto":
             older = "float32" if config.shard and options.ranks > 1 else "float16"
             config = replace(config, dtype=older if options.card in BEFORE_AMPERE else "bfloat16")
         check_options(model, config, options.ranks)
-        shard = resolve_shard(config.shard, "shard" in train_flags and config.shard, config.dtype, options.ranks)
+        shard = resolve_shard(config.shard, "shard" in flags and config.shard, config.dtype, options.ranks)
         plans[preset or flags.config or "small"] = model, config, options.card, options.ranks, shard
     return argparse.Namespace(**vars(options), plans=plans, device="cpu")
 
@@ -111,10 +111,15 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         "activations": trace.peak - size(weights) - size(state) - trace.gradients,
     }
     memory = sum(parts.values())
-    row = {"parameters": sum(weight.numel() for weight in weights), "memory": memory / GIB}
-    row |= {name: part / GIB for name, part in parts.items()} | {"fits": memory < limits.memory}
     speed = config.batch_size * model_config.context / (micro_batches / passes * seconds + updating)
-    return row | {"tokens/s": round(speed), "MFU": speed * flops_per_token(model) / (ranks * peak_flops)}
+    return {
+        "parameters": sum(weight.numel() for weight in weights),
+        "memory": memory / GIB,
+        **{name: part / GIB for name, part in parts.items()},
+        "fits": memory < limits.memory,
+        "tokens/s": round(speed),
+        "MFU": speed * flops_per_token(model) / (ranks * peak_flops),
+    }
 
 
 class Trace(TorchDispatchMode):

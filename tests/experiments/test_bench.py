@@ -84,8 +84,8 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0, "compiled": 0.5})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()
-    timed["plain 3"]()
-    timed["compiled 1"]()
+    timed["plain", 3]()
+    timed["compiled", 1]()
     assert read == [pytest.approx(4 * MATRICES, rel=0.01)]
     greedy = {"tokens": 15, "temperature": 0}  # as many tokens as the context holds
     assert prompts == [(3, Llama, greedy), (1, CompiledLlama, greedy)]
