@@ -53,15 +53,15 @@ class RecordedGrid(Grid):
     def outcomes(self, cells: Iterable[Cell]) -> Outcomes:
         known, found, new = read_ledger(self.lab.ledger), {}, {}
         for cell in cells:
-            if (key := self.key(cell)) in known:
-                row = known[key]
+            key = self.key(cell)
+            if row := known.get(key):
                 found[cell] = Outcome(cell.arm, cell.lr, cell.seed, **{name: row[name] for name in OUTCOME}, log=[])
             elif ended := super().outcomes([cell]):
                 found |= ended
                 new[key] = self.row(cell, ended[cell])
         if new:
-            lines = [json.dumps(row) for row in (known | new).values()]
-            write_atomically(self.lab.ledger, "\n".join(lines) + "\n")
+            lines = (json.dumps(row) + "\n" for row in (known | new).values())
+            write_atomically(self.lab.ledger, "".join(lines))
         return found
 
     def key(self, cell: Cell) -> str:
@@ -71,14 +71,22 @@ class RecordedGrid(Grid):
     def row(self, cell: Cell, outcome: Outcome) -> Row:
         """Its line in the ledger."""
         losses = [[row["step"], round(row["train_loss"], 4)] for row in outcome.log if "train_loss" in row]
-        row: Row = {"key": self.key(cell), "arm": cell.arm.name, "lr": cell.lr, "seed": cell.seed}
-        row |= {name: getattr(outcome, name) for name in OUTCOME}
-        row |= {"train_loss": losses[:: max(1, len(losses) // CURVE)], "residual_rms": None}
+        row: Row = {
+            "key": self.key(cell),
+            "arm": cell.arm.name,
+            "lr": cell.lr,
+            "seed": cell.seed,
+            **{name: getattr(outcome, name) for name in OUTCOME},
+            "train_loss": losses[:: max(1, len(losses) // CURVE)],
+            "residual_rms": None,
+            "commit": self.lab.commit,
+            "device": describe(torch.device(self.lab.devices[0])),
+        }
         if not outcome.diverged:
             model = load_pretrained(self.cell_folder(cell))[0]
             tokens, _ = next(evaluation_batches(self.data.val, model.config.context, 8))
             row["residual_rms"] = [round(value, 6) for value in stream_rms(model.train(), tokens)]
-        return row | {"commit": self.lab.commit, "device": describe(torch.device(self.lab.devices[0]))}
+        return row
 
 
 def read_ledger(path: Path) -> dict[str, Row]:
@@ -124,9 +132,9 @@ def to_rows(grid: RecordedGrid, arms: Mapping[Cell, str]) -> list[Row]:
     ledger, rows = read_ledger(grid.lab.ledger), []
     for cell, name in arms.items():
         row = ledger[grid.key(cell)]
-        losses = {"value": None if row["diverged"] else row["val_loss"], "best": row["best_val_loss"]}
         kept = {key: row[key] for key in ("lr", "seed", "seconds", "residual_rms", "commit")}
-        rows.append({"arm": name} | losses | kept)
+        value = None if row["diverged"] else row["val_loss"]
+        rows.append({"arm": name, "value": value, "best": row["best_val_loss"], **kept})
     return rows
 
 
