@@ -26,13 +26,12 @@ from runtime.run_dir import LOCK, RUNS_FOLDER
 
 
 def on_gpu(claim: Claim) -> Claim:
-    """With the scale `gpu`, if runs of train.py decide it."""
+    """With the scale `gpu`."""
     first = next(iter(claim.protocols.values()))
-    larger = {"gpu": replace(first, flags=trained.GPU)}
-    return replace(claim, protocols={**claim.protocols, **larger}) if first.arms else claim
+    return replace(claim, protocols={**claim.protocols, "gpu": replace(first, flags=trained.GPU)})
 
 
-CLAIMS = {claim.name: on_gpu(claim) for claim in (*initial.CLAIMS, *trained.CLAIMS)}
+CLAIMS = {claim.name: claim for claim in (*initial.CLAIMS, *map(on_gpu, trained.CLAIMS))}
 RESULTS = Path("results", "claims")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import ModelConfig, TrainConfig
+from config import TrainConfig
 from experiments.benchmarks import training_step
 from experiments.claims.claim import Claim, Effect, Measured, Protocol, Row, difference, slope
 from experiments.claims.measure import Lab
@@ -25,7 +25,7 @@ Measure = Callable[[Llama, Tensor], dict[str, float]]
 
 def initial(seed: int, **options: Any) -> tuple[Llama, Tensor, Tensor]:
     """A model of width 64, and a batch of random tokens: inputs and targets."""
-    model = Llama(ModelConfig(**{"dim": 64, "heads": 2, "context": 64, "vocab_size": 257} | options), seed)
+    model = Llama(seed=seed, **{"dim": 64, "heads": 2, "context": 64, "vocab_size": 257} | options)
     ids = torch.randint(257, (8, 65), generator=torch.Generator().manual_seed(seed))
     return model, ids[:, :-1], ids[:, 1:]
 
@@ -65,7 +65,7 @@ def speed(protocol: Protocol, lab: Lab) -> Measured:
     torch.set_num_threads(1)
     steps = {}
     for norm, compiled in product(("rmsnorm", "layernorm"), (False, True)):
-        model = Llama(ModelConfig(norm=norm, vocab_size=257))  # the default width of 128 and context of 256
+        model = Llama(norm=norm, vocab_size=257)  # the default width of 128 and context of 256
         name = f"{norm}, compiled" if compiled else norm
         steps[name] = training_step(model, TrainConfig(compile=compiled), torch.float32)
     rows: list[Row] = []

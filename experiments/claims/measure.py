@@ -163,6 +163,6 @@ def excerpt(size: int, lab: Lab) -> Path:
                 kept.append(text)
                 size -= length
         kept += ["".join(document) for document in corpus.documents("val")]
-        path.parent.mkdir(parents=True, exist_ok=True)
+
         write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in kept))
     return path

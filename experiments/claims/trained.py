@@ -40,10 +40,6 @@ DYT, DYT_025 = both("DyT", norm="dyt:alpha=0.5", **SQUASHED), both("DyT 0.25", n
 DERF, DERF_03 = both("Derf", norm="derf:alpha=0.5", **SQUASHED), both("Derf 0.3", norm="derf:alpha=0.3", **SQUASHED)
 
 
-def with_muon(arms: dict[str, Arm]) -> dict[str, Arm]:
-    return {name: arm for name, arm in arms.items() if arm.factors["optimizer"] == "muon"}
-
-
 def interaction(arm: str, **more: Any) -> Effect:
     terms = {arm: 1, "RMSNorm": -1, f"{arm}, AdamW": -1, "RMSNorm, AdamW": 1}
     return Effect(f"({arm} − RMSNorm) with Muon − with AdamW", terms, **more)
@@ -138,7 +134,7 @@ CLAIMS = (
         ),
         protocols={
             "S": Protocol(12, S, RMSNORM | LAYERNORM | SHAKESPEARE),
-            "M": Protocol(6, M, with_muon(RMSNORM | LAYERNORM)),
+            "M": Protocol(6, M, {"RMSNorm": tuned("muon"), "LayerNorm": tuned("muon", norm="layernorm")}),
         },
     ),
     Claim(
@@ -181,7 +177,7 @@ CLAIMS = (
         ),
         protocols={
             "S": Protocol(10, S, RMSNORM | DYT | DYT_025),
-            "M": Protocol(6, M, with_muon(RMSNORM | DYT_025)),
+            "M": Protocol(6, M, {"RMSNorm": tuned("muon"), "DyT 0.25": DYT_025["DyT 0.25"]}),
         },
     ),
     Claim(

@@ -202,6 +202,7 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.setattr(Grid, "start", start)
     monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.0)
     (tmp_path / "texts").mkdir()
+    (tmp_path / "runs").mkdir()
     for number in range(20):
         (tmp_path / f"texts/{number}.txt").write_text(f"the cat {number} sees a dog. " * 40)
     monkeypatch.setattr(measure, "Corpus", lambda names, cache: Corpus([str(tmp_path / "texts")], cache))
