@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[Any, Any, Any]] = {
     "norms": (benchmarks.bench_norms, benchmarks.NormsConfig, None),
     "train": (benchmarks.bench_train, benchmarks.RoundsConfig, benchmarks.read_model),
     "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig, benchmarks.read_model),
-    "growth": (benchmarks.bench_growth, benchmarks.GrowthConfig, None),
+    "growth": (benchmarks.bench_growth, benchmarks.DeviceConfig, None),
     "plan": (plan.bench_plan, plan.PlanConfig, plan.read_models),
     "gpu": (gpu.bench_gpu, gpu.GPUConfig, None),
 }

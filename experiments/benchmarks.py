@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from config import DEVICES, ModelConfig, TrainConfig, check_sizes, configs_from, option
+from config import DEVICES, TrainConfig, check_sizes, configs_from, option
 from generate import cast_matrices, generate
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
@@ -53,13 +53,19 @@ class RoundsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormsConfig(RoundsConfig):
+class DeviceConfig(RoundsConfig):
+    """Options of a measurement on one device."""
+
+    device: str = option("auto", DEVICES, metavar="DEVICE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormsConfig(DeviceConfig):
     """Options of `norms`."""
 
     rows: int = option(8192, "number of tokens")
     dim: int = option(768, "features per token")
     compile: bool = option(False, "also measure RMSNorm and LayerNorm under torch.compile")
-    device: str = option("auto", DEVICES, metavar="DEVICE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +74,6 @@ class GenerateConfig(RoundsConfig):
 
     tokens: int = option(200, "tokens to generate after a prompt of one token; at most what the context holds")
     samples: int = option(8, "batch size to measure in addition to batch size 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowthConfig(RoundsConfig):
-    """Options of `growth`."""
-
-    device: str = option("auto", DEVICES, metavar="DEVICE")
 
 
 def read_model(config: RoundsConfig, flags: argparse.Namespace) -> argparse.Namespace:
@@ -218,14 +217,14 @@ def flops_per_token(model: Llama) -> float:
     return 6 * products + 6 * config.layers * config.heads * config.head_dim * config.context
 
 
-def bench_growth(config: GrowthConfig, device: torch.device) -> Report:
+def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
     """Measure a training step against width, depth, context and batch size, compared with a prediction."""
     rows, dtype = [], torch.bfloat16 if device.type == "cuda" else torch.float32
     for axis, values in AXES.items():
         steps, work = {}, {}
         for value in values:
             dim, layers, context, batch_size = (SHAPE | {axis: value}).values()
-            model = Llama(ModelConfig(dim=dim, layers=layers, heads=max(1, dim // 64), context=context)).to(device)
+            model = Llama(dim=dim, layers=layers, heads=max(1, dim // 64), context=context).to(device)
             steps[value] = training_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), dtype)
             work[value] = batch_size * context, flops_per_token(model)
         seconds, base = time_alternately(steps, config.rounds, device), SHAPE[axis]
