@@ -101,11 +101,9 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
         logged = [row for row in rows if name in row]
-        steps, losses = [row["step"] for row in logged], [row[name] for row in logged]
-        axes.plot(steps, losses, style, label=name.replace("_", " "))
-    evaluations = [row for row in rows if "val_bpb" in row]
-    if evaluations:
-        bpb_per_nat = evaluations[-1]["val_bpb"] / evaluations[-1]["val_loss"]  # every evaluation has the same tokens
+        axes.plot([row["step"] for row in logged], [row[name] for row in logged], style, label=name.replace("_", " "))
+    if logged:  # evaluations, which all have the same tokens
+        bpb_per_nat = logged[-1]["val_bpb"] / logged[-1]["val_loss"]
         axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")
         right = axes.secondary_yaxis("right", functions=(lambda nats: nats * bpb_per_nat, lambda b: b / bpb_per_nat))
         right.set_ylabel("bits per byte of validation text")
