@@ -131,8 +131,8 @@ def attach(row: Row, site: Modules) -> list[RemovableHandle]:
 
 def matrices(site: Modules) -> dict[str, nn.Parameter]:
     """The weight matrices of a site: {"q_proj": ..., "k_proj": ...}."""
-    weights = {name: getattr(module, "weight", None) for name, module in site.items()}
-    return {name: weight for name, weight in weights.items() if weight is not None and weight.ndim == 2}
+    named = ((name, weight) for name, module in site.items() for weight in module.parameters(recurse=False))
+    return {name: weight for name, weight in named if weight.ndim == 2}
 
 
 def rms(x: Tensor) -> float:

@@ -256,8 +256,10 @@ class Grid:
         wanted = dict.fromkeys(arms, (lrs, first))
         found: Outcomes = {}
         for _ in range(widen + 1):
-            asked = [self.selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items()]
-            found |= self.run([cell for chosen in asked for cell in chosen])
+            asked: list[Cell] = []
+            for arm, (rates, count) in wanted.items():
+                asked += self.selection([arm], rates, seeds.start, count)
+            found |= self.run(asked)
             losses = {arm: losses_of(arm, found.values()) for arm in arms}
             wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(seeds)))}
             if not wanted:
