@@ -130,7 +130,7 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
 
 def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, nn.Module]:
     """Every kind that can have this width, with parameters in fp32 as in training, and PyTorch's own norms."""
-    norms: dict[str, nn.Module] = {}
+    norms = {}
     for kind in KINDS:
         if not TRAITS[kind].identity:
             with suppress(ValueError):

@@ -95,10 +95,7 @@ def outcome_of(arm: Arm, run: dict[str, str], log: list[dict[str, Any]]) -> Outc
 
 def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]) -> list[str]:
     """What was found, in a paragraph, and the tables of arms and of runs."""
-    paired: dict[Cell, Outcome] = {}
-    notes: list[str] = []
-
-    rows: list[list[str]] = []
+    paired, notes, rows = {}, [], []
     baseline, first = next(iter(settings.items()))
     for folder, run in settings.items():
         outcome = runs[folder]
@@ -115,7 +112,6 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
     ended = {cell: run for cell, run in paired.items() if run.diverged or run.val_bpb is not None}
     summary, *tables = comparison_section(list(paired), ended)
-
     if texts := {"data", "tokenizer"} & set(differing):
         unfair = ", and of different texts not even that fairly" if "data" in texts else ""
         fair = f"only bits per byte of each one's own validation text (val_bpb) can be compared{unfair}"

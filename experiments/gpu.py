@@ -66,7 +66,7 @@ def commands(config: GPUConfig) -> dict[str, list[list[str]]]:
     """The arguments of python for each command of each part."""
     out, text = (shlex.quote(str(Path(name).resolve())) for name in (config.folder, config.text))
     text = "shakespeare" if config.text == "shakespeare" else text
-    parts: dict[str, list[list[str]]] = {}
+    parts = {}
     for name in [config.part] if config.part else PARTS:
         lines = PARTS[name].format(out=out, data=f"--data {text} --tokenizer bytes").strip().splitlines()
         device = "" if name == "tests" else f"--device {config.device}"
@@ -76,7 +76,7 @@ def commands(config: GPUConfig) -> dict[str, list[list[str]]]:
 
 def run_parts(parts: dict[str, list[list[str]]], out: Path) -> list[dict[str, Any]]:
     """Run all commands, also after one that failed. Returns a row for each; their output is in `out`/PART.txt."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     out.mkdir(parents=True)
     for name, part in parts.items():
         deadline = time.monotonic() + PART_SECONDS

@@ -63,7 +63,7 @@ def watched(model: Llama, tokens: Tensor, dtype: torch.dtype, step: int, path: P
 
 def measure(model: Llama, tokens: Tensor) -> list[Row]:
     """A row for each site of the model, about the forward pass of `tokens` (B, T). Keeps running statistics."""
-    rows: list[Row] = []
+    rows = []
     hooks: list[RemovableHandle] = []
     for block, name, site in split(model):
         rows.append({"block": block, "site": name})

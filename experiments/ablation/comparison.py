@@ -60,7 +60,7 @@ def compare(
     so they must not make the correction of the others milder.
     """
     baseline, *others = bpb
-    found: dict[Arm | str, Finding] = {}
+    found = {}
     differences = {arm: (arm, baseline) for arm in others} | interactions(bpb)
     for key, arms in differences.items():
         costs = [regrets.get(arm, 0.0) for arm in arms]

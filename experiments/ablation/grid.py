@@ -66,7 +66,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
 
     `--dtype auto` is decided once, for all arms. Raises ValueError if no arm is left.
     """
-    settings: Settings = {}
+    settings = {}
     shared, reason = train_flags, ""
     for arm in dict.fromkeys(arms):
         try:

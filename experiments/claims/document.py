@@ -21,7 +21,7 @@ def write_pages(entries: list[Entry], results: Path) -> None:
     """Write a figure for each claim to `results`, which is in a folder `results`, and both pages beside that."""
     introduction, *sections = Path(__file__).with_name("page.md").read_text("utf-8").split("\n## ")
     known = {entry.claim.name: entry for entry in entries}
-    rows: list[list[str]] = []
+    rows = []
     text, html = [f"# {TITLE}", introduction], []
     for section in sections:
         title, _, prose = section.partition("\n")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from config import TrainConfig
 from experiments.benchmarks import training_step
-from experiments.claims.claim import Claim, Effect, Measured, Protocol, Row, difference, slope
+from experiments.claims.claim import Claim, Effect, Measured, Protocol, difference, slope
 from experiments.claims.measure import Lab
 from experiments.claims.trained import WARMUPS, S
 from model import Llama, weights_by_role
@@ -36,7 +36,7 @@ def initial(seed: int, **options: Any) -> tuple[Llama, Tensor, Tensor]:
 def equivalence(protocol: Protocol, lab: Lab) -> Measured:
     """Relative differences of logits in float64 between LayerNorm without bias and RMSNorm with the same weights."""
     shape: dict[str, Any] = {"layers": 4, "tie_embeddings": False}  # the output head is not centered
-    rows: list[Row] = []
+    rows = []
     for seed in lab.seeds(protocol):
         layernorm, tokens, _ = initial(seed, norm="layernorm", norm_args={"bias": False, "eps": 1e-6}, **shape)
         rmsnorm = initial(seed, norm_args={"eps": 1e-6}, **shape)[0]
@@ -68,7 +68,7 @@ def speed(protocol: Protocol, lab: Lab) -> Measured:
         model = Llama(norm=norm, vocab_size=257)  # the default width of 128 and context of 256
         name = f"{norm}, compiled" if compiled else norm
         steps[name] = training_step(model, TrainConfig(compile=compiled), torch.float32)
-    rows: list[Row] = []
+    rows = []
     for round in range(-2, protocol.seeds):  # two to warm up
         for arm, step in list(steps.items())[:: -1 if round % 2 else 1]:  # none always goes first
             started = time.perf_counter()
@@ -85,7 +85,7 @@ def speed(protocol: Protocol, lab: Lab) -> Measured:
 
 def by_depth(measure: Measure, placements: tuple[str, ...], protocol: Protocol, lab: Lab) -> Measured:
     """ln of what `measure` finds in new models with LayerNorm and Xavier's initialization, by placement and depth."""
-    rows: list[Row] = []
+    rows = []
     for seed, placement, depth in product(lab.seeds(protocol), placements, protocol.depths):
         model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
         model.loss(*batch).backward()
