@@ -3,6 +3,7 @@
 Each function gets the runs that have ended, those of the first arm first: it is the baseline.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -54,7 +55,8 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
         axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
     cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
     axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better){cut}")
-    _finish(figure, title)
+    axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
     return figure
 
 
@@ -77,23 +79,18 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
             if points and any(run.diverged for run in group):
                 axes.plot(*points[-1], color=f"C{number}", **CROSS)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
-    _finish(figure, title)
+        axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     return figure
 
 
 def curve(runs: list[Outcome], metric: str, unit: str) -> list[np.ndarray]:
     """The means of a unit and of a metric at the steps that all `runs` logged."""
-    steps: dict[int, list[tuple[float, float]]] = {}
+    steps = defaultdict(list)
     for run in runs:
         at = {row["step"]: row[unit] for row in run.log if unit in row}  # evaluations have no seconds of their own
         for row in run.log:
             if metric in row and row["step"] in at:
-                steps.setdefault(row["step"], []).append((at[row["step"]], row[metric]))
+                steps[row["step"]].append((at[row["step"]], row[metric]))
     return [np.mean(points, axis=0) for _, points in sorted(steps.items()) if len(points) == len(runs)]
-
-
-def _finish(figure: Figure, title: str) -> None:
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
