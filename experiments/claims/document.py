@@ -129,10 +129,10 @@ def plot(entry: Entry) -> Figure:
 
 def rate_curves(entry: Entry) -> dict[str, list[Row]]:
     """By arm and scale, of the arms with several rates: the runs that ended."""
-    found: dict[str, list[Row]] = {}
+    runs = []
     for scale in entry.judgments:
         measured = entry.content[scale]["measured"]
         for row in measured["runs"] + measured.get("search", []):
             if "lr" in row and row["value"] is not None:
-                found.setdefault(f"{row['arm']}, {scale}", []).append(row)
-    return {label: rows for label, rows in found.items() if len({row["lr"] for row in rows}) > 1}
+                runs.append((f"{row['arm']}, {scale}", row))
+    return {label: rows for label, rows in grouped(runs).items() if len({row["lr"] for row in rows}) > 1}

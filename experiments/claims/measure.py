@@ -111,11 +111,12 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
     runs: list[Row] = []
     for seed in lab.seeds(protocol):  # of all arms in turn: a stopped measurement has pairs
         for data, grid in grids.items():
-            wanted: dict[Cell, str] = {}
-            for name, arm in protocol.arms.items():
-                if arm.data == data:
-                    rates = arm.lrs or (optima[arm.like or name].lr,)
-                    wanted |= {Cell(Factors.of(**arm.factors), lr, seed): name for lr in rates}
+            wanted = {
+                Cell(Factors.of(**arm.factors), lr, seed): name
+                for name, arm in protocol.arms.items()
+                if arm.data == data
+                for lr in arm.lrs or (optima[arm.like or name].lr,)
+            }
             grid.run(list(wanted))
             runs += to_rows(grid, wanted)
     return {
