@@ -6,7 +6,6 @@ Each function gets the runs that have ended, those of the first arm first: it is
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -17,14 +16,13 @@ from experiments.ablation.rates import Optimum
 from experiments.statistics import estimate
 
 LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
-CROSS: dict[str, Any] = {"marker": "X", "markeredgecolor": "black", "linestyle": "none", "markersize": 8}
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
 def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optimum] = {}) -> Figure:
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
-    An arm with a diverged run is marked with a cross. It has no mean, nor has any arm if a run of the baseline
+    An arm with a diverged run says so beside its dots. It has no mean, nor has any arm if a run of the baseline
     diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals. Those of two
     seeds may be wide: the frame is at most five times as wide as what the dots cover.
     """
@@ -40,8 +38,6 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
         axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
         note = f" n = {len(differences)}" + (f", {diverged} of {len(arms[arm])} diverged" if diverged else "")
         axes.text(1.01, height, note, transform=axes.get_yaxis_transform(), va="center")
-        if diverged:
-            axes.plot(1, height, transform=axes.get_yaxis_transform(), clip_on=False, color=color, **CROSS)
         if len(differences) == len(arms[arm]):
             found = estimate(differences, sum(optima[each].regret or 0.0 for each in (arm, baseline) if optima))
             axes.errorbar(found.mean, height, None, found.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
@@ -77,7 +73,7 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
             every = len(points) // 10 + 1
             axes.plot(*np.reshape(points, (-1, 2)).T, style, label=arm.name, ms=4, markevery=every)
             if points and any(run.diverged for run in group):
-                axes.plot(*points[-1], color=f"C{number}", **CROSS)
+                axes.plot(*points[-1], f"XC{number}", mec="black", ms=8)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
