@@ -16,14 +16,15 @@ from tqdm import tqdm
 from data.sources import find_files, read_documents, short_name
 
 SPLITS = ("train", "val")
+FEW = 20  # documents, of which one may be most of the text
 
 
 class Corpus:
     """A list of documents, some of them held out for validation.
 
-    The documents whose SHA-256 is in the lowest tenth of all possible hashes are held out. If no document or every
-    document would be held out, the one with the lowest hash is; if there is only one document, its last tenth. So the
-    split does not depend on the order of the documents, and copies of a document are on the same side.
+    The documents whose SHA-256 is in the lowest tenth of all possible hashes are held out, or the one with the lowest
+    hash if these would be none or all. Of fewer than 20 documents, the last tenth of each is. So the split does not
+    depend on the order of the documents, and copies of a document are on the same side.
 
     name: safe in folder names, at most 80 bytes long.
     hash: SHA-256 of the documents' hashes, in hex.
@@ -72,10 +73,10 @@ class Corpus:
 
 
 def _split_offsets(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The byte offset at which each document's validation text begins: 0 or its end, unless there is only one."""
+    """The byte offset at which each document's validation text begins: 0 or its end, unless there are few."""
     nonempty = lengths > 0
     candidates = hashes[nonempty]
-    if (candidates == candidates[0]).all():
+    if len(np.unique(candidates)) < FEW:
         return lengths - lengths // 10
     held_out = hashes < 2**64 // 10
     if not held_out[nonempty].any() or held_out[nonempty].all():

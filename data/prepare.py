@@ -21,7 +21,7 @@ from data.corpus import SPLITS, Corpus
 from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import explained, lock_file, read_json, sha256, write_atomically
 
-FORMAT_VERSION = 4  # of a prepared folder; increase it whenever the same text would give different tokens
+FORMAT_VERSION = 5  # of a prepared folder; increase it whenever the same text would give different tokens
 BATCH_CHARS = 1 << 20  # of text that is encoded at a time, in parallel
 DOCUMENT_END = ""
 

@@ -57,7 +57,7 @@ def test_the_name_of_many_sources_fits_in_a_file_name(tmp_path):
 
 @pytest.mark.parametrize("lowest_tenth", [True, False])
 def test_if_none_or_all_would_be_held_out_the_lowest_hash_is(tmp_path, lowest_tenth):
-    texts = [text for text in TEXTS if held_out(text) == lowest_tenth][:5]
+    texts = [text for text in TEXTS if held_out(text) == lowest_tenth][:20]
     corpus = Corpus([jsonl(tmp_path / "a.jsonl", ["", *texts * 2])], tmp_path)
     lowest = min(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
     assert texts_of(corpus, "val") == [lowest] * 2, "the document with the lowest hash and its copy"
@@ -74,8 +74,16 @@ def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, unit, units):
     assert train + val == text
     assert 0 <= len(train.encode()) - (len(text.encode()) - len(text.encode()) // 10) <= 3
     assert abs(corpus.sizes["val"] - len(val.encode()) - 1) <= 3
-    twice = Corpus([jsonl(tmp_path / "a.jsonl", [text] * 2)], tmp_path)
-    assert texts_of(twice, "train") == [train] * 2 and texts_of(twice, "val") == [val] * 2
+    twenty = Corpus([jsonl(tmp_path / "a.jsonl", [text] * 20)], tmp_path)
+    assert texts_of(twenty, "train") == [train] * 20 and texts_of(twenty, "val") == [val] * 20
+
+
+def test_the_last_tenth_of_each_of_a_few_documents_is_held_out(tmp_path):
+    texts = ["a long text " * 1000, *(f"note {number}\n" * 10 for number in range(18))]
+    corpus = Corpus([jsonl(tmp_path / "a.jsonl", texts)], tmp_path)
+    cuts = [len(text) - len(text) // 10 for text in texts]
+    assert texts_of(corpus, "train") == [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+    assert texts_of(corpus, "val") == [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
