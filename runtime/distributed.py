@@ -6,6 +6,7 @@ exchanged between the devices, over NCCL or Gloo.
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -76,10 +77,6 @@ def all_gather(x: T) -> list[T]:
     return gathered
 
 
-def all_reduce_max(number: int) -> int:
-    return max(all_gather(number))
-
-
 def all_reduce_mean(x: Tensor) -> Tensor:
     """The mean over the ranks, on the device."""
     if world_size() == 1:
@@ -87,6 +84,12 @@ def all_reduce_mean(x: Tensor) -> Tensor:
     x = x / world_size()
     dist.all_reduce(x)
     return x
+
+
+def launch() -> list[str]:
+    """The processes of torchrun that started the ranks. A restart keeps those of the machines that are left."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID")  # often that of earlier launches, too: "none" by default
+    return all_gather(f"{job} {socket.gethostname()} {os.getppid()}") if job else []
 
 
 def barrier() -> None:

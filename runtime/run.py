@@ -53,9 +53,10 @@ class Run:
 
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
-    restarts = distributed.all_reduce_max(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))  # machines may differ
+    restarts = distributed.all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # machines may differ
+    restarted = distributed.launch() if any(count != "0" for count in restarts) else []
     with distributed.raise_on_all_ranks():
-        run = resolve_settings(flags, restarted=restarts > 0)
+        run = resolve_settings(flags, restarted)
     run.config, run.dtype = distributed.from_main(lambda: (run.config, run.dtype))  # where ranks timed differently
     if run.earlier is None:
         out = run.folder if getattr(flags, "out", "") else None
@@ -64,10 +65,10 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     return run
 
 
-def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
+def resolve_settings(flags: argparse.Namespace, restarted: list[str]) -> Run:
     """Resolve the run without writing anything. Cheap checks run first.
 
-    A restart by torchrun continues the run in --out if the same launch has started it, or starts a run.
+    A restart of the launch `restarted` continues the run in --out if that launch has started it, or starts a run.
     """
     out = Path(flags.out) if getattr(flags, "out", "") else None
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -77,7 +78,7 @@ def resolve_settings(flags: argparse.Namespace, restarted: bool) -> Run:
         require(not (flags.preset or (flags.config and out)), "--preset and --config are for new runs; leave them out")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
     elif restarted and out and (out / "run.json").exists():
-        existing = read_run_file(out / "run.json").get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")
+        existing = not set(restarted).isdisjoint(read_run_file(out / "run.json").get("launch") or [])
     if out:
         if distributed.is_main() and not flags.eval_only:
             check_not_in_use(out)
@@ -184,7 +185,7 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
 
 
 def describe_run(run: Run, parameters: int) -> dict[str, Any]:
-    """The contents of `run.json`: what is needed to repeat the run, and what it ran on."""
+    """The contents of `run.json`: what is needed to repeat the run, and what it ran on. All ranks call it."""
     return {
         "model": asdict(run.model_config),
         "training": asdict(run.config),
@@ -197,7 +198,7 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "device": describe(run.device),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "ranks": distributed.world_size(),
-        "launch": os.environ.get("TORCHELASTIC_RUN_ID"),  # of torchrun's job, which a restart keeps
+        "launch": distributed.launch(),
         "command": run.command,
     }
 
