@@ -26,7 +26,7 @@ from torch import Generator, Tensor, nn
 
 from config import DEVICES, DTYPES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
-from model import Llama
+from model import Llama, weights_by_role
 from runtime.checkpoint import open_checkpoint
 from runtime.device import autocast, measured_products, pick_device, pick_dtype, set_up_cpu, to_device
 from runtime.plugins import import_first
@@ -163,9 +163,10 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
 
     The embedding, the norms and the residual stream are in fp32; a tied head becomes a tensor of its own.
     """
+    matrices = {model.lm_head.weight, *(weight for _, _, weight in weights_by_role(model))}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
-            wanted = dtype if weight.ndim == 2 and module is not model.embed_tokens else torch.float32
+            wanted = dtype if weight in matrices and module is not model.embed_tokens else torch.float32
             setattr(module, name, nn.Parameter(weight.to(wanted), requires_grad=False))
 
 

@@ -136,6 +136,7 @@ class Trainer:
         self.run = run
         config = run.config
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
+        torch.manual_seed(config.seed)  # for imported norms whose initial weights are random
         with distributed.raise_on_all_ranks():
             if config.init_from and not checkpoint:
                 source = find_checkpoint(config.init_from)
@@ -183,7 +184,7 @@ class Trainer:
                 self.step += 1
                 if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                     self.log_training()
-                signum = distributed.all_reduce_max(stop[0] if stop else 0)
+                signum = max(distributed.all_gather(stop[0] if stop else 0))
                 if self.due(config.save_every) or signum:
                     self.save()
                 if signum:
@@ -259,10 +260,10 @@ class Trainer:
         """
         run = self.run
         config, folder = run.config, run.folder
+        description = describe_run(run, sum(weight.numel() for weight in self.weights))
         if not distributed.is_main():
             yield
             return
-        description = describe_run(run, sum(weight.numel() for weight in self.weights))
         if run.earlier:
             description = continued(run.earlier, description, self.step)
             keep_rows(folder / "metrics.jsonl", self.step)  # before run.json has another --save-every
@@ -346,7 +347,7 @@ class Trainer:
         self.read_losses()
         tensors = [distributed.local(tensor.detach()) for tensor in self.model.state_dict().values()]
         finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
-        if distributed.all_reduce_max(int(not finite)):
+        if not all(distributed.all_gather(bool(finite))):
             raise NotFinite("a weight or a running statistic is", self.step)
         run = self.run
         state = {

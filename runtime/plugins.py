@@ -10,12 +10,14 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterable
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from config import ModelConfig, require
@@ -66,10 +68,11 @@ def import_files(names: Iterable[str]) -> None:
 
 @torch.no_grad()
 def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError if an imported norm changes the shape or dtype, or if a token sees a later one."""
+    """Raise ValueError if an imported norm changes the shape or dtype, shows a token later ones, or cannot be saved."""
     if not any(config.norm in record["norms"] for record in import_records()):
         return
-    norm = build_norm(config.norm, config.dim, "attention", **config.norm_args).to(device)
+    make = partial(build_norm, config.norm, config.dim, "attention", **config.norm_args)
+    norm = make().to(device)
     x = torch.ones(2, 8, config.dim, device=device).cumsum(1).cumsum(2).sin()  # values that differ
     changed = x.clone()
     changed[:, -1] += 1
@@ -83,6 +86,17 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         require(same, f"--norm {config.norm} must return a tensor with the shape and dtype of its input")
         before, after = (y[:, :-1].nan_to_num() for y in outputs)
         require(torch.equal(before, after), f"--norm {config.norm} lets a token see later tokens")
+    try:
+        state = load(save(norm.state_dict()))
+        with torch.device("meta"):  # as checkpoints are loaded
+            loaded = make()
+        loaded.load_state_dict(state, assign=True)
+        outputs = [each.to(device).eval()(x).nan_to_num() for each in (norm, loaded)]
+        kept = torch.equal(*outputs) and all(tensor.dtype != torch.float64 for tensor in state.values())
+    except (RuntimeError, ValueError):
+        kept = False
+    what = "contiguous parameters and persistent buffers, none of them shared or float64"
+    require(kept, f"--norm {config.norm} could not be loaded from a checkpoint: its tensors must be {what}")
 
 
 def import_records() -> list[dict[str, Any]]:

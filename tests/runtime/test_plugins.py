@@ -143,6 +143,38 @@ def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
         assert refused(call, f"{command} --import bad.py").endswith(f"--norm mynorm {message}\n")
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "torch.nn.Parameter(torch.ones(dim, dim).T)",  # which safetensors refuses
+        "torch.nn.Buffer(torch.ones(dim), persistent=False)",
+        "torch.nn.Buffer(torch.ones(dim, dtype=torch.float64))",
+        "2 * torch.ones(dim)",
+    ],
+)
+def test_a_norm_that_no_checkpoint_would_bring_back_is_refused(tensor, refused):
+    Path("bad.py").write_text(
+        NORM.replace("= factor", f"= {tensor}").replace("x * self.factor", "x * self.factor.sum()")
+    )
+    error = refused(call, f"train.py --norm mynorm {TOY} --import bad.py")
+    assert error.startswith("error: --norm mynorm could not be loaded from a checkpoint: its tensors must be")
+
+
+def test_a_norm_with_a_network_starts_from_the_seed_and_keeps_its_precision():
+    with_gate = NORM.replace("= factor", "= torch.nn.Linear(dim, 1)").replace(
+        "return x * self.factor",
+        """with torch.autocast("cpu", enabled=False):
+            return x * self.factor(x.float()).to(x.dtype)""",
+    )
+    Path("gate.py").write_text(with_gate)
+    for out in ("one", "two"):
+        torch.seed()  # as in a new process
+        call(f"train.py --norm mynorm {TOY} --import gate.py --out {out}")
+    one, two = (Path(out, "metrics.jsonl").read_text().splitlines()[-1] for out in ("one", "two"))
+    assert json.loads(one)["val_loss"] == json.loads(two)["val_loss"]
+    call("generate.py --checkpoint one --dtype bfloat16 --device cpu --tokens 2 --import gate.py")
+
+
 def test_a_norm_with_dropout_that_knows_its_site_and_is_not_finite_is_tried():
     source = NORM.replace("factor: float = 0.5", "site: str = ''").replace("self.factor = factor", "self.site = site")
     x = "x * {'attention': 1, 'mlp': 2, 'final': 3}[self.site]"
