@@ -1,11 +1,12 @@
 """Generation with `decode.c`: after the prompt, one call of C computes a token of each sequence.
 
 It serves the reference architecture, RMSNorm and pre-norm with sizes that are multiples of 16, in fp32 or with matrices
-in bf16. Another norm or placement runs plain, and so does an edited model.py: `accelerate` computes a token both ways.
+in bf16. Another norm or placement runs plain, and so does an edited model.py: `accelerate` computes tokens both ways.
 From then on it is for generation alone: hooks, gradients, and changes to the model or to a cache are not noticed.
 """
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
         return f"for more than {MAX_BATCH} samples torch is faster"
     if reason := unsupported(model.config) or load(model.lm_head.weight.dtype)[1]:
         return reason
-    if not agrees(model):
+    if not agrees(model, 64) or not agrees(miniature(model.config), 4096):
         return "model.py computes something else"
     model.__class__ = FastLlama
     return None
@@ -47,11 +48,21 @@ def unsupported(config: ModelConfig) -> str | None:
 
 
 @torch.inference_mode()
-def agrees(model: Llama) -> bool:
-    """Whether C computes what model.py does, which may have been edited: the logits after a cache of noise."""
-    config, dtype, cache = model.config, model.lm_head.weight.dtype, Cache(Llama.new_cache(model, 65))
+def miniature(config: ModelConfig) -> Llama:
+    """A small model in fp32, in which every part matters: after most edits of model.py it differs beyond rounding."""
+    config = replace(config, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=64, vocab_size=64)
+    model, generator = Llama(config).to("cpu").eval(), torch.Generator("cpu").manual_seed(0)
+    for weight in model.parameters():
+        weight.normal_(std=0.3, generator=generator)
+    return model
+
+
+@torch.inference_mode()
+def agrees(model: Llama, most: int) -> bool:
+    """Whether C computes what model.py does, which may have been edited: logits after up to `most` cached tokens."""
+    config, dtype, cache = model.config, model.lm_head.weight.dtype, Cache(Llama.new_cache(model, most + 1))
     tokens, generator = torch.zeros(1, 1, dtype=torch.int64, device="cpu"), torch.Generator("cpu").manual_seed(0)
-    shape = 2, 1, config.kv_heads, min(config.context - 1, 64), config.head_dim
+    shape = 2, 1, config.kv_heads, min(config.context - 1, most), config.head_dim
     for kept in cache:
         kept.extend(*torch.randn(shape, generator=generator, device="cpu").to(dtype))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model as model_file
@@ -111,7 +112,7 @@ def test_a_row_is_the_same_alone_and_on_any_number_of_threads(settings, dtype, b
         torch.set_num_threads(threads)
         assert torch.equal(again([0, 1, 2, 3, 4]), together)
     torch.set_num_threads(before)
-    assert by_c == [True] * (1 + 5 + 8 * 12)  # of `accelerate`, `steps`, and `again`
+    assert by_c == [True] * (2 + 5 + 8 * 12)  # of `accelerate`, `steps`, and `again`
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -165,10 +166,12 @@ def test_edited_code_runs_plain(monkeypatch):
         (SwiGLU, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))),
         (model_file, "rotate", lambda x, rope: x),
         (LayerCache, "mask", lambda self, new: (torch.arange(self.length + new) > self.length - 3)[None]),  # a window
+        (LayerCache, "mask", lambda self, new: (torch.arange(self.length + new) > self.length - 99)[None]),
+        (SwiGLU, "forward", lambda self, x: self.down_proj(F.silu(1.01 * self.gate_proj(x)) * self.up_proj(x))),
     ]
     for edit in edits:
         monkeypatch.setattr(*edit)
-        assert accelerate(make()) == "model.py computes something else", edit
+        assert accelerate(make(torch.bfloat16, context=128)) == "model.py computes something else", edit
         monkeypatch.undo()
 
 
