@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from config import FIELDS, PRESETS, ModelConfig, TrainConfig, configs_from, option, require
 from experiments.benchmarks import Report, accumulate_gradients, flops_per_token, update
+from experiments.cards import BEFORE_AMPERE, CARDS
 from model import Llama
 from optim import make_optimizers
-from runtime.cards import BEFORE_AMPERE, CARDS
 from runtime.distributed import resolve_shard
 from runtime.run import check_options, read_options
 

@@ -10,9 +10,9 @@ import torch
 
 import bench
 from config import PRESETS, ModelConfig, TrainConfig
+from experiments.cards import CARDS
 from experiments.plan import Trace, estimate
 from model import Llama
-from runtime.cards import CARDS
 from runtime.run_dir import write_run_file
 
 GIB = 2**30

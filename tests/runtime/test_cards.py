@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import train
+from experiments.cards import BEFORE_AMPERE, CARDS
 from runtime import machine, process, run
-from runtime.cards import BEFORE_AMPERE, CARDS
 from runtime.device import pick_device, pick_dtype
 from runtime.machine import unused_gpu
 

@@ -15,11 +15,9 @@ class Card:
 
 CARDS = {
     "t4": Card(65e12, 8.1e12, 320e9, 16e9),
-    "v100-pcie": Card(112e12, 14e12, 900e9, 16e9),
     "v100": Card(125e12, 15.7e12, 900e9, 16e9),
     "a10": Card(125e12, 31.2e12, 600e9, 24e9),
     "a100": Card(312e12, 19.5e12, 2039e9, 80e9),
-    "h100-pcie": Card(756e12, 51e12, 2000e9, 80e9),
     "h100": Card(989e12, 67e12, 3350e9, 80e9),
     "h200": Card(989e12, 67e12, 4800e9, 141e9),
     "b200": Card(2250e12, 75e12, 7700e9, 180e9),
@@ -39,4 +37,4 @@ CARDS = {
     "rtx-5080": Card(113e12, 56.3e12, 960e9, 16e9),
     "rtx-5090": Card(210e12, 105e12, 1792e9, 32e9),
 }
-BEFORE_AMPERE = ("t4", "v100-pcie", "v100")  # without bfloat16 and TF32
+BEFORE_AMPERE = ("t4", "v100")  # without bfloat16 and TF32
