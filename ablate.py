@@ -52,7 +52,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for parser in (everything, own):  # without abbreviations: --seed is not --seeds
         add_options(parser.add_argument_group("comparison"), AblationConfig)
-    add_flags(everything, hidden=("norm", "placement"))  # for single runs: `resolve_ablation` refuses them
+    hidden = ("norm", "placement", "norm_args", "init_from")  # for single runs: `resolve_ablation` refuses them
+    add_flags(everything, hidden)
     import_first(everything, arguments)
     own.add_argument("--out")
     own.add_argument("--device")  # cuda:0,1 means several, of which each run gets one

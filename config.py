@@ -199,7 +199,7 @@ class TrainConfig:
     tf32: bool = option(False, "allow TF32 in float32 products on a GPU: faster, with 10 bits of mantissa")
     deterministic: bool = option(False, "deterministic kernels: slower; a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
-    compile: bool = option(None, "use torch.compile (default: in train.py, for runs long enough to pay for it)")
+    compile: bool = option(None, "use torch.compile (default: for runs long enough to pay for it)")
     shard: bool = option(False, "with torchrun, each rank keeps a part of every weight (FSDP2) instead of all (DDP)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "validation tokens per evaluation, evenly spaced; fewer make evaluation faster")
@@ -207,7 +207,7 @@ class TrainConfig:
     keep: int = option(2, "number of most recent checkpoints to keep")
     watch: int = option(0, "steps between rows of watch.jsonl: the stream, norms, gradients and updates; 0 is none")
     log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
-    out: str = option("", "run directory (default: a new one under runs/)", metavar="DIR")
+    out: str = option("", "folder to write to (default: one under runs/)", metavar="DIR")
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
 
     def __post_init__(self) -> None:
@@ -298,8 +298,8 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
     parser.add_argument(
         "--preset",
         choices=PRESETS,
-        help="preset options (default: tiny on a CPU, small elsewhere); small needs a GPU of 4 GB, 124m one of 16 GB, "
-        "1b one of 80 GB, 7b 8 of 80 GB",
+        help="preset options (default: tiny, as below, on a CPU, small elsewhere); small needs a GPU of 4 GB, 124m one "
+        "of 16 GB, 1b one of 80 GB, 7b 8 of 80 GB",
     )
     parser.add_argument("--config", metavar="RUN.JSON", help="configuration of an earlier run to start from")
     add_options(parser.add_argument_group("model"), ModelConfig, hidden)

@@ -153,7 +153,7 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor
 
 
 def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
-    """Measure a training step, compared with the speed of matrix products alone."""
+    """Measure a training step of one micro-batch, compared with the speed of matrix products alone."""
     before, size = peak_memory(device), PRODUCT_SIZE[device.type]
     model = Llama(config.model).to(device)
     step = training_step(model, config.train, config.dtype)

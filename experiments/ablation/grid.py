@@ -77,7 +77,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
             continue
         model, config = settings[arm]
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
-        require(not model.norm_args or ":" in arm.name, "--config has --norm-arg; name it in --norms: dyt:alpha=1")
+        require(not model.norm_args or ":" in arm.name, "an argument of a norm goes into --norms, as in dyt:alpha=1")
         shared = [*train_flags, "--dtype", config.dtype]
     require(bool(settings), reason)
     return settings

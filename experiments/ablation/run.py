@@ -53,7 +53,7 @@ class AblationConfig:
     )
     factor: list[str] = option(
         [],
-        "values of any other option, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
+        "values of most other options, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
         action="append",
         nargs=None,
         metavar="NAME=V1,V2",
@@ -66,7 +66,7 @@ class AblationConfig:
         metavar="LR",
     )
     widen: int = option(0, "how many more rates or seeds an arm may try until its optimum is found, such as 8")
-    jobs: int = option(None, "runs at a time on each device (default: one per core, or one on a GPU)")
+    jobs: int = option(None, "runs at a time on each device (default: as many as the cores allow, or one on a GPU)")
     threads: int = option(1, "CPU threads per run")
     probe: bool = option(False, "--watch at the first and the last step only")
 

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help=", ".join(CLAIMS))
     add("--scale", help="scale to measure, such as S or gpu (default: all except gpu)")
-    add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"results directory (default: {RESULTS})")
+    add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"folder in a folder results (default: {RESULTS})")
     add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cpu)")

@@ -161,7 +161,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
 def test_norm_args_of_a_run_are_not_hidden_in_an_arm(resolve, tmp_path):
     model = asdict(ModelConfig(norm="dyt", norm_args={"alpha": 0.3}))
     write_run_file(tmp_path / "run.json", {"model": model, "training": asdict(TrainConfig()), "imports": []})
-    with pytest.raises(ValueError, match="--config has --norm-arg; name it in --norms: dyt:alpha=1"):
+    with pytest.raises(ValueError, match="an argument of a norm goes into --norms, as in dyt:alpha=1"):
         resolve(f"--config {tmp_path / 'run.json'} --norms rmsnorm dyt")
 
 
