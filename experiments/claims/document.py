@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from experiments.ablation.outcome import grouped
 from experiments.ablation.report import NONE, table
@@ -112,17 +113,18 @@ def plot(entry: Entry) -> Figure:
             if isinstance(found := judgment.found.get(effect.name), Estimate):
                 low, middle, high = (math.exp(y) if ratio else y for y in (found.low, found.mean, found.high))
                 upper.errorbar([effect.x or scale], middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
-    upper.set(yscale="log" if ratio else "linear", ylabel=claim.across or trend[0].label)
+    upper.set(ylabel=claim.across or trend[0].label)
     if claim.over:
-        upper.set(xscale="log", xlabel=claim.over)
+        upper.set(xscale="log", yscale="log" if ratio else "linear", xlabel=claim.over)
         upper.set_xticks([each.x for each in trend], [f"{each.x:,.0f}" for each in trend])
-        upper.minorticks_off()
+        upper.xaxis.set_minor_locator(NullLocator())
     for axes in others:
         for number, (label, rows) in enumerate(curves.items()):
             at = grouped((row["lr"], row["value"]) for row in rows)
             axes.plot(sorted(at), [mean(at[lr]) for lr in sorted(at)], f"C{number}", linewidth=1, label=label)
             axes.plot([row["lr"] for row in rows], [row["value"] for row in rows], f"oC{number}", ms=3)
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
+        axes.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}", minor_locator=NullLocator())
         axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
