@@ -200,7 +200,7 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
         train.main([*flags, "--out", str(out)])
         shutil.rmtree(out / "checkpoints/step-000006")
     if left == "the run of another launch":
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        monkeypatch.setattr(os, "getppid", lambda: 0)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     if left == "the run of another launch":

@@ -203,8 +203,8 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.0)
     (tmp_path / "texts").mkdir()
     (tmp_path / "runs").mkdir()
-    for number in range(20):
-        (tmp_path / f"texts/{number}.txt").write_text(f"the cat {number} sees a dog. " * 40)
+    for number in range(300):
+        (tmp_path / f"texts/{number}.txt").write_text(f"the cat {number} sees a dog. " * 3)
     monkeypatch.setattr(measure, "Corpus", lambda names, cache: Corpus([str(tmp_path / "texts")], cache))
     lab = Lab(tmp_path / "runs", tmp_path / "ledger.jsonl", cache_dir=str(tmp_path / "cache"), commit="abc")
     return SimpleNamespace(lab=lab, started=started, text=str(tmp_path / "texts"))
@@ -247,7 +247,7 @@ def test_a_measurement_continues_from_the_ledger_alone(lab, undrawn):
 def test_an_excerpt_has_less_training_text_and_the_same_validation_text(lab):
     whole = Corpus([lab.text], Path(lab.lab.cache_dir))
     part = Corpus([str(excerpt(3000, lab.lab))], Path(lab.lab.cache_dir))
-    assert 2000 < part.sizes["train"] <= 3000 < whole.sizes["train"]
+    assert 2900 < part.sizes["train"] < 3100 < whole.sizes["train"]  # with the ends of documents
     texts = [["".join(document) for document in corpus.documents("val")] for corpus in (whole, part)]
     assert sorted(texts[0]) == sorted(texts[1])
 
