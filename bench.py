@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         add_options(subparser, options)
         import_first(subparser, arguments)
         if reads_train_flags:
-            add_flags(subparser)
+            add_flags(subparser, hidden=("init_from",))
     return parser.parse_args(arguments)
 
 

@@ -199,7 +199,7 @@ class TrainConfig:
     tf32: bool = option(False, "allow TF32 in float32 products on a GPU: faster, with 10 bits of mantissa")
     deterministic: bool = option(False, "deterministic kernels: slower; a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
-    compile: bool = option(None, "use torch.compile (default: for runs long enough to pay for it)")
+    compile: bool = option(None, "use torch.compile (default: in training, for runs long enough to pay for it)")
     shard: bool = option(False, "with torchrun, each rank keeps a part of every weight (FSDP2) instead of all (DDP)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "validation tokens per evaluation, evenly spaced; fewer make evaluation faster")

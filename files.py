@@ -55,7 +55,7 @@ def read_json(path: Path, kind: Any) -> Any:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is missing or damaged: {error}") from None
+        raise ValueError(f"{path} is missing or damaged: {getattr(error, 'strerror', error)}") from None
     if not is_a(value, kind):
         raise ValueError(f"{path} is damaged: it holds JSON of another kind")
     return value

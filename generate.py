@@ -63,8 +63,6 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Options(Sampling):
-    """All flags of the command."""
-
     checkpoint: str = option(
         None, "run, one of its checkpoints, or a Hugging Face directory (default: the newest run)", metavar="DIR"
     )
@@ -116,7 +114,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def read_prompt(prompt: str) -> str:
     """The text of `--prompt`, from standard input for "-"."""
-    require(prompt != "-" or sys.stdin is not None, "--prompt - reads standard input, which is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
         return raw.decode()

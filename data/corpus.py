@@ -42,6 +42,7 @@ class Corpus:
         sources = [(name, find_files(name, cache_dir)) for name in names]
         self._files = [file for _, files in sources for file in files]
         corpus_hash, hashes, lengths = hashlib.sha256(), array("Q"), array("Q")
+        different: set[int] = set()  # hashes, up to FEW
         with tqdm(unit="B", unit_scale=True, desc="reading text", delay=1, leave=False, disable=None) as bar:
             for source, files in sources:
                 first = len(lengths)
@@ -54,11 +55,16 @@ class Corpus:
                     corpus_hash.update(digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8], "big"))
                     lengths.append(length)
+                    if length and len(different) < FEW:
+                        different.add(hashes[-1])
                 if not any(lengths[first:]):
                     raise ValueError(f"--data {source}: contains no text")
+        if 1 < len(different) < FEW:
+            corpus_hash.update(b"the last tenth of each is held out")  # once, whole documents were
         self.hash = corpus_hash.hexdigest()
         sizes = np.frombuffer(lengths, np.uint64)
-        offsets = _split_offsets(np.frombuffer(hashes, np.uint64), sizes)
+        few = len(different) < FEW
+        offsets = sizes - sizes // 10 if few else _split_offsets(np.frombuffer(hashes, np.uint64), sizes)
         self._lengths, self._split_offsets = lengths, array("Q", offsets.tobytes())  # lists would be 5 times as large
         parts = {"train": offsets, "val": sizes - offsets}
         self.sizes = {split: int(parts[split].sum() + (parts[split] > 0).sum()) for split in SPLITS}
@@ -73,11 +79,9 @@ class Corpus:
 
 
 def _split_offsets(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The byte offset at which each document's validation text begins: 0 or its end, unless there are few."""
+    """The byte offset at which each document's validation text begins: 0 or its end."""
     nonempty = lengths > 0
     candidates = hashes[nonempty]
-    if len(np.unique(candidates)) < FEW:
-        return lengths - lengths // 10
     held_out = hashes < 2**64 // 10
     if not held_out[nonempty].any() or held_out[nonempty].all():
         held_out = hashes == candidates.min()

@@ -54,15 +54,11 @@ class RoundsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig(RoundsConfig):
-    """Options of a measurement on one device."""
-
     device: str = option("auto", DEVICES, metavar="DEVICE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormsConfig(DeviceConfig):
-    """Options of `norms`."""
-
     rows: int = option(8192, "number of tokens")
     dim: int = option(768, "features per token")
     compile: bool = option(False, "also measure RMSNorm and LayerNorm under torch.compile")

@@ -46,8 +46,6 @@ PARTS = {  # each line is a command
 
 @dataclass(frozen=True)
 class GPUConfig:
-    """Options of `gpu`."""
-
     part: str = option(None, "run only this part (default: all)", choices=list(PARTS))
     folder: str = option("runs/gpu", "new folder for the results", metavar="DIR")
     text: str = option("shakespeare", "text, or where there is no network a file with tiny Shakespeare", metavar="PATH")

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -87,9 +88,9 @@ def all_reduce_mean(x: Tensor) -> Tensor:
 
 
 def launch() -> list[str]:
-    """The processes of torchrun that started the ranks. A restart keeps those of the machines that are left."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID")  # often that of earlier launches, too: "none" by default
-    return all_gather(f"{job} {socket.gethostname()} {os.getppid()}") if job else []
+    """The temporary folder of each machine's torchrun, which restarts keep. An --rdzv-id may be used twice."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/RANK/error.json
+    return all_gather(f"{socket.gethostname()}:{Path(file).parents[2]}") if file else []
 
 
 def barrier() -> None:

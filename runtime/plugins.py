@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import ModelConfig, require
 from files import one_line
@@ -76,12 +76,14 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     x = torch.ones(2, 8, config.dim, device=device).cumsum(1).cumsum(2).sin()  # values that differ
     changed = x.clone()
     changed[:, -1] += 1
+
+    def apply(norm: nn.Module, tokens: Tensor, training: bool) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same dropout
+            return copy.deepcopy(norm).train(training)(tokens)
+
     for training in {False, TRAITS[config.norm].causal_in_training}:
-        outputs = []
-        for tokens in (x, changed):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # the same dropout
-                outputs.append(copy.deepcopy(norm).train(training)(tokens))
+        outputs = [apply(norm, tokens, training) for tokens in (x, changed)]
         same = all(isinstance(y, Tensor) and (y.shape, y.dtype) == (x.shape, x.dtype) for y in outputs)
         require(same, f"--norm {config.norm} must return a tensor with the shape and dtype of its input")
         before, after = (y[:, :-1].nan_to_num() for y in outputs)
@@ -91,12 +93,12 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         with torch.device("meta"):  # as checkpoints are loaded
             loaded = make()
         loaded.load_state_dict(state, assign=True)
-        outputs = [each.to(device).eval()(x).nan_to_num() for each in (norm, loaded)]
+        outputs = [apply(each.to(device), x, False).nan_to_num() for each in (norm, loaded)]
         kept = torch.equal(*outputs) and all(tensor.dtype != torch.float64 for tensor in state.values())
     except (RuntimeError, ValueError):
         kept = False
-    what = "contiguous parameters and persistent buffers, none of them shared or float64"
-    require(kept, f"--norm {config.norm} could not be loaded from a checkpoint: its tensors must be {what}")
+    kinds = "contiguous parameters and persistent buffers, none shared or float64"
+    require(kept, f"--norm {config.norm} could not be loaded from a checkpoint: its tensors must be {kinds}")
 
 
 def import_records() -> list[dict[str, Any]]:

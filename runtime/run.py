@@ -53,10 +53,9 @@ class Run:
 
 def resolve_run(flags: argparse.Namespace) -> Run:
     """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
-    restarts = distributed.all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # machines may differ
-    restarted = distributed.launch() if any(count != "0" for count in restarts) else []
+    launch = distributed.launch()
     with distributed.raise_on_all_ranks():
-        run = resolve_settings(flags, restarted)
+        run = resolve_settings(flags, launch)
     run.config, run.dtype = distributed.from_main(lambda: (run.config, run.dtype))  # where ranks timed differently
     if run.earlier is None:
         out = run.folder if getattr(flags, "out", "") else None
@@ -65,10 +64,10 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     return run
 
 
-def resolve_settings(flags: argparse.Namespace, restarted: list[str]) -> Run:
+def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
     """Resolve the run without writing anything. Cheap checks run first.
 
-    A restart of the launch `restarted` continues the run in --out if that launch has started it, or starts a run.
+    If this `launch` of torchrun has started the run in --out, it is a restart, which continues it.
     """
     out = Path(flags.out) if getattr(flags, "out", "") else None
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -77,8 +76,8 @@ def resolve_settings(flags: argparse.Namespace, restarted: list[str]) -> Run:
     if existing:
         require(not (flags.preset or (flags.config and out)), "--preset and --config are for new runs; leave them out")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
-    elif restarted and out and (out / "run.json").exists():
-        existing = not set(restarted).isdisjoint(read_run_file(out / "run.json").get("launch") or [])
+    elif launch and out and (out / "run.json").exists():
+        existing = not set(launch).isdisjoint(read_run_file(out / "run.json").get("launch") or [])
     if out:
         if distributed.is_main() and not flags.eval_only:
             check_not_in_use(out)
@@ -158,7 +157,7 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
-        parts = f"{ranks} ranks, or a rank's rows into micro-batches of {micro}"
+        parts = f"{ranks} ranks with --micro-batch-size {micro}"
         raise ValueError(f"--batch-size {config.batch_size} does not divide into {parts}")
 
 

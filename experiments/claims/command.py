@@ -18,7 +18,7 @@ from experiments.claims.document import write_pages
 from experiments.claims.judge import Entry, judge
 from experiments.claims.measure import Lab, train
 from experiments.statistics import holm
-from files import lock_file, write_atomically
+from files import lock_file, read_json, write_atomically
 from runtime.device import describe, pick_device
 from runtime.process import bad_input
 from runtime.run import commit
@@ -97,7 +97,7 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
 
 
 def read_results(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_bytes()) if file.exists() else {}
+    return read_json(file, dict) if file.exists() else {}
 
 
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from experiments.ablation.outcome import grouped
+from experiments.ablation.plots import LINES
 from experiments.ablation.report import NONE, table
 from experiments.claims.claim import Effect, Row
 from experiments.claims.judge import Entry
@@ -121,7 +122,8 @@ def plot(entry: Entry) -> Figure:
     for axes in others:
         for number, (label, rows) in enumerate(curves.items()):
             at = grouped((row["lr"], row["value"]) for row in rows)
-            axes.plot(sorted(at), [mean(at[lr]) for lr in sorted(at)], f"C{number}", linewidth=1, label=label)
+            style = f"C{number}{LINES[number // 10 % 4]}"
+            axes.plot(sorted(at), [mean(at[lr]) for lr in sorted(at)], style, linewidth=1, label=label)
             axes.plot([row["lr"] for row in rows], [row["value"] for row in rows], f"oC{number}", ms=3)
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
         axes.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}", minor_locator=NullLocator())

@@ -84,6 +84,8 @@ def test_the_last_tenth_of_each_of_a_few_documents_is_held_out(tmp_path):
     cuts = [len(text) - len(text) // 10 for text in texts]
     assert texts_of(corpus, "train") == [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
     assert texts_of(corpus, "val") == [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    digests = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
+    assert corpus.hash != hashlib.sha256(digests).hexdigest(), "as when whole documents were"
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n'])

@@ -168,6 +168,7 @@ def test_edited_code_runs_plain(monkeypatch):
         (LayerCache, "mask", lambda self, new: (torch.arange(self.length + new) > self.length - 3)[None]),  # a window
         (LayerCache, "mask", lambda self, new: (torch.arange(self.length + new) > self.length - 99)[None]),
         (SwiGLU, "forward", lambda self, x: self.down_proj(F.silu(1.01 * self.gate_proj(x)) * self.up_proj(x))),
+        (SwiGLU, "forward", lambda self, x: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)[..., :48])),
     ]
     for edit in edits:
         monkeypatch.setattr(*edit)

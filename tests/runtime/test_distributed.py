@@ -192,7 +192,7 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
     out = tmp_path / "run"
     flags = f"--preset tiny {common} --steps 6 --save-every 3".split()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's default
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/none_gx1fz/attempt_0/0/error.json")
     if left == "a folder":
         out.mkdir()
         (out / ".lock").touch()
@@ -200,7 +200,9 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
         train.main([*flags, "--out", str(out)])
         shutil.rmtree(out / "checkpoints/step-000006")
     if left == "the run of another launch":
-        monkeypatch.setattr(os, "getppid", lambda: 0)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/none_8s2kd/attempt_1/0/error.json")
+    else:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/none_gx1fz/attempt_1/0/error.json")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     if left == "the run of another launch":

@@ -118,6 +118,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: shard(d, **{"lm_head.weight": "../model.safetensors"}),
         r"weight_map names '\.\./model\.safetensors', which is not",
     ),
+    "an index without a map": (
+        lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json").write_text("{}"),
+        "not an index with a weight_map",
+    ),
     "a damaged index": (
         lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json"),
         r"model\.safetensors\.index\.json is missing or damaged",

@@ -149,7 +149,8 @@ def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
         "torch.nn.Parameter(torch.ones(dim, dim).T)",  # which safetensors refuses
         "torch.nn.Buffer(torch.ones(dim), persistent=False)",
         "torch.nn.Buffer(torch.ones(dim, dtype=torch.float64))",
-        "2 * torch.ones(dim)",
+        "torch.rand(dim)",
+        "torch.rand(dim, device='cpu')",
     ],
 )
 def test_a_norm_that_no_checkpoint_would_bring_back_is_refused(tensor, refused):
