@@ -6,6 +6,7 @@ All of it is written down, and committed, before the runs.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from files import digest
@@ -71,8 +72,9 @@ def difference(arm: str, baseline: str, **more: Any) -> Effect:
 
 def slope(name: str, arms: Mapping[float, Mapping[str, float]], **more: Any) -> Effect:
     """The least-squares slope over x of sums of arms' values: {x: {arm: coefficient}}."""
-    center = sum(arms) / len(arms)
-    spread = sum((x - center) ** 2 for x in arms)
+    *_, total = accumulate(arms)  # Python 3.12's sum() rounds otherwise, and the hash of the claim would change
+    center = total / len(arms)
+    *_, spread = accumulate((x - center) ** 2 for x in arms)
     terms = {arm: (x - center) / spread * sign for x, group in arms.items() for arm, sign in group.items()}
     return Effect(name, terms, **more)
 
