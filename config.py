@@ -360,8 +360,7 @@ def configs_from(
     if not of_run and memory < 12e9 and "micro_batch_size" in given:
         given = given | {"micro_batch_size": max(1, given["micro_batch_size"] // 2)}
     if pretrained:
-        chosen = {name: given[name] for name in NOT_PRETRAINED if of_run}
-        given = given | pretrained | chosen
+        given = given | pretrained | {name: given[name] for name in NOT_PRETRAINED if of_run}
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     if "rope_scaling" in by_flag:
         texts = by_flag["rope_scaling"]
@@ -377,7 +376,7 @@ def configs_from(
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
     if pretrained:
         _check_pretrained(pretrained, given | by_flag)
-    steps = given.get("steps", FIELDS["steps"].default)
+    steps = given.get("steps", TrainConfig.steps)
     if given.get("warmup") != TrainConfig(steps=steps).warmup:
         changed.discard("steps")  # keeps the warmup
     given = {name: value for name, value in given.items() if changed.isdisjoint(FOLLOWS.get(name, ()))} | by_flag
@@ -388,11 +387,8 @@ def configs_from(
         size = by_flag.get("vocab_size", 257)
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
         given["vocab_size"] = 257
-    in_model = ModelConfig.__annotations__
-    return (
-        ModelConfig(**{name: value for name, value in given.items() if name in in_model}),
-        TrainConfig(**{name: value for name, value in given.items() if name not in in_model}),
-    )
+    model = {name: given.pop(name) for name in ModelConfig.__annotations__ if name in given}
+    return ModelConfig(**model), TrainConfig(**given)
 
 
 def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None:
