@@ -82,7 +82,7 @@ def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
         require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
@@ -217,8 +217,8 @@ class TrainConfig:
         if self.warmup is None:
             object.__setattr__(self, "warmup", self.steps // 20)
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
-        require(self.tokenizer != "pretrained" or bool(self.init_from), "--tokenizer pretrained needs --init-from")
-        require(bool(self.data) and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
+        require(self.tokenizer != "pretrained" or self.init_from, "--tokenizer pretrained needs --init-from")
+        require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed", "watch"):
             value = getattr(self, name)

@@ -60,7 +60,7 @@ def import_files(names: Iterable[str]) -> None:
             line = lines[-1] if lines else getattr(error, "lineno", 1)
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
         norms, placements = ([name for name in table if name not in before] for table in (KINDS, PLACEMENTS))
-        require(bool(norms or placements), f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
+        require(norms or placements, f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
         digest = hashlib.sha256(source).hexdigest()
         record = {"file": path.name, "sha256": digest, "norms": norms, "placements": placements}
         IMPORTED[path] = (record, source)

@@ -71,7 +71,7 @@ def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
     """
     out = Path(flags.out) if getattr(flags, "out", "") else None
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    require(bool(out) or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
+    require(out or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
     existing = flags.resume or flags.eval_only
     if existing:
         require(not (flags.preset or (flags.config and out)), "--preset and --config are for new runs; leave them out")
@@ -119,7 +119,7 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     distributed.check_device(device)
     check_imported_norm(model_config, device)
     installed = config.log == "none" or find_spec(config.log)
-    require(bool(installed), f"--log {config.log} needs the package {config.log}: pip install {config.log}")
+    require(installed, f"--log {config.log} needs the package {config.log}: pip install {config.log}")
     dtype = str(pick_dtype(config.dtype, device, config.shard and ranks > 1)).removeprefix("torch.")
     compiled = config.compile
     if compiled is None:

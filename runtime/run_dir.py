@@ -21,7 +21,7 @@ Tracker = Callable[[dict[str, Any]], None]
 def newest_run() -> Path:
     """The run that was started or resumed last. Raises ValueError if there is none."""
     started = {file.stat().st_mtime_ns: file.parent for file in RUNS_FOLDER.glob("*/run.json")}
-    require(bool(started), f"there is no run in {RUNS_FOLDER}/ yet; start one with python train.py, or name one")
+    require(started, f"there is no run in {RUNS_FOLDER}/ yet; start one with python train.py, or name one")
     return started[max(started)]
 
 

@@ -79,7 +79,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
         require(not model.norm_args or ":" in arm.name, "an argument of a norm goes into --norms, as in dyt:alpha=1")
         shared = [*train_flags, "--dtype", config.dtype]
-    require(bool(settings), reason)
+    require(settings, reason)
     return settings
 
 

@@ -91,7 +91,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     check_sizes(flags, "jobs", "threads", most=1024)
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
-    require(not flags.widen or bool(flags.lrs), "--widen needs --lrs, the rates to start from")
+    require(not flags.widen or flags.lrs, "--widen needs --lrs, the rates to start from")
     arms = resolve_factors(flags)
     devices = resolve_devices(flags.device) if hasattr(flags, "device") else ("",)
     on_device = [*train_flags, *(["--device", devices[0]] if devices[0] else [])]

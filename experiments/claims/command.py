@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
         require(scales <= known, f"--scale {flags.scale}: no such scale; choose from {', '.join(sorted(known))}")
         wanted = [(claim, scale) for claim in chosen for scale in claim.protocols if scale in scales]
         devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
-        require(bool(wanted) or results.is_dir(), f"--results {results}: no such directory")  # mistyped
+        require(wanted or results.is_dir(), f"--results {results}: no such directory")  # mistyped
         require(results.parent.name == "results", f"--results {results}: name a folder inside a folder results")
         for folder in (runs, results):
             folder.mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,7 @@ def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
     if model.config.tie_embeddings and "lm_head.weight" in found:
         head, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())
-        require(bool(same), f"{head.path}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
+        require(same, f"{head.path}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
     for name in sorted(names.keys() | found.keys()):
         if name not in found or name not in names:
             problem = "lacks" if name in names else "has an unknown"

@@ -85,7 +85,7 @@ def weight_files(directory: Path) -> list[Path]:
     files = sorted(set(weight_map.values()))
     for file in files:
         inside = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)
-        require(bool(inside), f"{path}: weight_map names {file!r}, which is not a .safetensors file in this directory")
+        require(inside, f"{path}: weight_map names {file!r}, which is not a .safetensors file in this directory")
         require((directory / file).is_file(), f"{directory / file} is missing; {INDEX} names it")
     return [directory / file for file in files]
 
