@@ -37,7 +37,7 @@ def option(default: Any, help: str, **argument: Any) -> Any:
 
 def flag_name(field: str) -> str:
     """The flag that sets a field, such as "--norm-arg"."""
-    return "--" + {"norm_args": "norm-arg"}.get(field, field.replace("_", "-"))
+    return "--norm-arg" if field == "norm_args" else "--" + field.replace("_", "-")
 
 
 def to_flags(options: Mapping[str, Any]) -> list[str]:
@@ -236,7 +236,7 @@ FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field i
 
 # What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
 # needs dropout: without, it overfits (results/overfitting.md).
-LARGE: dict[str, Any] = dict(vocab_size=32000, optimizer="adamw", eval_every=1000, save_every=1000, eval_tokens=1 << 20)
+LARGE = dict(vocab_size=32000, optimizer="adamw", eval_every=1000, save_every=1000, eval_tokens=1 << 20)
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
@@ -312,7 +312,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
         kind: Any = option.type
         several = option.default_factory
         default = option.default if several is dataclasses.MISSING else " ".join(several())
-        argument: dict[str, Any] = {"type": kind}
+        argument = {"type": kind}
         if kind is bool:
             argument = {"action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is dict:
