@@ -295,7 +295,7 @@ def stream_text(
     length = max_new_tokens(prompt, sampling, model.config.context)
     prompts = torch.tensor([prompt or [tokenizer.end_of_document]] * samples)
     for count, ids in enumerate(stream_ids(model, prompts, sampling, tokenizer.end_of_document), 1):
-        pieces: list[str | None] = []
+        pieces = []
         for text, token in zip(texts, ids, strict=True):
             piece = None if text.ended else text.add(tokenizer.decode_bytes([token]))
             if piece is not None and (token == tokenizer.end_of_document or count == length):

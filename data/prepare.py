@@ -150,7 +150,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 
 def _batches(documents: Iterable[Iterable[str]]) -> Iterator[list[str]]:
     """The chunks of all documents in lists of about 1 MiB, with DOCUMENT_END after each document."""
-    batch: list[str] = []
+    batch = []
     size = 0
     for chunk in chain.from_iterable(chain(filter(None, document), [DOCUMENT_END]) for document in documents):
         batch.append(chunk)

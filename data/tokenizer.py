@@ -215,7 +215,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
 
 def _sample(texts: Iterable[str]) -> list[str]:
     """Every n-th block of the text, with n a power of 2 that leaves 4 to 8 MB; all of it if there is less."""
-    kept: list[str] = []
+    kept = []
     size, stride = 0, 1
     for number, block in enumerate(block for text in texts for block in _blocks(text, SAMPLE_CHARS)):
         if number % stride == 0:

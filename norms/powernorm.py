@@ -28,7 +28,7 @@ class PowerNorm(nn.Module):
         self.eps, self.momentum, self.warmup = eps, momentum, warmup
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
         self.running_square: Tensor = nn.Buffer(torch.ones(dim))
-        self.running_projection: Tensor = nn.Buffer(torch.zeros(dim))
+        self.running_projection = nn.Buffer(torch.zeros(dim))
         self.batches: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -136,14 +136,14 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a `.jsonl`, or none. A truncated last line is ignored. Raises ValueError for other damage."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError:
             row = None
-        valid = is_a(row, dict[str, Any]) and is_a(row.get("step"), int)
+        valid = is_a(row, dict) and is_a(row.get("step"), int)
         valid = valid and all(name == "site" or isinstance(value, int | float | None) for name, value in row.items())
         require(valid, f"{path} is damaged: line {number} is not a row of the log; repair or remove the file")
         rows.append(row)

@@ -140,7 +140,7 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     names = theirs.get("architectures")
     require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
     theirs = architecture.defaults | dict(theirs)
-    given: dict[str, Any] = dict(architecture.ours)
+    given = dict(architecture.ours)
     for name, ours in SIZES.items():
         value = theirs.get(name)
         if value is not None or name not in OPTIONAL:

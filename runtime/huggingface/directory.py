@@ -7,7 +7,6 @@ a model_type of ours, which `transformers` refuses, and the reason.
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
     """Write a model's `stored_state` with its configuration and tokenizer."""
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # which also starts a text without a prompt
-    described: dict[str, Any] = {"dtype": dtype, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    described = {"dtype": dtype, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     try:
         described |= to_theirs(config)
     except ValueError as reason:
