@@ -229,7 +229,7 @@ def random_points(seed: int, samples: int, count: int) -> Tensor:
     columns = []
     for sample in range(samples):
         digest = hashlib.sha256(f"{seed} sample {sample}".encode()).digest()
-        generator = Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+        generator = Generator("cpu").manual_seed(int.from_bytes(digest[:7]))
         columns.append(torch.rand(count, dtype=torch.float64, generator=generator))
     return torch.stack(columns, 1)
 

@@ -14,7 +14,7 @@ def training_batch(tokens: np.ndarray, seed: int, step: int, rows: range, contex
     index, not on which other rows are requested.
     """
     draws = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(rows.stop)[rows.start : rows.stop]
-    return _windows(tokens, draws % np.uint64(len(tokens) - context), context)
+    return _windows(tokens, draws % (len(tokens) - context), context)
 
 
 def evaluation_batches(
@@ -31,7 +31,7 @@ def evaluation_batches(
     if windows and max_tokens is not None and targets > max_tokens:
         used, remainder = max(1, max_tokens // context), 0
     for first in range(0, used, batch_size):
-        numbers = np.arange(first, min(first + batch_size, used), dtype=np.int64)
+        numbers = np.arange(first, min(first + batch_size, used))
         yield _windows(tokens, numbers * windows // used * context, context)
     if remainder:
         yield _windows(tokens, np.array([windows * context]), remainder)

@@ -53,7 +53,7 @@ class Corpus:
                         length += len(data)
                         bar.update(len(data))
                     corpus_hash.update(digest.digest())
-                    hashes.append(int.from_bytes(digest.digest()[:8], "big"))
+                    hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
                     if length and len(different) < FEW:
                         different.add(hashes[-1])
@@ -67,7 +67,7 @@ class Corpus:
         offsets = sizes - sizes // 10 if few else _split_offsets(np.frombuffer(hashes, np.uint64), sizes)
         self._lengths, self._split_offsets = lengths, array("Q", offsets.tobytes())  # lists would be 5 times as large
         parts = {"train": offsets, "val": sizes - offsets}
-        self.sizes = {split: int(parts[split].sum() + (parts[split] > 0).sum()) for split in SPLITS}
+        self.sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
 
     def documents(self, split: str) -> Iterator[Iterator[str]]:
         """The documents of a split in order, each an iterator of chunks. Read each one before advancing to the next."""
@@ -81,11 +81,10 @@ class Corpus:
 def _split_offsets(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The byte offset at which each document's validation text begins: 0 or its end."""
     nonempty = lengths > 0
-    candidates = hashes[nonempty]
     held_out = hashes < 2**64 // 10
     if not held_out[nonempty].any() or held_out[nonempty].all():
-        held_out = hashes == candidates.min()
-    return np.where(held_out, np.uint64(0), lengths)
+        held_out = hashes == hashes[nonempty].min()
+    return np.where(held_out, 0, lengths)
 
 
 def _byte_slice(document: Iterator[str], start: int, stop: int) -> Iterator[str]:
