@@ -268,7 +268,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     ordered, index = logits.sort(-1, descending=True)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all more likely tokens
-    return torch.full_like(logits, -math.inf).scatter(-1, index, ordered.masked_fill(before >= p, -math.inf))
+    return logits.scatter(-1, index, ordered.masked_fill(before >= p, -math.inf))
 
 
 def keep_min_p(logits: Tensor, fraction: float) -> Tensor:
