@@ -108,13 +108,12 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
         record = read_json(folder / "record.json", dict)
-        bpb = record["val_gzip_bpb"]
-        if record != {"tokenizer": tokenizer.hash, "val_gzip_bpb": bpb} | _hashes(folder):
+        if record != record | {"tokenizer": tokenizer.hash} | _hashes(folder):
             return None
         train, val = (np.memmap(folder / f"{split}.bin", _dtype(tokenizer), mode="r") for split in SPLITS)
+        return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash)
     except (OSError, ValueError, KeyError):
         return None
-    return Prepared(train, val, bpb, tokenizer, corpus.name, corpus.hash)
 
 
 def _hashes(folder: Path) -> dict[str, str]:
