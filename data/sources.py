@@ -12,9 +12,9 @@ import urllib.request
 import zlib
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from files import lock_file, one_line, sha256, write_atomically
 
@@ -156,10 +156,10 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[BufferedIOBase]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            yield cast(BinaryIO, file)
+            yield file
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise ValueError(f"{path}: not a valid gzip file") from None
 
@@ -167,8 +167,10 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 def _walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
-        paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+        for name in sorted(files):
+            path = Path(folder, name)
+            if path.is_file() and not name.startswith("."):
+                yield path
 
 
 def _looks_like_text(path: Path) -> bool:
