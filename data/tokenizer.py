@@ -123,8 +123,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.hash = hashlib.sha256(model).hexdigest()
         self._processor = processor = sentencepiece.SentencePieceProcessor(num_threads=-1)  # one per CPU
         processor.LoadFromSerializedProto(model)
-        reserved = [processor.is_control(token) or processor.is_unknown(token) for token in range(len(processor))]
-        self.pieces = [b"" if none else piece_bytes(processor.id_to_piece(id)) for id, none in enumerate(reserved)]
+        others = [piece_bytes(processor.id_to_piece(token)) for token in range(3, len(processor))]
+        self.pieces = [b"", b"", b"", *others]
         self.end_of_document = processor.eos_id()
         self._u2581_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
