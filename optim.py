@@ -1,6 +1,7 @@
 """Optimizers: which optimizer updates which parameter, and the learning rate schedule."""
 
 import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -70,10 +71,10 @@ class Muon(Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
-            by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+            by_shape = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    by_shape.setdefault(tuple(sorted(weight.shape)), []).append(weight)
+                    by_shape[tuple(sorted(weight.shape))].append(weight)
             for (_, longer), weights in by_shape.items():
                 # A part of a matrix cannot be orthogonalized: every rank does all whole matrices and keeps its parts.
                 updates = [distributed.full_tensor(self.nesterov(weight, momentum)) for weight in weights]
