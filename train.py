@@ -140,7 +140,7 @@ class Trainer:
         with distributed.raise_on_all_ranks():
             if config.init_from and not checkpoint:
                 source = find_checkpoint(config.init_from)
-                self.model = read_model(source, run.model_config, torch.float32).to(run.device)
+                self.model = read_model(source, run.model_config).to(run.device, torch.float32)
             else:
                 self.model = Llama(run.model_config, config.seed).to(run.device)
         self.model.recompute = config.recompute

@@ -84,17 +84,14 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_model(directory: Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> Llama:
-    """The model on the CPU, in the dtype of the files or in `dtype`. Memory peaks one tensor above the weights' size.
+def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
+    """The model on the CPU, in the dtype of the files. Memory peaks one tensor above the weights' size.
 
     `config` may differ from the stored one in what has no weights, such as the context. Raises ValueError, naming the
     file, before anything is allocated if weights and configuration do not fit together.
     """
     model, weights = open_model(directory, config)
-    state = {}
-    for name, stored in weights.items():
-        tensor = stored.read()
-        state[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+    state = {name: stored.read() for name, stored in weights.items()}
     if model.config.tie_embeddings:
         state["lm_head.weight"] = state["embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
