@@ -47,8 +47,10 @@ def unsupported(config: ModelConfig) -> str | None:
     if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
         return "it needs --dim, --head-dim and --hidden-dim to be multiples of 16"
     settings = vars(config) | NORM | config.norm_args
-    others = [name for name, value in (SERVED | NORM).items() if settings[name] != value]
-    return f"it does not support {others[0]} {settings[others[0]]}" if others else None
+    for name, value in (SERVED | NORM).items():
+        if settings[name] != value:
+            return f"it does not support {name} {settings[name]}"
+    return None
 
 
 @torch.inference_mode()

@@ -125,8 +125,10 @@ def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())
         require(same, f"{head.path}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
     for name in sorted(names.keys() | found.keys()):
-        if name not in found or name not in names:
-            problem = "lacks" if name in names else "has an unknown"
+        if name not in found:
+            problem = "lacks"
+        elif name not in names:
+            problem = "has an unknown"
         elif found[name].shape != expected[names[name]].shape:
             problem = "has another shape of"
         elif expected[names[name]].is_floating_point() and found[name].dtype not in DTYPES:
