@@ -65,18 +65,17 @@ RMSNORM = {"elementwise_affine": True, "zero_centered": False}
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
 # Fields of any architecture, which `transformers` reads and writes only if they are not at these defaults.
 COMMON = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
-SILU = {"hidden_act": "silu"}
-ATTENTION = {"attention_bias": False, "attention_dropout": 0.0}
+USUAL = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}
 
 ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM", PRE, RMSNORM,
-        lambda config: ATTENTION | SILU | {"mlp_bias": False},
+        lambda config: USUAL | {"mlp_bias": False},
         defaults={"rms_norm_eps": 1e-6},
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM", PRE | {"qk_norm": "head"}, RMSNORM,
-        lambda config: ATTENTION | SILU | {
+        lambda config: USUAL | {
             "use_sliding_window": False, "layer_types": ["full_attention"] * config.layers,
         },
         defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
@@ -84,18 +83,18 @@ ARCHITECTURES = {
     ),
     "olmo": Architecture(
         "OlmoForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": False, "eps": 1e-5},
-        lambda config: ATTENTION | SILU | {"clip_qkv": None},
+        lambda config: USUAL | {"clip_qkv": None},
         eps="",
     ),
     "olmo2": Architecture(
         "Olmo2ForCausalLM", PRE | {"placement": "reordered", "qk_norm": "full"}, RMSNORM,
-        lambda config: ATTENTION | SILU,
+        lambda config: USUAL,
     ),
     "stablelm": Architecture(
         "StableLmForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": True, "bias": True},
-        lambda config: SILU | {
-            "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_qkv_bias": False, "qk_layernorm": False,
-            "use_parallel_residual": False, "head_dim": config.dim // config.heads,
+        lambda config: {
+            "hidden_act": "silu", "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_qkv_bias": False,
+            "qk_layernorm": False, "use_parallel_residual": False, "head_dim": config.dim // config.heads,
         },
         eps="layer_norm_eps",
         defaults={"partial_rotary_factor": 0.25},
