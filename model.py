@@ -198,8 +198,9 @@ class Rope(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.context = config.context
-        shape = config.head_dim, config.context
-        self.make_table = partial(precompute_freqs_cis, *shape, config.rope_theta, config.rope_scaling)
+        self.make_table = partial(
+            precompute_freqs_cis, config.head_dim, config.context, config.rope_theta, config.rope_scaling
+        )
         self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in self.make_table())
 
     def forward(self, start: int, length: int) -> RopeTable:
