@@ -283,9 +283,10 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_usage())
             mistyped = [name.partition("=")[0].replace("_", "-") for name in unknown if name.startswith("--")]
-            names = [SYNONYMS.get(name, name) for name in mistyped]
-            similar = dict.fromkeys(flag for name in names for flag in difflib.get_close_matches(name, known, n=1))
-            hint = f"; did you mean {' and '.join(similar)}?" if similar else ""
+            similar = []
+            for name in mistyped:
+                similar.extend(difflib.get_close_matches(SYNONYMS.get(name, name), known, n=1))
+            hint = f"; did you mean {' and '.join(dict.fromkeys(similar))}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
