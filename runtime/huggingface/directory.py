@@ -63,9 +63,9 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
     path = directory / CONFIG
     described = read_json(path, dict)
     try:
-        if described.get(OWN) is None:
+        own = described.get(OWN)
+        if own is None:
             return from_theirs(described), None
-        own = described[OWN]
         require(is_a(own, dict), f"{OWN} is damaged")
         version = own.get("format")
         require(version == FORMAT, f"another version of normal-llama wrote it, in format {version!r} and not {FORMAT}")
@@ -107,9 +107,9 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     most = max(MAX_ROPE_BYTES, sum(path.stat().st_size for path in files))
     fits = 4 * config.context * config.head_dim <= most
     require(fits, f"{directory / CONFIG} has a context of {config.context}, whose RoPE is larger than the weights")
-    layers, tensors = config.layers, len(stored_tensors(*files))
-    fits = layers * TENSORS_PER_LAYER <= tensors
-    require(fits, f"{directory / CONFIG} describes {layers} layers, and the weights are {tensors} tensors")
+    tensors = len(stored_tensors(*files))
+    fits = config.layers * TENSORS_PER_LAYER <= tensors
+    require(fits, f"{directory / CONFIG} describes {config.layers} layers, and the weights are {tensors} tensors")
     with torch.device("meta"):
         model = Llama(config)
     return model, match_weights(directory, model)
