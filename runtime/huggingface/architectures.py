@@ -6,7 +6,7 @@ computes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -130,7 +130,7 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     return theirs | architecture.fixed(config)
 
 
-def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
+def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
     """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not compute."""
     model_type = theirs.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -138,7 +138,7 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     architecture = ARCHITECTURES[model_type]
     names = theirs.get("architectures")
     require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
-    theirs = architecture.defaults | dict(theirs)
+    theirs = architecture.defaults | theirs
     given = dict(architecture.ours)
     for name, ours in SIZES.items():
         value = theirs.get(name)
@@ -162,12 +162,12 @@ def from_theirs(theirs: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
     """Our fields for the rotary positions, from the spelling of transformers 4 or 5."""
     field = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
     rope = theirs.get(field) or {}
     require(isinstance(rope, dict), f"{field} must be an object, not {rope!r}")
-    everything = dict(theirs) | rope
+    everything = theirs | rope
     partial = everything.get("partial_rotary_factor")
     require(partial in (None, 1), f"partial_rotary_factor {partial!r} is not supported, only 1.0")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -180,7 +180,7 @@ def _rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": _number(everything, "rope_theta", 10000.0), "rope_scaling": scaling}
 
 
-def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
+def _number(fields: dict[str, Any], name: str, default: float | None) -> float:
     value: Any = fields.get(name)
     value = default if value is None else value
     require(is_a(value, float) and math.isfinite(value), f"{name} must be a number, not {value!r}")
