@@ -295,9 +295,10 @@ class Trainer:
         self.unread.clear()
         grad_norm = math.nan
         for step, (loss, grad_norm) in enumerate(steps, self.step - len(steps) + 1):
-            for name, value in (("loss is", loss), ("gradient is", grad_norm)):
-                if not math.isfinite(value) and (name == "loss is" or not self.scaler.is_enabled()):
-                    raise NotFinite(name, step)
+            if not math.isfinite(loss):
+                raise NotFinite("loss is", step)
+            if not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
+                raise NotFinite("gradient is", step)
             self.losses.append(loss)
         return grad_norm
 
@@ -392,8 +393,7 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     losses, sizes, utf8_bytes = [], [], 0
     context = run.model_config.context
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
-    batches = evaluation_batches(run.data.val, context, batch_size, run.config.eval_tokens)
-    for inputs, targets in batches:
+    for inputs, targets in evaluation_batches(run.data.val, context, batch_size, run.config.eval_tokens):
         with autocast(run.device, run.dtype):
             losses.append(model.loss(to_device(inputs, run.device), to_device(targets, run.device)))
         sizes.append(targets.numel())
