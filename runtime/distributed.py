@@ -50,7 +50,7 @@ def process_group() -> Iterator[None]:
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if world_size() > 1 else 0
 
 
 def world_size() -> int:
@@ -100,7 +100,7 @@ def barrier() -> None:
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
     """Raise a ValueError, OSError or InUse of any rank on all ranks. Nothing inside may wait for other ranks."""
-    error: Exception | None = None
+    error = None
     try:
         yield
     except (ValueError, OSError, InUse) as caught:
