@@ -254,8 +254,7 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
         seconds = time_alternately(calls, config.rounds, device)
     reading = seconds.pop("reading")
     rows = []
-    for call, measured in seconds.items():
-        name, samples = call
+    for (name, samples), measured in seconds.items():
         speed, bound = samples * tokens / measured, samples / reading
         row = {"model": name, "samples": samples, "tokens/s": round(speed), "upper bound": round(bound)}
         rows.append(row | {"fraction": speed / bound})
