@@ -4,7 +4,6 @@ It only reads. Runs that differ in nothing but their seed are an arm; that of th
 """
 
 import csv
-import math
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def arms_of(settings: Settings, names: list[str]) -> dict[Path, Arm]:
 def outcome_of(arm: Arm, run: dict[str, str], log: list[dict[str, Any]]) -> Outcome:
     """The outcome of a run, without a loss if it has not ended."""
     lr, seed = float(run["lr"]), int(run["seed"])
-    ended = read_outcome(arm, lr, seed, log, int(run["steps"]), math.log(int(run["vocab_size"])))
+    ended = read_outcome(arm, lr, seed, log, int(run["steps"]), int(run["vocab_size"]))
     step = log[-1]["step"] if log else 0
     return ended or Outcome(arm, lr, seed, False, step, None, None, None, None, None, log)
 

@@ -136,10 +136,9 @@ class Grid:
         found = {}
         with bad_input():  # a damaged log
             for cell in cells:
-                model_config, config = self.settings[cell.arm]
+                model, config = self.settings[cell.arm]
                 rows = read_rows(self.cell_folder(cell) / "metrics.jsonl")
-                uniform = math.log(model_config.vocab_size)  # the loss of a uniform prediction
-                if outcome := read_outcome(cell.arm, cell.lr, cell.seed, rows, config.steps, uniform):
+                if outcome := read_outcome(cell.arm, cell.lr, cell.seed, rows, config.steps, model.vocab_size):
                     found[cell] = outcome
         return found
 

@@ -1,5 +1,6 @@
 """An arm of a comparison, and the outcome of one of its runs."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -74,7 +75,7 @@ class Outcome:
 
 
 def read_outcome(
-    arm: Arm, lr: float, seed: int, log: list[dict[str, Any]], steps: int, uniform_loss: float
+    arm: Arm, lr: float, seed: int, log: list[dict[str, Any]], steps: int, vocab_size: int
 ) -> Outcome | None:
     """The outcome of a run of `steps` steps, or None if its log does not reach the end."""
     last = log[-1] if log else {}
@@ -86,7 +87,7 @@ def read_outcome(
         arm,
         lr,
         seed,
-        diverged=not finished or last["val_loss"] > uniform_loss,
+        diverged=not finished or last["val_loss"] > math.log(vocab_size),
         step=last["step"],
         val_loss=last.get("val_loss"),
         val_bpb=last.get("val_bpb"),

@@ -65,7 +65,7 @@ NOT_FINITE = {"step": 20, "not_finite": True}
 )
 def test_a_complete_log_is_an_outcome(log, expected):
     """A run diverged if it ends above a uniform prediction, ln 257 = 5.549 nats."""
-    found = read_outcome(RMSNORM, 0.01, 3, log, steps=20, uniform_loss=math.log(257))
+    found = read_outcome(RMSNORM, 0.01, 3, log, steps=20, vocab_size=257)
     assert found == (expected and Outcome(RMSNORM, 0.01, 3, *[*expected, log]))
 
 
