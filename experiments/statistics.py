@@ -51,10 +51,10 @@ def estimate(values: Sequence[float], slack: float = 0.0, comparisons: int = 1) 
 
     `detectable` is that of a test which is corrected for so many comparisons, by the strictest of Holm's steps.
     """
-    middle, n = float(mean(values)), len(values)
+    middle, n = mean(values), len(values)
     if n == 1:
         return Estimate(middle, None, 1, None)
-    error = float(stdev(values)) / math.sqrt(n)
+    error = stdev(values) / math.sqrt(n)
     beyond = max(0.0, abs(middle) - slack)
     t = beyond / error if error else math.inf if beyond else 0.0
     half_width = t_quantile(n - 1) * error + slack
