@@ -59,7 +59,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own.add_argument("--device")  # cuda:0,1 means several, of which each run gets one
     given, train_flags = everything.parse_args(arguments), own.parse_known_args(arguments)[1]
     flags = argparse.Namespace(**asdict(AblationConfig()) | vars(given))
-    return flags, [*train_flags, *(["--watch", str(MAX_SIZE)] if flags.probe else [])]
+    if flags.probe:
+        train_flags += ["--watch", str(MAX_SIZE)]
+    return flags, train_flags
 
 
 if __name__ == "__main__":
