@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
@@ -56,9 +56,14 @@ Outcomes = dict[Cell, Outcome]  # of the cells that have ended
 Settings = dict[Arm, tuple[ModelConfig, TrainConfig]]
 
 
-def cells(arms: Iterable[Arm], lrs: Iterable[float], seeds: Iterable[int]) -> list[Cell]:
-    arms, seeds = list(arms), list(seeds)
+def cells(arms: Collection[Arm], lrs: Iterable[float], seeds: Collection[int]) -> list[Cell]:
     return [Cell(arm, lr, seed) for lr in lrs for seed in seeds for arm in arms]
+
+
+def selection(arms: Collection[Arm], lrs: Iterable[float], first_seed: int, seeds: int = SELECTION_SEEDS) -> list[Cell]:
+    """The runs that select learning rates, on seeds that are not reported."""
+    first = first_seed + MAX_SEEDS
+    return cells(arms, lrs, range(first, first + seeds))
 
 
 def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
@@ -240,11 +245,6 @@ class Grid:
 
     # Learning rates.
 
-    def selection(self, arms: Iterable[Arm], lrs: Iterable[float], first_seed: int, seeds: int) -> list[Cell]:
-        """The runs that select learning rates, on seeds that are not reported."""
-        first = first_seed + MAX_SEEDS
-        return cells(arms, lrs, range(first, first + seeds))
-
     def tune(
         self, arms: list[Arm], lrs: list[float], seeds: range, widen: int, first: int = SELECTION_SEEDS
     ) -> tuple[dict[Arm, Optimum], Outcomes]:
@@ -257,7 +257,7 @@ class Grid:
         for _ in range(widen + 1):
             asked: list[Cell] = []
             for arm, (rates, count) in wanted.items():
-                asked += self.selection([arm], rates, seeds.start, count)
+                asked += selection([arm], rates, seeds.start, count)
             found |= self.run(asked)
             losses = {arm: losses_of(arm, found.values()) for arm in arms}
             wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(seeds)))}

@@ -18,12 +18,12 @@ from data.prepare import prepare
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
-    SELECTION_SEEDS,
     Cell,
     Grid,
     cells,
     resolve_arms,
     resolve_devices,
+    selection,
     settings_digest,
 )
 from experiments.ablation.outcome import Arm
@@ -118,7 +118,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     if 1 < len(lrs) < POINTS - flags.widen:
         print(f"warning: an optimum takes at least {POINTS} rates; add some to --lrs, or --widen 8", file=sys.stderr)
     torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
-    planned = [*cells(settings, lrs, seeds), *grid.selection(settings, lrs, config.seed, SELECTION_SEEDS)]
+    planned = [*cells(settings, lrs, seeds), *selection(settings, lrs, config.seed)]
     grid.check(planned)
     grid.outcomes(planned)  # a damaged log is an error before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
         if len(lrs) > 1 or ablation.widen:
-            sweep, optima = grid.selection(arms, lrs, ablation.seeds.start, SELECTION_SEEDS), {}
+            sweep, optima = selection(arms, lrs, ablation.seeds.start), {}
             optima, found = grid.tune(arms, lrs, ablation.seeds, ablation.widen)
             sweep = list(found)
         grid.run(ablation.reported(optima))
