@@ -71,22 +71,22 @@ class RecordedGrid(Grid):
     def row(self, cell: Cell, outcome: Outcome) -> Row:
         """Its line in the ledger."""
         losses = [[row["step"], round(row["train_loss"], 4)] for row in outcome.log if "train_loss" in row]
-        row: Row = {
+        residual_rms = None
+        if not outcome.diverged:
+            model = load_pretrained(self.cell_folder(cell))[0]
+            tokens, _ = next(evaluation_batches(self.data.val, model.config.context, 8))
+            residual_rms = [round(value, 6) for value in stream_rms(model.train(), tokens)]
+        return {
             "key": self.key(cell),
             "arm": cell.arm.name,
             "lr": cell.lr,
             "seed": cell.seed,
             **{name: getattr(outcome, name) for name in OUTCOME},
             "train_loss": losses[:: max(1, len(losses) // CURVE)],
-            "residual_rms": None,
+            "residual_rms": residual_rms,
             "commit": self.lab.commit,
             "device": describe(torch.device(self.lab.devices[0])),
         }
-        if not outcome.diverged:
-            model = load_pretrained(self.cell_folder(cell))[0]
-            tokens, _ = next(evaluation_batches(self.data.val, model.config.context, 8))
-            row["residual_rms"] = [round(value, 6) for value in stream_rms(model.train(), tokens)]
-        return row
 
 
 def read_ledger(path: Path) -> dict[str, Row]:
@@ -164,6 +164,5 @@ def excerpt(size: int, lab: Lab) -> Path:
                 kept.append(text)
                 size -= length
         kept += ["".join(document) for document in corpus.documents("val")]
-
         write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in kept))
     return path
