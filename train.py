@@ -346,7 +346,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""
         self.read_losses()
-        tensors = [distributed.local(tensor.detach()) for tensor in self.model.state_dict().values()]
+        tensors = map(distributed.local, self.model.state_dict().values())
         finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
         if not all(distributed.all_gather(bool(finite))):
             raise NotFinite("a weight or a running statistic is", self.step)
