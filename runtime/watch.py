@@ -63,11 +63,10 @@ def watched(model: Llama, tokens: Tensor, dtype: torch.dtype, step: int, path: P
 
 def measure(model: Llama, tokens: Tensor) -> list[Row]:
     """A row for each site of the model, about the forward pass of `tokens` (B, T). Keeps running statistics."""
-    rows = []
-    hooks: list[RemovableHandle] = []
+    rows, hooks = [], []
     for block, name, site in split(model):
         rows.append({"block": block, "site": name})
-        hooks += attach(rows[-1], site)
+        hooks.extend(attach(rows[-1], site))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
         functional_call(model, buffers, (tokens,))
