@@ -175,7 +175,7 @@ def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call
     """A step of `model` on random tokens, which are always the same."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model.recompute, device = config.recompute, model.embed_tokens.weight.device
-    loss: Callable = model.loss
+    loss = model.loss
     if config.compile:
         check_compile(device)
         loss = torch.compile(loss)

@@ -1,7 +1,7 @@
 """The verdict on a claim: its effects over seeds, with intervals that the errors of learning rates widen."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -86,7 +86,7 @@ def growth(rows: list[Row], measured: Measured) -> Values:
     return found
 
 
-DERIVED: dict[str, Callable[[list[Row], Measured], Values]] = {
+DERIVED = {
     "value": lambda rows, measured: {arm: min(group) for arm, group in losses(rows).items()},
     "best evaluation": lambda rows, measured: {arm: min(group) for arm, group in losses(rows, "best").items()},
     "sensitivity": sensitivity,
