@@ -151,7 +151,7 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     """Run what has not ended, and write the report, also when interrupted."""
     grid, arms, lrs = ablation.grid, list(ablation.grid.settings), ablation.lrs
     write_atomically(grid.folder / "command.txt", command + "\n")
-    sweep: list[Cell] = []
+    sweep = []
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
         if len(lrs) > 1 or ablation.widen:
@@ -203,9 +203,8 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
         sections.append(figure(plot, alt=f"{name} of the arms"))
-    settings = settings_list(asdict(model_config) | asdict(config))
     sections += [markdown("\n\n".join(filter(None, tables))), folded("How to read this", markdown("\n\n".join(about)))]
-    sections += [folded("Settings of the first arm", settings)]
+    sections += [folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config)))]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
 
 
