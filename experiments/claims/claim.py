@@ -45,7 +45,7 @@ class Effect:
     """A sum of arms' values times these coefficients, for each seed, and what is expected of its mean.
 
     If the 95% interval lies inside `reproduced`, the claim is reproduced. If it does not overlap `expected`, the effect
-    that was set before, it is not. An effect without these is shown and not judged.
+    that was set before (by default `reproduced`), it is not. An effect without these is shown and not judged.
     """
 
     name: str
@@ -55,6 +55,10 @@ class Effect:
     value: str = "value"  # of the arms: a name in `judge.DERIVED`
     ratio: bool = False  # values are logarithms: the effect is shown as a ratio
     x: float | None = None  # where it stands in the plot of the trend
+
+    def __post_init__(self) -> None:
+        if self.expected == ANYTHING:
+            object.__setattr__(self, "expected", self.reproduced)
 
     @property
     def judged(self) -> bool:
@@ -94,5 +98,5 @@ class Claim:
 
     def hash(self, scale: str) -> str:
         """Of what was written down before the runs at a scale: what is judged, and the protocol."""
-        content = [[asdict(each) for each in self.effects if each.judged], asdict(self.protocols[scale])]
-        return digest([self.name, *content])[:12]
+        judged = [asdict(each) for each in self.effects if each.judged]
+        return digest([self.name, judged, asdict(self.protocols[scale])])[:12]

@@ -132,7 +132,7 @@ CLAIMS = (
     Claim(
         "prenorm-equivalence",
         effects=(
-            Effect("with centered weights", {"centered": 1}, (-math.inf, 1e-12), (-math.inf, 1e-12)),
+            Effect("with centered weights", {"centered": 1}, (-math.inf, 1e-12)),
             Effect("without", {"not centered": 1}),
         ),
         protocols={"initialization": Protocol(5)},
@@ -142,7 +142,7 @@ CLAIMS = (
     Claim(
         "rmsnorm-speed",
         effects=(
-            difference("rmsnorm", "layernorm", reproduced=BELOW_93, expected=BELOW_93, ratio=True),
+            difference("rmsnorm", "layernorm", reproduced=BELOW_93, ratio=True),
             difference("rmsnorm, compiled", "layernorm, compiled", ratio=True),
         ),
         protocols={"M": Protocol(10)},
@@ -151,8 +151,8 @@ CLAIMS = (
     Claim(
         "last-gradient",
         effects=(
-            over_depth("exponent, post-norm", "post {}", reproduced=FLAT, expected=FLAT),
-            over_depth("exponent, pre-norm", "pre {}", reproduced=FALLING, expected=FALLING),
+            over_depth("exponent, post-norm", "post {}", reproduced=FLAT),
+            over_depth("exponent, pre-norm", "pre {}", reproduced=FALLING),
             *(Effect(f"pre-norm, {depth} blocks", {f"pre {depth}": 1}, ratio=True, x=depth) for depth in DEPTHS),
             from_warmup("warm-up, 6 blocks", 6),
             from_warmup("warm-up, 12 blocks", 12),
@@ -165,7 +165,7 @@ CLAIMS = (
     Claim(
         "deepnorm-update",
         effects=(
-            over_depth("exponent, DeepNorm", "deepnorm {}, SGD", reproduced=FLAT, expected=FLAT),
+            over_depth("exponent, DeepNorm", "deepnorm {}, SGD", reproduced=FLAT),
             over_depth("exponent, post-norm", "post {}, SGD"),
             over_depth("exponent, DeepNorm, sign", "deepnorm {}, sign"),
             *(
