@@ -90,7 +90,9 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         if optima:
             regret = optima[arm].regret
             row += [f"{optima[arm].lr:g}", "optimum not found" if regret is None else f"{regret:.4f}"]
-        rows.append(row if optima else [*row, NONE, NONE])
+        else:
+            row += [NONE, NONE]
+        rows.append(row)
     return [
         "## Learning rates",
         missing(cells, outcomes),

@@ -114,7 +114,8 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         threads=flags.threads,
         devices=devices,
     )
-    lrs, seeds = sorted({*flags.lrs, config.lr}), range(config.seed, config.seed + flags.seeds)
+    lrs = sorted({*flags.lrs, config.lr})
+    seeds = range(config.seed, config.seed + flags.seeds)
     if 1 < len(lrs) < POINTS - flags.widen:
         print(f"warning: an optimum takes at least {POINTS} rates; add some to --lrs, or --widen 8", file=sys.stderr)
     torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
