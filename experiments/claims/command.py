@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,13 +90,9 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
         "hours": round((time.process_time() - started + seconds) / 3600, 3),
     }
     file = results / f"{claim.name}.json"
-    content = read_results(file)
+    content = read_json(file, dict) if file.exists() else {}
     content[scale] = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
     write_atomically(file, json.dumps(content) + "\n")
-
-
-def read_results(file: Path) -> dict[str, Any]:
-    return read_json(file, dict) if file.exists() else {}
 
 
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
@@ -105,7 +100,8 @@ def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
     entries, trained = [], {}  # p-values of trained claims, also of those that were not run
     for claim in claims.values():
         file = results / f"{claim.name}.json"
-        content, judged = read_results(file), {}
+        content = read_json(file, dict) if file.exists() else {}
+        judged = {}
         for scale, protocol in claim.protocols.items():
             if scale in content:
                 same = content[scale]["environment"]["protocol"] == claim.hash(scale)
