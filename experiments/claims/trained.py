@@ -67,7 +67,7 @@ def lns(layers: int) -> dict[str, Arm]:
     }
 
 
-SANDWICH = Arm(dict(lns(24)["pre"].factors) | {"placement": "sandwich"}, lrs=(1e-3,))
+SANDWICH = Arm({**lns(24)["pre"].factors, "placement": "sandwich"}, lrs=(1e-3,))
 
 SIZES = {50_000: "50 kB", 200_000: "200 kB", 1_000_000: "1 MB", 4_100_000: "all"}  # of text; 4,000 steps see the last
 PAIR = {"DyT": {"norm": "dyt:alpha=2", **SQUASHED}, "LayerNorm": {"norm": "layernorm"}}
