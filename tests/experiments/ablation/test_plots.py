@@ -8,7 +8,6 @@ from matplotlib.collections import LineCollection
 
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.plots import plot_curves, plot_differences
-from experiments.ablation.rates import Optimum
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 RMS, LAYER, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "layernorm", "dyt"))
@@ -41,21 +40,7 @@ def test_differences_show_seeds_mean_interval_and_n():
     assert isinstance(interval, LineCollection)
     ((low, _), (high, _)) = interval.get_segments()[0]
     assert (low, high) == pytest.approx((-0.5 - T_TWO * 0.1 / 3**0.5, -0.5 + T_TWO * 0.1 / 3**0.5))
-    assert [text.get_text().strip() for text in axes.texts] == ["n = 3"]
-
-
-def test_an_interval_that_would_squash_the_dots_is_cut_and_rates_that_were_searched_for_are_named():
-    """Two dots at -0.5 and -0.4 have an interval of 12.7 times 0.05 around -0.45."""
-    outcomes, optima = (
-        [*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.5, 2.6)],
-        {RMS: Optimum(0.01, 0.0), LAYER: Optimum(0.02, 0)},
-    )
-    axes = plot_differences(outcomes, "title", optima).axes[0]
-    assert axes.get_xlim()[0] == pytest.approx(-1.085, abs=0.07) and "cut" not in axes.get_xlabel()
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre\nlr 0.02"]
-    axes = plot_differences([*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.95, 3.05)], "title").axes[0]
-    assert axes.get_xlim() == pytest.approx((-0.25, 0.25))
-    assert axes.get_xlabel().endswith("\nintervals are cut at the frame")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre\nn = 3"]
 
 
 def test_an_arm_with_a_diverged_run_says_so_and_has_no_mean():
@@ -64,8 +49,8 @@ def test_an_arm_with_a_diverged_run_says_so_and_has_no_mean():
     axes = plot_differences(outcomes, "title").axes[0]
     assert [[x for x, _ in seeds] for seeds in drawn(axes, "o")] == [pytest.approx([-0.5, -0.6])]
     assert not axes.collections
-    notes = [text.get_text().strip() for text in axes.texts]
-    assert notes == ["n = 2, 1 of 3 diverged", "n = 0, 3 of 3 diverged"]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["layernorm pre\nn = 2, 1 of 3 diverged", "dyt pre\nn = 0, 3 of 3 diverged"]
     axes = plot_differences([*runs(RMS, 2.0, None), *runs(LAYER, 1.5, 2.5)], "title").axes[0]
     assert drawn(axes, "o") == [[(-0.5, 0)]] and not axes.collections
 
