@@ -4,6 +4,7 @@ It only reads. Runs that differ in nothing but their seed are an arm; that of th
 """
 
 import csv
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def find_runs(names: list[str]) -> list[Path]:
         file = folder / "runs.csv"  # it has the baseline first
         rows = csv.DictReader(file.read_text("utf-8", "replace").splitlines()) if file.exists() else []
         cells = [folder / "cells" / row["run"] for row in rows if row.get("run")]
-        for run in cells or sorted(path.parent for path in folder.glob("cells/*/run.json")) or [folder]:
+        cells = cells or sorted(path.parent for path in folder.glob("cells/*/run.json"))
+        for run in cells or [folder]:
             check_run_dir(run, exists=True)
             found.setdefault(run.resolve(), run)
     require(len(found) > 1, f"compare needs at least two runs; {names[0]} is one")
@@ -77,11 +79,14 @@ def read_settings(folder: Path) -> dict[str, str]:
 
 def arms_of(settings: Settings, names: list[str]) -> dict[Path, Arm]:
     """The arm of each run: the settings `names`, and the folder if another run has the same of these and seed."""
-    if len({(run["seed"], *(run[name] for name in names)) for run in settings.values()}) < len(settings):
+    distinct = set(map(itemgetter("seed", *names), settings.values()))
+    if len(distinct) < len(settings):
         names = [*names, "folder"]
     arms = {folder: Arm(tuple((name, run[name]) for name in names)) for folder, run in settings.items()}
-    first = {arm: Arm.of(run=str(folder)) for folder, arm in reversed(arms.items())}
-    return arms if len(names) <= NAMED else {folder: first[arm] for folder, arm in arms.items()}
+    if len(names) > NAMED:
+        first = {arm: Arm.of(run=str(folder)) for folder, arm in reversed(arms.items())}
+        arms = {folder: first[arm] for folder, arm in arms.items()}
+    return arms
 
 
 def outcome_of(arm: Arm, run: dict[str, str], log: list[dict[str, Any]]) -> Outcome:
@@ -98,7 +103,9 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
     baseline, first = next(iter(settings.items()))
     for folder, run in settings.items():
         outcome = runs[folder]
-        last = {name: value for row in outcome.log for name, value in row.items()}
+        last: dict[str, Any] = {}
+        for row in outcome.log:
+            last |= row
         losses = [f"{last[name]:{spec}}" if name in last else NONE for name, spec in FINAL.items()]
         step = f"{outcome.step} of {run['steps']}"
         rows.append([str(folder), run["seed"], *(run[name] for name in differing), step, *losses])
@@ -109,19 +116,19 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
             notes.append(f"Not paired with {baseline}: {folder} (other {', '.join(other)}).")
         else:
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
-    ended = {cell: run for cell, run in paired.items() if run.diverged or run.val_bpb is not None}
-    summary, *tables = comparison_section(list(paired), ended)
+    summary, *tables = comparison_section(list(paired), paired)
+    warning = ""
     if texts := {"data", "tokenizer"} & set(differing):
-        unfair = ", and of different texts not even that fairly" if "data" in texts else ""
-        fair = f"only bits per byte of each one's own validation text (val_bpb) can be compared{unfair}"
-        summary = f"The runs differ in {' and '.join(sorted(texts))}, so {fair}. {summary}"
-    elif not differing and len({run.arm for run in runs.values()}) == 1:
+        warning = (
+            f"The runs differ in {' and '.join(sorted(texts))}, so only bits per byte of each one's own validation "
+            "text (val_bpb) can be compared, and of different texts not even that fairly."
+        )
+    elif not differing and not summary:
         summary = "The runs differ in their seed only."
-    titles = ["run", "seed", *differing, "step", *FINAL]
     return [
-        " ".join(filter(None, [summary.strip(), *notes])),
+        " ".join(filter(None, [warning, summary, *notes])),
         *filter(None, tables),
         "## Runs",
-        table(titles, rows),
+        table(["run", "seed", *differing, "step", *FINAL], rows),
         *HOW_TO_READ,
     ]
