@@ -19,7 +19,7 @@ from model import LayerCache, Llama
 MAX_BATCH = 32  # torch's products are faster for more
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of differences that are rounding, by the matrices' dtype
 SERVED = {"norm": "rmsnorm", "placement": "pre", "qk_norm": "none", "scaled_embedding": False, "embedding_scale": 1.0}
-NORM = {"elementwise_affine": True, "zero_centered": False, "cast_order": "fp32"}
+SERVED |= {"elementwise_affine": True, "zero_centered": False, "cast_order": "fp32"}  # RMSNorm's defaults
 
 # The weights of a block in the order of decode.c: two vectors, then matrices.
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]
@@ -46,8 +46,8 @@ def unsupported(config: ModelConfig) -> str | None:
     """The first setting that decode.c does not have; None if it has all."""
     if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
         return "it needs --dim, --head-dim and --hidden-dim to be multiples of 16"
-    settings = vars(config) | NORM | config.norm_args
-    for name, value in (SERVED | NORM).items():
+    settings = SERVED | vars(config) | config.norm_args
+    for name, value in SERVED.items():
         if settings[name] != value:
             return f"it does not support {name} {settings[name]}"
     return None
@@ -57,7 +57,8 @@ def unsupported(config: ModelConfig) -> str | None:
 def miniature(config: ModelConfig) -> Llama:
     """A small model in fp32, in which every part matters: after most edits of model.py it differs beyond rounding."""
     config = replace(config, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=64, vocab_size=64)
-    model, generator = Llama(config).to("cpu").eval(), torch.Generator("cpu").manual_seed(0)
+    model = Llama(config).eval()
+    generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         weight.normal_(std=0.3, generator=generator)
     return model
@@ -66,15 +67,17 @@ def miniature(config: ModelConfig) -> Llama:
 @torch.inference_mode()
 def agrees(model: Llama, most: int) -> bool:
     """Whether C computes what model.py does, which may have been edited: logits after up to `most` cached tokens."""
-    config, dtype, cache = model.config, model.lm_head.weight.dtype, Cache(Llama.new_cache(model, most + 1))
-    tokens, generator = torch.zeros(1, 1, dtype=torch.int64, device="cpu"), torch.Generator("cpu").manual_seed(0)
-    shape = 2, 1, config.kv_heads, min(config.context - 1, most), config.head_dim
+    config, dtype = model.config, model.lm_head.weight.dtype
+    tokens, cache = torch.zeros(1, 1, dtype=torch.int64), Cache(Llama.new_cache(model, most + 1))
+    past = min(config.context - 1, most)
+    shape = 2, 1, config.kv_heads, past, config.head_dim  # keys and values
+    generator = torch.Generator().manual_seed(0)
     for kept in cache:
-        kept.extend(*torch.randn(shape, generator=generator, device="cpu").to(dtype))
+        kept.extend(*torch.randn(shape, generator=generator).to(dtype))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         expected = Llama.next_logits(model, tokens, cache).float()
     for kept in cache:
-        kept.length = shape[3]  # again, in the same memory
+        kept.length = past  # again, in the same memory
     found = cache.next_logits(model, tokens)
     return found is not None and bool((found - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max())
 
@@ -109,27 +112,31 @@ class Cache(list[LayerCache]):
 
     def plan(self, model: Any) -> bool:
         """Fill in the table. False if a tensor is not as decode.c reads it."""
-        config, dtype, batch = model.config, model.lm_head.weight.dtype, len(self[0].keys)
-        dim, hidden, vocabulary = config.dim, config.hidden_dim, (config.vocab_size, config.dim)
+        config, dtype = model.config, model.lm_head.weight.dtype
+        batch, context = len(self[0].keys), self[0].size
+        dim, hidden = config.dim, config.hidden_dim
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        rotary = config.context, config.head_dim // 2
-        cached = batch, config.kv_heads, self[0].size, config.head_dim
+        vocabulary, rotary = (config.vocab_size, dim), (config.context, config.head_dim // 2)
+        cached = batch, config.kv_heads, context, config.head_dim
         matrices = (queries, dim), (keys, dim), (keys, dim), (dim, queries), (hidden, dim), (hidden, dim), (dim, hidden)
         state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         names = ["embed_tokens.weight", "rope.cos", "rope.sin", "final_norm.weight", "lm_head.weight"]
         tensors: list[Any] = [state.get(name) for name in names]
-        expected = [(shape, torch.float32) for shape in (vocabulary, rotary, rotary, (dim,))] + [(vocabulary, dtype)]
+        shapes = [vocabulary, rotary, rotary, (dim,), vocabulary]
+        dtypes = 4 * [torch.float32] + [dtype]
         for layer, kept in enumerate(self):
             tensors += [*(state.get(f"layers.{layer}.{path}.weight") for path in PATHS), kept.keys, kept.values]
-            expected += 2 * [((dim,), torch.float32)] + [(shape, dtype) for shape in (*matrices, cached, cached)]
-        readable = all(tensor is not None and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
-        if not readable or [(tensor.shape, tensor.dtype) for tensor in tensors] != expected:
+            shapes += [(dim,), (dim,), *matrices, cached, cached]
+            dtypes += 2 * [torch.float32] + 9 * [dtype]
+        if not all(tensor is not None and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
             return False
-        scratch = dim, queries, keys, keys, queries, config.heads * self[0].size, hidden, hidden
+        if [tensor.shape for tensor in tensors] != shapes or [tensor.dtype for tensor in tensors] != dtypes:
+            return False
+        scratch = dim, queries, keys, keys, queries, config.heads * context, hidden, hidden
         buffers = [torch.empty(batch * size, dtype=torch.float32, device="cpu") for size in scratch]
         memory = [tensor.detach() for tensor in (*buffers, *tensors)]
         sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, hidden
-        values = [*sizes, self[0].size, config.vocab_size, *map(Tensor.data_ptr, memory)]
+        values = [*sizes, context, config.vocab_size, *map(Tensor.data_ptr, memory)]
         decode = load(dtype)[0].decode  # type: ignore[union-attr]
         self.step = decode, (ctypes.c_int64 * len(values))(*values), model.final_norm.eps, memory
         return True
