@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[Any, Any, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
             flags = parse(arguments)
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
             out = Path(flags.json or f"runs/bench-{flags.command}.json")
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["bench.py", *(sys.argv[1:] if arguments is None else arguments)])
+        command = shlex.join(["bench.py", *arguments])
         report: dict[str, Any] = {"command": command, "device": describe(device), "torch": torch.__version__}
         report |= COMMANDS[flags.command][0](config, device)
         print_report(report)
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(1)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="bench.py", description="Measure speed, compared with the limits of the machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (command, options, reads_train_flags) in COMMANDS.items():
@@ -69,8 +70,8 @@ def make_config(flags: argparse.Namespace) -> Any:
     """The options of the command. Raises ValueError for invalid values."""
     _, options, read_train_flags = COMMANDS[flags.command]
     require("init_from" not in flags, "bench.py takes no --init-from; name the sizes of the model")
-    names = [field.name for field in fields(options) if field.name in flags]
-    config = options(**{name: getattr(flags, name) for name in names})
+    given = {field.name: getattr(flags, field.name) for field in fields(options) if field.name in flags}
+    config = options(**given)
     return read_train_flags(config, flags) if read_train_flags else config
 
 
@@ -79,11 +80,12 @@ def print_report(report: dict[str, Any]) -> None:
     for name, value in report.items():
         if name != "rows":
             print(f"{name}: {value}")
-    rows = [[f"{cell:.3g}" if type(cell) is float else str(cell) for cell in row.values()] for row in report["rows"]]
-    table = [list(report["rows"][0]), *rows]
+    table = [list(report["rows"][0])]
+    for row in report["rows"]:
+        table.append([f"{cell:.3g}" if type(cell) is float else str(cell) for cell in row.values()])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for first, *others in table:
-        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
+    for line in table:
+        print("  ".join(map(str.ljust, line, widths)))
 
 
 if __name__ == "__main__":

@@ -34,15 +34,10 @@ Report = dict[str, Any]  # the results of one command: "rows", which all have th
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product bounds training speed
 WARMUP_ROUNDS = 2
 SHAPE = {"dim": 256, "layers": 4, "context": 256, "batch_size": 16}
-AXES = {  # of `growth`, each around `SHAPE`
-    "dim": [64, 128, 256, 512, 1024],
-    "layers": [1, 2, 4, 8, 16],
-    "context": [64, 128, 256, 512, 1024],
-    "batch_size": [4, 8, 16, 32, 64],
-}
+AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}  # of `growth`
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RoundsConfig:
     """Options of every measurement. Raises ValueError, in one line that names the flag, for bad values."""
 
@@ -52,19 +47,19 @@ class RoundsConfig:
         check_sizes(self, *(name for name, value in vars(self).items() if type(value) is int))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DeviceConfig(RoundsConfig):
     device: str = option("auto", DEVICES, metavar="DEVICE")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NormsConfig(DeviceConfig):
     rows: int = option(8192, "number of tokens")
     dim: int = option(768, "features per token")
     compile: bool = option(False, "also measure RMSNorm and LayerNorm under torch.compile")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GenerateConfig(RoundsConfig):
     """Options of `generate`, besides those of train.py."""
 
@@ -105,7 +100,8 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
     }
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         x = torch.randn(config.rows, config.dim, device=device, dtype=dtype, requires_grad=True)
-        grad_y, norms = torch.randn_like(x), make_norms(config.dim, device, dtype, config.compile)
+        grad_y = torch.randn_like(x)
+        norms = make_norms(config.dim, device, dtype, config.compile)
         calls: dict[str, Call] = {"copy": x.detach().clone}
         for norm, module in norms.items():
             calls[f"{norm} forward"] = partial(module, x)
@@ -134,12 +130,11 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
     if compiled:
         check_compile(device)
         for kind in ("rmsnorm", "layernorm"):  # those that PyTorch has a kernel for
-            norms[f"{kind}, compiled"] = build_norm(kind, dim)
-            norms[f"{kind}, compiled"].compile()
+            norm = build_norm(kind, dim)
+            norm.compile()
+            norms[f"{kind}, compiled"] = norm
     norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # its kernel needs that
     norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs parameters in the dtype of x
-    if dtype != torch.float32 and device.type != "cuda":
-        norms["F.layer_norm, all bf16"] = nn.LayerNorm(dim, dtype=dtype)
     return {name: norm.to(device) for name, norm in norms.items()}
 
 
@@ -150,12 +145,13 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor
 
 def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
     """Measure a training step of one micro-batch, compared with the speed of matrix products alone."""
-    before, size = peak_memory(device), PRODUCT_SIZE[device.type]
+    before = peak_memory(device)
     model = Llama(config.model).to(device)
     step = training_step(model, config.train, config.dtype)
     step()
     step()  # with the optimizers' state
     memory = peak_memory(device) - before
+    size = PRODUCT_SIZE[device.type]
     matrix = torch.randn(size, size, device=device, dtype=config.dtype)
     calls: dict[str, Call] = {"step": step, "product": partial(torch.mm, matrix, matrix)}
     seconds = time_alternately(calls, config.rounds, device)
@@ -174,7 +170,8 @@ def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
 def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call:
     """A step of `model` on random tokens, which are always the same."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    model.recompute, device = config.recompute, model.embed_tokens.weight.device
+    model.recompute = config.recompute
+    device = model.embed_tokens.weight.device
     loss = model.loss
     if config.compile:
         check_compile(device)
@@ -185,7 +182,7 @@ def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call
 
     def step() -> None:
         accumulate_gradients(loss, tokens[:, :-1], tokens[:, 1:], dtype)
-        update(optimizers)
+        update(model, optimizers)
 
     return step
 
@@ -197,10 +194,9 @@ def accumulate_gradients(loss: Callable, inputs: Tensor, targets: Tensor, dtype:
     value.backward()
 
 
-def update(optimizers: list[Optimizer]) -> None:
+def update(model: Llama, optimizers: list[Optimizer]) -> None:
     """Clip, update the weights and free the gradients, as in train.py."""
-    weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
-    nn.utils.clip_grad_norm_(weights, 1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -215,7 +211,8 @@ def flops_per_token(model: Llama) -> float:
 
 def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
     """Measure a training step against width, depth, context and batch size, compared with a prediction."""
-    rows, dtype = [], torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows = []
     for axis, values in AXES.items():
         steps, work = {}, {}
         for value in values:
@@ -223,7 +220,8 @@ def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
             model = Llama(dim=dim, layers=layers, heads=max(1, dim // 64), context=context).to(device)
             steps[value] = training_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), dtype)
             work[value] = batch_size * context, flops_per_token(model)
-        seconds, base = time_alternately(steps, config.rounds, device), SHAPE[axis]
+        seconds = time_alternately(steps, config.rounds, device)
+        base = SHAPE[axis]
         flops_per_second = math.prod(work[base]) / seconds[base]
         for value, (tokens, flops) in work.items():
             predicted = round(flops_per_second / flops)  # if time grew with FLOPs alone
@@ -238,9 +236,10 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[Any, Call] = {"reading": partial(torch.dot, *vectors)}
-    for name, wanted in (("plain", True), ("fast", device.type == "cpu"), ("compiled", config.train.compile)):
-        if not wanted:
-            continue
+    names = ["plain", "fast"] if device.type == "cpu" else ["plain"]
+    if config.train.compile:
+        names.append("compiled")
+    for name in names:
         model = Llama(config.model).to(device).eval()
         cast_matrices(model, config.dtype)
         if name == "fast" and accelerate(model, config.samples):

@@ -92,13 +92,13 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         optimizers = make_optimizers(model, config)
         tokens = torch.zeros(shape, dtype=torch.int64)
         accumulate_gradients(model.loss, tokens, tokens, dtype)
-        update(optimizers)  # creates the optimizers' state
+        update(model, optimizers)  # creates the optimizers' state
         weights, state = list(model.parameters()), [optimizer.state for optimizer in optimizers]
         with Trace(weights, state, peak_flops, limits.bandwidth) as trace:
             for _ in range(passes):
                 accumulate_gradients(model.loss, tokens, tokens, dtype)
             seconds = trace.seconds + trace.unread()
-            update(optimizers)
+            update(model, optimizers)
         block = size(list(model.layers[0].parameters()))
     share = ranks if shard else 1
     # With Muon, every rank orthogonalizes whole matrices.

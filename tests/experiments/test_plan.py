@@ -40,7 +40,7 @@ def two_steps(model_config, recompute):
     for _ in range(2):
         accumulate_gradients(model.loss, ids, ids, torch.float32)
         accumulate_gradients(model.loss, ids, ids, torch.float32)
-        update(optimizers)
+        update(model, optimizers)
 
 torch.set_num_threads(1)
 model = ModelConfig(dim=256, layers=2, heads=4, context=128, vocab_size=4096)
