@@ -4,8 +4,7 @@ Each function gets the runs that have ended, those of the first arm first: it is
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
-def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optimum] = {}) -> Figure:
+def plot_differences(runs: list[Outcome], optima: Mapping[Arm, Optimum] = {}) -> Figure:
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
     An arm with a diverged run says so below its name. It has no mean, nor has any arm if a run of the baseline
@@ -48,22 +47,20 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     axes.set_ylim(len(others) - 0.4, -0.6)
     axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better)")
     axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
     return figure
 
 
-def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",)) -> Figure:
-    """Each arm's mean training loss and val_bpb over the steps that all its runs logged, or over tokens or seconds.
+def plot_curves(runs: list[Outcome], unit: str = "step") -> Figure:
+    """Each arm's mean training loss and val_bpb at the steps that all its runs logged, over steps or tokens.
 
-    A metric that no arm has at two steps is left out. About ten points of a line have markers. The line of an arm with
-    a diverged run ends with a cross.
+    A metric that no arm has at two steps is left out. The line of an arm with a diverged run ends with a cross.
     """
     arms = grouped((run.arm, run) for run in runs)
-    metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
-    shown = list(product(units, metrics or METRICS))
-    figure = Figure(figsize=(6.8, 1 + 3 * len(shown) + 0.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(len(shown), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
-    for axes, (unit, metric) in zip(panels, shown, strict=True):
+    metrics = [metric for metric in METRICS if any(len(curve(group, metric, unit)) > 1 for group in arms.values())]
+    metrics = metrics or list(METRICS)
+    figure = Figure(figsize=(6.8, 1 + 3 * len(metrics) + 0.2 * len(arms)), layout="constrained")
+    panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, metric in zip(panels, metrics, strict=True):
         for number, (arm, group) in enumerate(arms.items()):
             points = curve(group, metric, unit)
             every = len(points) // 10 + 1
@@ -73,7 +70,6 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
                 axes.plot(*points[-1], f"XC{number}", mec="black", ms=8)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     return figure
 
@@ -82,7 +78,7 @@ def curve(runs: list[Outcome], metric: str, unit: str) -> list[np.ndarray]:
     """The means of a unit and of a metric at the steps that all `runs` logged."""
     steps = defaultdict(list)
     for run in runs:
-        seen: dict[str, Any] = {}  # an evaluation comes after the training row of its step, and has no seconds itself
+        seen: dict[str, Any] = {}  # an evaluation comes after the training row of its step, which has the tokens
         for row in run.log:
             seen |= row
             if metric in row:

@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from experiments.ablation.comparison import Finding, compare
-from experiments.ablation.grid import Cell, Grid, Outcomes
+from experiments.ablation.grid import Cell, Outcomes
 from experiments.ablation.outcome import Arm, BySeed, final_bpb, grouped
 from experiments.ablation.rates import POINTS, WINDOW, Optimum
-from experiments.statistics import Estimate, estimate
-from runtime.device import describe
+from experiments.statistics import estimate
 
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
@@ -26,17 +23,6 @@ HOW_TO_READ = (
 )
 
 
-def introduction(grid: Grid, seeds: Sequence[int], command: str) -> list[str]:
-    """What was run, and how to read the tables."""
-    config = next(iter(grid.settings.values()))[1]
-    machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs * len(grid.devices)} at a time"
-    return [
-        f"`{command}`",
-        f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}, {machine}, torch {torch.__version__}.",
-        *HOW_TO_READ,
-    ]
-
-
 def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] = {}) -> list[str]:
     """The arms of the planned `cells`, each at one learning rate, and the interactions of factors.
 
@@ -45,17 +31,18 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mappin
     lrs = {cell.arm: cell.lr for cell in cells}
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in lrs}
     bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
-    baseline, seeds = next(iter(bpb)), grouped((cell.arm, cell.seed) for cell in cells)
+    baseline = next(iter(bpb))
+    seeds = grouped((cell.arm, cell.seed) for cell in cells)
     known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in optima.items()}
     found = compare(bpb, seeds, known)
-    titles = [factor.replace("_", " ") for factor, _ in baseline.factors]
-    rate = [] if "lr" in titles else ["lr"]
-    titles += [*rate, "val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p", "diverged"]
     rows = []
     for arm, ended in runs.items():
-        row = [*(level for _, level in arm.factors), *(f"{lrs[arm]:g}" for _ in rate)]
-        row += [shown(Finding(mean_of(bpb[arm]), len(seeds[arm])), ".4f"), *cells_of(found.get(arm, Finding(None, 0)))]
-        rows.append([*row, f"{sum(run.diverged for run in ended)} of {len(ended)}"])
+        levels = dict(arm.factors) | {"lr": f"{lrs[arm]:g}"}  # which may be a factor already
+        difference = found.get(arm, Finding(None, 0))
+        diverged = f"{sum(run.diverged for run in ended)} of {len(ended)}"
+        rows.append([*levels.values(), mean_of(bpb[arm], len(seeds[arm])), *cells_of(difference), diverged])
+    titles = [name.replace("_", " ") for name in levels]
+    titles += ["val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p", "diverged"]
     parts = [f"{arm.name} {finding}" for arm, finding in found.items() if isinstance(arm, Arm)]
     each = f"all at learning rate {lrs[baseline]:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
     pairs = sorted({finding.estimate.n for finding in found.values() if finding.estimate})
@@ -72,9 +59,12 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mappin
 
 
 def cells_of(finding: Finding) -> list[str]:
-    detectable = finding.estimate.detectable if finding.estimate and finding.complete else None
-    p = NONE if finding.p is None else "< 0.0001" if finding.p < 1e-4 else f"{finding.p:.2g}"
-    return [shown(finding), NONE if detectable is None else f"{detectable:.4f}", p]
+    detectable = p = NONE
+    if finding.complete and finding.estimate and finding.estimate.detectable is not None:
+        detectable = f"{finding.estimate.detectable:.4f}"
+    if finding.p is not None:
+        p = f"{finding.p:.2g}" if finding.p >= 1e-4 else "< 0.0001"
+    return [shown(finding), detectable, p]
 
 
 def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum]) -> list[str]:
@@ -86,13 +76,12 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         for lr in lrs:
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
             bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
-            row.append(shown(Finding(mean_of(bpb), len(tried)), ".4f"))
+            row.append(mean_of(bpb, len(tried)))
+        best, regret = NONE, NONE
         if optima:
-            regret = optima[arm].regret
-            row += [f"{optima[arm].lr:g}", "optimum not found" if regret is None else f"{regret:.4f}"]
-        else:
-            row += [NONE, NONE]
-        rows.append(row)
+            best = f"{optima[arm].lr:g}"
+            regret = "optimum not found" if optima[arm].regret is None else f"{optima[arm].regret:.4f}"
+        rows.append([*row, best, regret])
     return [
         "## Learning rates",
         missing(cells, outcomes),
@@ -108,13 +97,13 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
 
 
 def missing(cells: Sequence[Cell], outcomes: Outcomes) -> str:
-    absent = [cell.name for cell in cells if cell not in outcomes]
-    ended = f"{len(cells) - len(absent)} of {len(cells)} runs have ended"
-    return f"**Partial: {ended}.** Missing: {', '.join(absent)}." if absent else ""
+    ended = sum(cell in outcomes for cell in cells)
+    return f"**Partial: {ended} of {len(cells)} runs have ended.**" if ended < len(cells) else ""
 
 
-def mean_of(values: BySeed) -> Estimate | None:
-    return estimate(list(values.values())) if values else None
+def mean_of(values: BySeed, planned: int) -> str:
+    mean = estimate(list(values.values())) if values else None
+    return shown(Finding(mean, planned), ".4f")
 
 
 def shown(finding: Finding, number: str = "+.4f") -> str:

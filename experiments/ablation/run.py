@@ -29,10 +29,11 @@ from experiments.ablation.grid import (
 from experiments.ablation.outcome import Arm
 from experiments.ablation.plots import plot_curves, plot_differences
 from experiments.ablation.rates import POINTS, Optimum
-from experiments.ablation.report import comparison_section, introduction, sweep_section
+from experiments.ablation.report import HOW_TO_READ, comparison_section, sweep_section
 from files import write_atomically
 from norms import KINDS
 from norms.placement import PLACEMENTS
+from runtime.device import describe
 from runtime.report import figure, folded, markdown, page, save_plot, settings_list
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
 from runtime.watch import plot_watch
@@ -105,12 +106,13 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
         settings = resolve_arms(arms, [*on_device, "--dtype", read_run_file(started)["training"]["dtype"]])
     model_config, config = next(iter(settings.values()))
     context = max(model_config.context for model_config, _ in settings.values())
+    most = max(1, torch.get_num_threads() // flags.threads) if config.device == "cpu" else 1
     grid = Grid(
         folder=folder,
         settings=settings,
         train_flags=train_flags,
         data=prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), context),
-        jobs=flags.jobs or (max(1, torch.get_num_threads() // flags.threads) if config.device == "cpu" else 1),
+        jobs=flags.jobs or most,
         threads=flags.threads,
         devices=devices,
     )
@@ -131,8 +133,7 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
     factors = {"norm": flags.norms, "placement": flags.placements}
     for text in flags.norms:
         kind = text.partition(":")[0]
-        advice = "separate norms with spaces" if "," in kind else f"choose from {', '.join(KINDS)}"
-        require(kind in KINDS, f"--norms: unknown kind {kind!r}; {advice}")
+        require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}, separated by spaces")
     for text in flags.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
@@ -180,32 +181,33 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     write_csv(folder / "runs.csv", [run.row | {"run": cell.name} for cell, run in outcomes.items()])
     summary, *tables = comparison_section(reported, outcomes, optima) if reported else [""]
     tables += sweep_section(sweep, outcomes, optima) if sweep else []
-    about = introduction(grid, seeds, command)
-    write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     model_config, config = next(iter(grid.settings.values()))
-    runs = [outcomes[cell] for arm in grid.settings for cell in reported if cell.arm == arm and cell in outcomes]
-    title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
+    machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs * len(grid.devices)} at a time"
+    ran = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}, {machine}, torch {torch.__version__}."
+    about = [f"`{command}`", ran, *HOW_TO_READ]
+    write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
+    runs = [outcomes[cell] for cell in reported if cell in outcomes]
     figures = {}
     if runs and runs[0].arm == reported[0].arm:  # the baseline
         if len(grid.settings) > 1:
-            figures["differences"] = plot_differences(runs, title, optima)
-        figures["curves"] = plot_curves(runs, title)
+            figures["differences"] = plot_differences(runs, optima)
+        figures["curves"] = plot_curves(runs)
     rows, first = [], {}
     for cell in reported:
         if cell in outcomes and (watched := read_rows(grid.cell_folder(cell) / "watch.jsonl")):
             rows += [dict(cell.arm.factors) | {"seed": cell.seed} | row for row in watched]
-            if cell.seed == seeds[0]:
+            if cell.arm.name not in first:
                 first[cell.arm.name] = watched
     if rows:
         write_csv(folder / "watch.csv", rows)
-    if first:
         figures["watch"] = plot_watch(first)
     sections = [markdown(summary)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
         sections.append(figure(plot, alt=f"{name} of the arms"))
-    sections += [markdown("\n\n".join(filter(None, tables))), folded("How to read this", markdown("\n\n".join(about)))]
-    sections += [folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config)))]
+    sections += [markdown("\n\n".join(tables)), folded("How to read this", markdown("\n\n".join(about)))]
+    settings = settings_list(asdict(model_config) | asdict(config))
+    sections.append(folded("Settings of the first arm", settings))
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
 
 

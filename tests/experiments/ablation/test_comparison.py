@@ -119,7 +119,7 @@ def test_the_whole_table_and_its_plot():
         "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | 1 of 3 |",
         "| none | pre | 0.01 | – | – | – | – | 3 of 3 |",
     ]
-    drawn = plot_differences(list(runs.values()), "", optima).axes[0].collections[0].get_paths()[0]
+    drawn = plot_differences(list(runs.values()), optima).axes[0].collections[0].get_paths()[0]
     assert np.asarray(drawn.vertices)[:, 0] == pytest.approx([-0.8484, -0.1516], abs=1e-4)
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=[1.5, 2.6, 3.4])
     ended = dict(list(runs.items())[1:])
     section = comparison_section(list(runs), ended)
-    assert "**Partial: 5 of 6 runs have ended.** Missing: rmsnorm-pre-lr0.01-seed0." in section
+    assert "**Partial: 5 of 6 runs have ended.**" in section
     assert "| -0.5000 ± 1.2706 (2 of 3)† | – | – |" in table(section)[2]
     assert missing(list(runs), runs) == ""
 

@@ -96,7 +96,7 @@ def test_arms_are_the_product_of_all_factors(resolve):
     "flags, named",
     [
         ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
-        ("--norms rmsnorm,layernorm", "--norms: unknown kind 'rmsnorm,layernorm'; separate norms with spaces"),
+        ("--norms rmsnorm,layernorm", "prmsnorm, rmsnorm, scalenorm, separated by spaces"),
         ("--norms rmsnorm rmsnorm", "--norms takes values that differ"),
         ("--norm rmsnorm", "--norm is for a single run; list all values with --norms"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
