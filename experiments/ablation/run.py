@@ -94,8 +94,8 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
     require(not flags.widen or flags.lrs, "--widen needs --lrs, the rates to start from")
     arms = resolve_factors(flags)
-    devices = resolve_devices(flags.device) if hasattr(flags, "device") else ("",)
-    on_device = [*train_flags, *(["--device", devices[0]] if devices[0] else [])]
+    devices = resolve_devices(flags.device) if "device" in flags else ("",)
+    on_device = train_flags + (["--device", devices[0]] if devices[0] else [])
     settings = resolve_arms(arms, on_device)
     dtype = getattr(flags, "dtype", "auto")
     as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in settings.items()}
@@ -145,7 +145,7 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
     for name, levels in factors.items():
         flag = OWN_FLAG.get(name, f"--factor {name}")
         require(all(levels) and len(set(levels)) == len(levels), f"{flag} takes values that differ, not {levels}")
-        require(not hasattr(flags, name), f"{flag_name(name)} is for a single run; list all values with {flag}")
+        require(name not in flags, f"{flag_name(name)} is for a single run; list all values with {flag}")
     return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
 
 
