@@ -28,16 +28,16 @@ SIZES = {  # theirs, ours
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
-HARMLESS = {  # these do not change the logits
-    "_name_or_path", "architectures", "model_type", "transformers_version", "transformers.js_config", "dtype",
-    "torch_dtype", "use_cache", "initializer_range", "pretraining_tp", "is_llama_config", "tokenizer_class",
-    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "cache_implementation",
-    "return_dict", "output_attentions", "output_hidden_states", "torchscript", "task_specific_params", "id2label",
-    "label2id", "problem_type", "finetuning_task", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty",
-    "max_length", OWN,
-    "auto_map",  # names code in the directory, which is never run
-}  # fmt: skip
+# Their fields that do not change the logits. `auto_map` names code in the directory, which is never run.
+HARMLESS = """
+_name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
+use_cache initializer_range pretraining_tp is_llama_config tokenizer_class
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+attn_implementation _attn_implementation _attn_implementation_autoset cache_implementation
+return_dict output_attentions output_hidden_states torchscript task_specific_params
+id2label label2id problem_type finetuning_task
+do_sample temperature top_k top_p repetition_penalty max_length
+"""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
     for name, value in fixed.items():
         actual = theirs.get(name, value)
         require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
-    known = {*SIZES, *ROPE, *HARMLESS, *fixed, architecture.eps, *architecture.unused, "tie_word_embeddings"}
+    known = {*SIZES, *ROPE, *HARMLESS.split(), *fixed, *architecture.unused}
+    known |= {architecture.eps, "tie_word_embeddings", OWN}
     for name in theirs.keys() - known:
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
     return config
