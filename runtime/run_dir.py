@@ -76,15 +76,18 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[str, Any]:
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
-    there, here = ({"torch": each["versions"].get("torch")} | each for each in (earlier, run))
-    machine = ("device", "instruction_set", "torch")
-    moved = [f"{name} {there[name]}, now {here[name]}" for name in machine if there[name] != here[name]]
-    if moved:
-        print(f"warning: not the same bits as without the interruption: {'; '.join(moved)}", file=sys.stderr)
+    there, here = machine(earlier), machine(run)
+    if there != here:
+        print(f"warning: not the same bits as without the interruption: {there}, now {here}", file=sys.stderr)
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
     kept = {name: earlier[name] for name in ("command", "commit", "weights_from") if name in earlier}
     return run | kept | {"resumed": resumed, "imports": imports}
+
+
+def machine(run: dict[str, Any]) -> str:
+    """What the bits of a run depend on."""
+    return f"{run['device']}, {run['instruction_set']}, torch {run['versions']['torch']}"
 
 
 class Log:
