@@ -334,7 +334,7 @@ def check_fields(given: dict[str, Any], source: str) -> None:
     """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
     for name, value in given.items():
         require(name in FIELDS, f"{source}: {name!r} is not a field of this version")
-        kind = FIELDS[name].type
+        kind: Any = FIELDS[name].type
         valid = is_a(value, kind) or (value is None and FIELDS[name].default is None)
         require(valid, f"{source}: {name} must be of type {kind.__name__}, not {value!r}")
 

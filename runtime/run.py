@@ -107,7 +107,7 @@ def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
 def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
     """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
     given, pretrained = read_options(flags.config, earlier), None
-    init_from = getattr(flags, "init_from", "") or (given or {}).get("init_from", "")
+    init_from = getattr(flags, "init_from", "") or given.get("init_from")
     if init_from and not earlier:
         directory = find_checkpoint(init_from)  # verified before the text is prepared
         model, _ = open_model(directory)
@@ -137,12 +137,12 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     return model_config, config
 
 
-def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[str, Any] | None:
+def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
     """The options of `run` or of the run.json that `--config` names. Prints which of its imports have changed."""
     if config and not run:
         run = read_run_file(Path(config))
     if not run:
-        return None
+        return {}
     warn_of_imports(run)
     return run["model"] | run["training"]
 
@@ -204,9 +204,13 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this code, marked if code differs from it. None outside a clone."""
-    git = ["git", "-C", str(ROOT)]
-    status = [*git, "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]
     if not (ROOT / ".git").exists() or not which("git"):
         return None
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return head + "-dirty" * bool(subprocess.run(status, capture_output=True).stdout) or None
+    head = git("rev-parse", "--short=12", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "*.py", "*.c")
+    return f"{head}-dirty" if changed else head or None
+
+
+def git(*arguments: str) -> str:
+    """What a git command says of this clone."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
