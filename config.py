@@ -21,9 +21,8 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 SYNONYMS = {  # of nanoGPT and Hugging Face, where the spelling does not suggest ours
-    "--learning-rate": "--lr", "--max-iters": "--steps", "--n-layer": "--layers", "--num-layers": "--layers",
-    "--n-head": "--heads", "--n-embd": "--dim", "--d-model": "--dim", "--block-size": "--context",
-    "--seq-len": "--context",
+    "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
+    "--block-size": "--context", "--seq-len": "--context",
 }  # fmt: skip
 
 
