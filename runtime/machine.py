@@ -80,7 +80,7 @@ def check_capability(device: torch.device) -> None:
 
 def missing_for_compile(device: torch.device) -> str:
     """What `torch.compile` needs on `device` and this machine lacks, or nothing."""
-    if device.type == "cuda" and find_spec("triton") is None:
+    if device.type == "cuda" and not find_spec("triton"):
         return "the package triton"
     variable, compilers = "CC", ["gcc", "clang"]  # Triton's
     if device.type != "cuda":

@@ -135,11 +135,10 @@ def check_imports(description: dict[str, Any]) -> list[str]:
     norm, placement = (description["model"].get(name) for name in ("norm", "placement"))
     latest = {record["file"]: record for record in description["imports"]}  # of each file
     for file, record in latest.items():
-        used = norm in record["norms"] or placement in record["placements"]
-        if used and (norm not in KINDS or placement not in PLACEMENTS):
-            raise ValueError(f"this run uses {file}: add --import PATH/{file}")
-        if used and record["sha256"] not in hashes:
-            lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
+        if norm in record["norms"] or placement in record["placements"]:
+            require(norm in KINDS and placement in PLACEMENTS, f"this run uses {file}: add --import PATH/{file}")
+            if record["sha256"] not in hashes:
+                lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
     return lines
 
 

@@ -102,7 +102,7 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
         logged = [row for row in rows if name in row]
-        axes.plot([row["step"] for row in logged], [row[name] for row in logged], style, label=name.replace("_", " "))
+        axes.plot([row["step"] for row in logged], [row[name] for row in logged], style, label=name)
     if logged:  # evaluations, which all have the same tokens
         bpb_per_nat = logged[-1]["val_bpb"] / logged[-1]["val_loss"]
         axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")

@@ -149,11 +149,10 @@ def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
     """Raise ValueError if this model and these options cannot be trained on `ranks` ranks."""
-    norm, traits = model_config.norm, TRAITS[model_config.norm]
-    if config.recompute and not traits.per_token:
-        raise ValueError(f"--recompute does not support --norm {norm}: its statistics would be updated twice")
-    if not traits.per_token and ranks > 1:
-        raise ValueError(f"--norm {norm} supports only one rank: its statistics are not synchronized")
+    norm = model_config.norm
+    if not TRAITS[norm].per_token:
+        require(not config.recompute, f"--recompute does not support --norm {norm}: it would update statistics twice")
+        require(ranks == 1, f"--norm {norm} supports only one rank: its statistics are not synchronized")
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
@@ -178,8 +177,8 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     read_rows(folder / "watch.jsonl")  # refuses a damaged one
     last = rows[-1] if rows else {"step": 0}
     saved = last["step"] > there["save_every"] or (last["step"] == there["steps"] and "val_loss" in last)
-    lost = saved and not list_checkpoints(folder)
-    require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
+    kept = list_checkpoints(folder) or not saved
+    require(kept, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     return changed
 
 

@@ -20,9 +20,9 @@ Tracker = Callable[[dict[str, Any]], None]
 
 def newest_run() -> Path:
     """The run that was started or resumed last. Raises ValueError if there is none."""
-    started = {file.stat().st_mtime_ns: file.parent for file in RUNS_FOLDER.glob("*/run.json")}
+    started = sorted(RUNS_FOLDER.glob("*/run.json"), key=lambda file: file.stat().st_mtime_ns)
     require(started, f"there is no run in {RUNS_FOLDER}/ yet; start one with python train.py, or name one")
-    return started[max(started)]
+    return started[-1].parent
 
 
 def check_run_dir(folder: Path, exists: bool) -> None:
@@ -31,10 +31,9 @@ def check_run_dir(folder: Path, exists: bool) -> None:
     A run exists from the moment its run.json does. One that was killed before has left the lock and a part of that.
     """
     has_run = (folder / "run.json").is_file()
-    if exists and not has_run:
-        raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")
-    if has_run and not exists:
-        raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
+    missing, taken = exists and not has_run, has_run and not exists
+    require(not missing, f"there is no run in {folder}; start one with python train.py, or name another folder")
+    require(not taken, f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {LOCK, "run.json.part"}
     require(exists or not others, f"--out {folder} is not empty; choose a new folder")
 
@@ -100,8 +99,9 @@ class Log:
     def __init__(self, folder: Path, step: int, tracker: Tracker):
         self.path, self.samples, self.tracker = folder / "metrics.jsonl", folder / "samples.txt", tracker
         self.rows = keep_rows(self.path, step)
-        if (folder / "watch.jsonl").exists():
-            keep_rows(folder / "watch.jsonl", step)
+        watched = folder / "watch.jsonl"
+        if watched.exists():
+            keep_rows(watched, step)
         evaluated = max((row["step"] for row in self.rows if "val_loss" in row), default=0)
         kept = [SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder) if step <= evaluated]
         write_atomically(self.samples, "".join(kept))

@@ -141,11 +141,11 @@ def rms(x: Tensor) -> float:
 def max_logit(q: Tensor, k: Tensor) -> float:
     """The largest q·k/√D of a token and one that it attends to. `q` is B T H D, `k` B T K D."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # B T H D
-    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    future = torch.full((q.shape[1], q.shape[1]), -math.inf, device=q.device).triu(1)
     largest = []
     with torch.autocast(q.device.type, enabled=False):
         for q_one, k_one in zip(q.float(), k.float(), strict=True):  # one sequence at a time, for memory
-            logits = torch.einsum("qhd,khd->hqk", q_one, k_one).masked_fill(future, -math.inf)
+            logits = torch.einsum("qhd,khd->hqk", q_one, k_one) + future
             largest.append(logits.max().item())
     return max(largest) / math.sqrt(q.shape[-1])
 
