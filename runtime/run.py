@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -205,11 +206,7 @@ def commit() -> str | None:
     """The commit of this code, marked if code differs from it. None outside a clone."""
     if not (ROOT / ".git").exists() or not which("git"):
         return None
-    head = git("rev-parse", "--short=12", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", "*.py", "*.c")
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    head = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+    changed = git(["git", "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]).stdout
     return f"{head}-dirty" if changed else head or None
-
-
-def git(*arguments: str) -> str:
-    """What a git command says of this clone."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
