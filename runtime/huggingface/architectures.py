@@ -27,9 +27,9 @@ SIZES = {  # theirs, ours
     "max_position_embeddings": "context",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
-# Their fields that `_rope` reads, and those that do not change the logits. `auto_map` names code, which is never run.
+# Other fields that are read, and those that do not change the logits. `auto_map` names code, which is never run.
 OTHERS = """
-rope_theta rope_scaling rope_parameters partial_rotary_factor
+tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama
 _name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
 use_cache initializer_range pretraining_tp is_llama_config tokenizer_class
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
@@ -156,8 +156,7 @@ def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
     for name, value in fixed.items():
         actual = theirs.get(name, value)
         require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
-    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.unused}
-    known |= {architecture.eps, "tie_word_embeddings", OWN}
+    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.unused, architecture.eps}
     for name in theirs.keys() - known:
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
     return config
