@@ -147,8 +147,7 @@ class ModelConfig:
         if scaling:
             valid = scaling.keys() == set(ROPE_SCALING) and all(0 < value < math.inf for value in scaling.values())
             valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
-            choice = f"{', '.join(ROPE_SCALING)}: positive numbers, low below high"
-            require(valid, f"--rope-scaling takes all of {choice}")
+            require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
         check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
@@ -357,7 +356,7 @@ def configs_from(
     require(not (flags.preset and flags.config), "use either --preset or --config, not both")
     given = of_run or PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
     if not of_run and memory < 12e9 and "micro_batch_size" in given:
-        given = given | {"micro_batch_size": max(1, given["micro_batch_size"] // 2)}
+        given = given | {"micro_batch_size": given["micro_batch_size"] // 2}
     if pretrained:
         given = given | pretrained | {name: given[name] for name in NOT_PRETRAINED if of_run}
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}

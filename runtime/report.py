@@ -83,8 +83,7 @@ def _block(block: str) -> str:
 
 def _inline(text: str) -> str:
     def tagged(found: re.Match) -> str:
-        code, bold = found.groups()
-        return f"<code>{code}</code>" if code else f"<strong>{bold}</strong>"
+        return f"<code>{found[1]}</code>" if found[1] else f"<strong>{found[2]}</strong>"
 
     return re.sub(r"`([^`]+)`|\*\*([^`]+?)\*\*", tagged, escape(text))
 

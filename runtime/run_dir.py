@@ -99,9 +99,8 @@ class Log:
     def __init__(self, folder: Path, step: int, tracker: Tracker):
         self.path, self.samples, self.tracker = folder / "metrics.jsonl", folder / "samples.txt", tracker
         self.rows = keep_rows(self.path, step)
-        watched = folder / "watch.jsonl"
-        if watched.exists():
-            keep_rows(watched, step)
+        if (folder / "watch.jsonl").exists():
+            keep_rows(folder / "watch.jsonl", step)
         evaluated = max((row["step"] for row in self.rows if "val_loss" in row), default=0)
         kept = [SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder) if step <= evaluated]
         write_atomically(self.samples, "".join(kept))
