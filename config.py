@@ -21,9 +21,8 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
 SYNONYMS = {  # of nanoGPT and Hugging Face, where the spelling does not suggest ours
-    "--learning-rate": "--lr", "--max-iters": "--steps", "--n-layer": "--layers", "--num-layers": "--layers",
-    "--n-head": "--heads", "--n-embd": "--dim", "--d-model": "--dim", "--block-size": "--context",
-    "--seq-len": "--context",
+    "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
+    "--block-size": "--context", "--seq-len": "--context",
 }  # fmt: skip
 
 
@@ -70,8 +69,15 @@ def shown(value: Any) -> str:
 def _check_choices(config: Any) -> None:
     for option in dataclasses.fields(config):
         choices, value = option.metadata.get("choices"), getattr(config, option.name)
-        if choices and value not in choices:
+        if choices and value not in (*choices, option.default):
             raise ValueError(f"unknown {flag_name(option.name)} {value!r}; choose from {', '.join(choices)}")
+
+
+def _derive(config: Any, **values: Any) -> None:
+    """Set the fields of a frozen dataclass that are None."""
+    for name, value in values.items():
+        if getattr(config, name) is None:
+            object.__setattr__(config, name, value)
 
 
 def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
@@ -123,31 +129,25 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.init is None and self.placement in PLACEMENTS:
-            object.__setattr__(self, "init", PLACEMENTS[self.placement].init)
         _check_choices(self)
         check_sizes(self, "dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
         require(self.context > 1, "--context must be at least 2, not 1")
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.hidden_dim is None:
-            object.__setattr__(self, "hidden_dim", math.ceil(self.dim * 8 / 3 / 32) * 32)
-        if self.head_dim is None:
-            require(self.dim % self.heads == 0, f"--dim {self.dim} is not divisible by --heads {self.heads}")
-            object.__setattr__(self, "head_dim", self.dim // self.heads)
+        divisible = self.head_dim or self.dim % self.heads == 0
+        require(divisible, f"--dim {self.dim} is not divisible by --heads {self.heads}")
+        hidden_dim = math.ceil(self.dim * 8 / 3 / 32) * 32
+        _derive(self, kv_heads=self.heads, head_dim=self.dim // self.heads, hidden_dim=hidden_dim)
+        _derive(self, init=PLACEMENTS[self.placement].init)
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
         require(self.head_dim % 2 == 0, odd)
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         for name in ("rope_theta", "embedding_scale"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"{flag_name(name)} must be a positive number, not {value}")
-        if self.rope_scaling:
-            factor, low, high, original = (self.rope_scaling.get(name, math.nan) for name in ROPE_SCALING)
-            valid = 0 < factor < math.inf and 0 < low < high < math.inf and 0 < original < math.inf
-            require(
-                valid and len(self.rope_scaling) == len(ROPE_SCALING),
-                f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high",
-            )
+        scaling = self.rope_scaling
+        if scaling:
+            valid = scaling.keys() == set(ROPE_SCALING) and all(0 < value < math.inf for value in scaling.values())
+            valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
+            require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
         check_placement(self.placement, self.layers, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
@@ -212,10 +212,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        if self.micro_batch_size is None:
-            object.__setattr__(self, "micro_batch_size", self.batch_size)
-        if self.warmup is None:
-            object.__setattr__(self, "warmup", self.steps // 20)
+        _derive(self, micro_batch_size=self.batch_size, warmup=self.steps // 20)
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(self.tokenizer != "pretrained" or self.init_from, "--tokenizer pretrained needs --init-from")
         require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
@@ -282,10 +279,11 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_usage())
-            mistyped = [name.partition("=")[0].replace("_", "-") for name in unknown if name.startswith("--")]
             similar = []
-            for name in mistyped:
-                similar.extend(difflib.get_close_matches(SYNONYMS.get(name, name), known, n=1))
+            for text in unknown:
+                if text.startswith("--"):
+                    name = text.partition("=")[0].replace("_", "-")
+                    similar += difflib.get_close_matches(SYNONYMS.get(name, name), known, n=1)
             hint = f"; did you mean {' and '.join(dict.fromkeys(similar))}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
@@ -334,10 +332,9 @@ def check_fields(given: dict[str, Any], source: str) -> None:
     """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
     for name, value in given.items():
         require(name in FIELDS, f"{source}: {name!r} is not a field of this version")
-        kind = FIELDS[name].type
+        kind: Any = FIELDS[name].type
         valid = is_a(value, kind) or (value is None and FIELDS[name].default is None)
-        shown_kind = kind.__name__ if isinstance(kind, type) else kind
-        require(valid, f"{source}: {name} must be of type {shown_kind}, not {value!r}")
+        require(valid, f"{source}: {name} must be of type {kind.__name__}, not {value!r}")
 
 
 def configs_from(
@@ -359,14 +356,15 @@ def configs_from(
     require(not (flags.preset and flags.config), "use either --preset or --config, not both")
     given = of_run or PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
     if not of_run and memory < 12e9 and "micro_batch_size" in given:
-        given = given | {"micro_batch_size": max(1, given["micro_batch_size"] // 2)}
+        given = given | {"micro_batch_size": given["micro_batch_size"] // 2}
     if pretrained:
         given = given | pretrained | {name: given[name] for name in NOT_PRETRAINED if of_run}
     by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
     if "rope_scaling" in by_flag:
         texts = by_flag["rope_scaling"]
+        pairs = [text.split("=") for text in texts]
         try:
-            by_flag["rope_scaling"] = {text.partition("=")[0]: float(text.partition("=")[2]) for text in texts}
+            by_flag["rope_scaling"] = {key: float(value) for key, value in pairs}
         except ValueError:
             raise ValueError(f"--rope-scaling takes key=number, not {' '.join(texts)!r}") from None
     if "norm_args" in by_flag:

@@ -13,7 +13,7 @@ def training_batch(tokens: np.ndarray, seed: int, step: int, rows: range, contex
     Each row is a window that starts at a uniformly random token. It depends only on the seed, the step and its row
     index, not on which other rows are requested.
     """
-    draws = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(rows.stop)[rows.start : rows.stop]
+    draws = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(rows.stop)[rows.start :]
     return _windows(tokens, draws % (len(tokens) - context), context)
 
 
@@ -39,5 +39,6 @@ def evaluation_batches(
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 (starts, length)."""
-    windows = torch.from_numpy(tokens[starts[:, None].astype(np.int64) + np.arange(length + 1)].astype(np.int64))
+    every = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)  # from each token, not copied
+    windows = torch.from_numpy(every[starts].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -41,8 +41,7 @@ class Corpus:
         self.name = "+".join(map(short_name, names)).encode()[:80].decode(errors="ignore")
         sources = [(name, find_files(name, cache_dir)) for name in names]
         self._files = [file for _, files in sources for file in files]
-        corpus_hash, hashes, lengths = hashlib.sha256(), array("Q"), array("Q")
-        different: set[int] = set()  # hashes, up to FEW
+        corpus_hash, hashes, lengths = hashlib.sha256(), array("Q"), array("q")
         with tqdm(unit="B", unit_scale=True, desc="reading text", delay=1, leave=False, disable=None) as bar:
             for source, files in sources:
                 first = len(lengths)
@@ -55,17 +54,15 @@ class Corpus:
                     corpus_hash.update(digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
-                    if length and len(different) < FEW:
-                        different.add(hashes[-1])
                 if not any(lengths[first:]):
                     raise ValueError(f"--data {source}: contains no text")
-        if 1 < len(different) < FEW:
+        sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
+        different = len(np.unique(digests[sizes > 0]))
+        offsets = sizes - sizes // 10 if different < FEW else _split_offsets(digests, sizes)
+        if 1 < different < FEW:
             corpus_hash.update(b"the last tenth of each is held out")  # once, whole documents were
         self.hash = corpus_hash.hexdigest()
-        sizes = np.frombuffer(lengths, np.uint64)
-        few = len(different) < FEW
-        offsets = sizes - sizes // 10 if few else _split_offsets(np.frombuffer(hashes, np.uint64), sizes)
-        self._lengths, self._split_offsets = lengths, array("Q", offsets.tobytes())  # lists would be 5 times as large
+        self._lengths, self._split_offsets = sizes, offsets  # lists would be 5 times as large
         parts = {"train": offsets, "val": sizes - offsets}
         self.sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import Tokenizer, byte_level_alphabet, piece_bytes
-from files import write_atomically
+from files import read_json, write_atomically
 
 JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COPIED = (JSON, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -32,10 +32,7 @@ class PretrainedTokenizer(Tokenizer):
         self._files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
         if JSON not in self._files:
             raise ValueError(f"{directory} holds no {JSON}, which AutoTokenizer of transformers makes from other files")
-        try:
-            end = json.loads(self._files.get(CONFIG, b"{}")).get("eos_token")
-        except (AttributeError, RecursionError, ValueError):
-            raise ValueError(f"{directory / CONFIG} is damaged: not a JSON object") from None
+        end = read_json(directory / CONFIG, dict).get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
         try:
             self._open(self._files[JSON], end)

@@ -39,9 +39,10 @@ class BatchNorm(nn.Module):
         else:
             mean, var = statistics(h.reshape(-1, h.shape[-1]))
             unbiased = var.detach() * count / (count - 1)
+            dtype = self.running_mean.dtype
             # Replaced, not modified, because backward may need the old ones.
-            self.running_mean = torch.lerp(self.running_mean, mean.detach().to(self.running_mean.dtype), self.momentum)
-            self.running_var = torch.lerp(self.running_var, unbiased.to(self.running_var.dtype), self.momentum)
+            self.running_mean = self.running_mean.lerp(mean.detach().to(dtype), self.momentum)
+            self.running_var = self.running_var.lerp(unbiased.to(dtype), self.momentum)
         return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
 

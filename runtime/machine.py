@@ -28,21 +28,23 @@ def install(build: str) -> str:
 
 def unused_gpu() -> str:
     """Why torch does not use this machine's GPU, and what helps. Empty if it has none or the user has hidden it."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not hidden and not torch.version.hip and (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if not torch.version.hip and (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()):
         version, cuda = nvidia_driver(), torch.version.cuda or "none"
-        driver, (_, needed) = int(version.partition(".")[0] or 0), BUILDS.get(cuda.partition(".")[0], ("", 0))
+        driver = int(version.partition(".")[0] or 0)
+        _, needed = BUILDS.get(cuda.partition(".")[0], ("", 0))
         builds = [install(build) for build, oldest in BUILDS.values() if driver >= oldest]
-        advice = "does nvidia-smi list it?"
+        advice = ["does nvidia-smi list it?"]
         if driver and cuda == "none":
-            advice = builds[-1] if builds else "update the driver"
+            advice = builds[-1:] or ["update the driver"]
         elif 0 < driver < needed:
-            advice = ", or ".join([f"update the driver to {needed} or later", *builds])
+            advice = [f"update the driver to {needed} or later", *builds]
         found = f"torch {torch.__version__} (CUDA {cuda}) does not use this machine's NVIDIA GPU"
-        return f"{found} (driver {version or 'unknown'}): {advice}"
-    if not hidden and Path("/dev/kfd").exists():
-        advice = "are you in the groups render and video?" if torch.version.hip else "pytorch.org/get-started has ROCm"
-        return f"torch {torch.__version__} does not use this machine's AMD GPU: {advice}"
+        return f"{found} (driver {version or 'unknown'}): {', or '.join(advice)}"
+    if Path("/dev/kfd").exists():
+        hint = "are you in the groups render and video?" if torch.version.hip else "pytorch.org/get-started has ROCm"
+        return f"torch {torch.__version__} does not use this machine's AMD GPU: {hint}"
     return ""
 
 
@@ -78,7 +80,7 @@ def check_capability(device: torch.device) -> None:
 
 def missing_for_compile(device: torch.device) -> str:
     """What `torch.compile` needs on `device` and this machine lacks, or nothing."""
-    if device.type == "cuda" and find_spec("triton") is None:
+    if device.type == "cuda" and not find_spec("triton"):
         return "the package triton"
     variable, compilers = "CC", ["gcc", "clang"]  # Triton's
     if device.type != "cuda":

@@ -49,9 +49,9 @@ def import_files(names: Iterable[str]) -> None:
             require(IMPORTED[path][1] == path.read_bytes(), f"--import {name} has changed; restart Python to use it")
             continue
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
-        module = ModuleType(f"imported_{path.stem}")
-        require(module.__name__ not in sys.modules, f"--import {name}: another file has this name; rename one")
-        module.__file__, sys.modules[module.__name__] = str(path), module  # torch.compile looks for classes there
+        module = ModuleType(f"imported_{len(IMPORTED)}_{path.stem}")  # files may have the same name
+        module.__file__ = str(path)
+        sys.modules[module.__name__] = module  # torch.compile looks for classes there
         before, source = {*KINDS, *PLACEMENTS}, path.read_bytes()
         try:
             SourceFileLoader(module.__name__, str(path)).exec_module(module)
@@ -82,19 +82,19 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
             torch.manual_seed(0)  # the same dropout
             return copy.deepcopy(norm).train(training)(tokens)
 
-    for training in {False, TRAITS[config.norm].causal_in_training}:
-        outputs = [apply(norm, tokens, training) for tokens in (x, changed)]
-        same = all(isinstance(y, Tensor) and (y.shape, y.dtype) == (x.shape, x.dtype) for y in outputs)
+    for training in (TRAITS[config.norm].causal_in_training, False):
+        y, after = apply(norm, x, training), apply(norm, changed, training)
+        same = isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype
         require(same, f"--norm {config.norm} must return a tensor with the shape and dtype of its input")
-        before, after = (y[:, :-1].nan_to_num() for y in outputs)
-        require(torch.equal(before, after), f"--norm {config.norm} lets a token see later tokens")
+        causal = torch.equal(y[:, :-1].nan_to_num(), after[:, :-1].nan_to_num())
+        require(causal, f"--norm {config.norm} lets a token see later tokens")
     try:
         state = load(save(norm.state_dict()))
         with torch.device("meta"):  # as checkpoints are loaded
             loaded = make()
         loaded.load_state_dict(state, assign=True)
-        outputs = [apply(each.to(device), x, False).nan_to_num() for each in (norm, loaded)]
-        kept = torch.equal(*outputs) and all(tensor.dtype != torch.float64 for tensor in state.values())
+        same = torch.equal(apply(loaded.to(device), x, False).nan_to_num(), y.nan_to_num())
+        kept = same and all(tensor.dtype != torch.float64 for tensor in state.values())
     except (RuntimeError, ValueError):
         kept = False
     kinds = "contiguous parameters and persistent buffers, none shared or float64"
@@ -135,11 +135,10 @@ def check_imports(description: dict[str, Any]) -> list[str]:
     norm, placement = (description["model"].get(name) for name in ("norm", "placement"))
     latest = {record["file"]: record for record in description["imports"]}  # of each file
     for file, record in latest.items():
-        used = norm in record["norms"] or placement in record["placements"]
-        if used and (norm not in KINDS or placement not in PLACEMENTS):
-            raise ValueError(f"this run uses {file}: add --import PATH/{file}")
-        if used and record["sha256"] not in hashes:
-            lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
+        if norm in record["norms"] or placement in record["placements"]:
+            require(norm in KINDS and placement in PLACEMENTS, f"this run uses {file}: add --import PATH/{file}")
+            if record["sha256"] not in hashes:
+                lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
     return lines
 
 

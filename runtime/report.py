@@ -82,10 +82,10 @@ def _block(block: str) -> str:
 
 
 def _inline(text: str) -> str:
-    parts = re.split(r"`([^`]+)`", escape(text))  # every other part is code
-    parts[::2] = [re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", part) for part in parts[::2]]
-    parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
-    return "".join(parts)
+    def tagged(found: re.Match) -> str:
+        return f"<code>{found[1]}</code>" if found[1] else f"<strong>{found[2]}</strong>"
+
+    return re.sub(r"`([^`]+)`|\*\*([^`]+?)\*\*", tagged, escape(text))
 
 
 def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
@@ -101,7 +101,7 @@ def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
         logged = [row for row in rows if name in row]
-        axes.plot([row["step"] for row in logged], [row[name] for row in logged], style, label=name.replace("_", " "))
+        axes.plot([row["step"] for row in logged], [row[name] for row in logged], style, label=name)
     if logged:  # evaluations, which all have the same tokens
         bpb_per_nat = logged[-1]["val_bpb"] / logged[-1]["val_loss"]
         axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")
@@ -129,16 +129,16 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         bpb, than = last["val_bpb"], f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
         change = f"{abs(1 - bpb / gzip_bpb):.0%} {'better' if bpb < gzip_bpb else 'worse'} {than}"
         result = f"After {last['step']} steps the model needs {bpb:.4f} bits per byte of the validation text, {change}."
-    inside = []
+    sections = [
+        markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
+        figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
+    ]
     if watched := read_rows(folder / "watch.jsonl"):
         from runtime.watch import plot_watch  # only with --watch
 
         maps = figure(plot_watch({"": watched}), alt="Heat maps of watch.jsonl over steps and depth")
-        inside = ["<h2>Inside the model</h2>", maps]
-    sections = [
-        markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
-        figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
-        *inside,
+        sections += ["<h2>Inside the model</h2>", maps]
+    sections += [
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
         preformatted(shlex.join(["python", *run["command"]])),

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -107,7 +108,7 @@ def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
 def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
     """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
     given, pretrained = read_options(flags.config, earlier), None
-    init_from = getattr(flags, "init_from", "") or (given or {}).get("init_from", "")
+    init_from = getattr(flags, "init_from", "") or given.get("init_from")
     if init_from and not earlier:
         directory = find_checkpoint(init_from)  # verified before the text is prepared
         model, _ = open_model(directory)
@@ -137,23 +138,22 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     return model_config, config
 
 
-def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[str, Any] | None:
+def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
     """The options of `run` or of the run.json that `--config` names. Prints which of its imports have changed."""
     if config and not run:
         run = read_run_file(Path(config))
     if not run:
-        return None
+        return {}
     warn_of_imports(run)
     return run["model"] | run["training"]
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
     """Raise ValueError if this model and these options cannot be trained on `ranks` ranks."""
-    norm, traits = model_config.norm, TRAITS[model_config.norm]
-    if config.recompute and not traits.per_token:
-        raise ValueError(f"--recompute does not support --norm {norm}: its statistics would be updated twice")
-    if not traits.per_token and ranks > 1:
-        raise ValueError(f"--norm {norm} supports only one rank: its statistics are not synchronized")
+    norm = model_config.norm
+    if not TRAITS[norm].per_token:
+        require(not config.recompute, f"--recompute does not support --norm {norm}: it would update statistics twice")
+        require(ranks == 1, f"--norm {norm} supports only one rank: its statistics are not synchronized")
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
@@ -178,8 +178,8 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     read_rows(folder / "watch.jsonl")  # refuses a damaged one
     last = rows[-1] if rows else {"step": 0}
     saved = last["step"] > there["save_every"] or (last["step"] == there["steps"] and "val_loss" in last)
-    lost = saved and not list_checkpoints(folder)
-    require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
+    kept = list_checkpoints(folder) or not saved
+    require(kept, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     return changed
 
 
@@ -204,9 +204,9 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this code, marked if code differs from it. None outside a clone."""
-    git = ["git", "-C", str(ROOT)]
-    status = [*git, "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]
     if not (ROOT / ".git").exists() or not which("git"):
         return None
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return head + "-dirty" * bool(subprocess.run(status, capture_output=True).stdout) or None
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    head = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+    changed = git(["git", "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]).stdout
+    return f"{head}-dirty" if changed else head or None

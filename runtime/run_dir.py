@@ -20,9 +20,9 @@ Tracker = Callable[[dict[str, Any]], None]
 
 def newest_run() -> Path:
     """The run that was started or resumed last. Raises ValueError if there is none."""
-    started = {file.stat().st_mtime_ns: file.parent for file in RUNS_FOLDER.glob("*/run.json")}
+    started = sorted(RUNS_FOLDER.glob("*/run.json"), key=lambda file: file.stat().st_mtime_ns)
     require(started, f"there is no run in {RUNS_FOLDER}/ yet; start one with python train.py, or name one")
-    return started[max(started)]
+    return started[-1].parent
 
 
 def check_run_dir(folder: Path, exists: bool) -> None:
@@ -31,10 +31,9 @@ def check_run_dir(folder: Path, exists: bool) -> None:
     A run exists from the moment its run.json does. One that was killed before has left the lock and a part of that.
     """
     has_run = (folder / "run.json").is_file()
-    if exists and not has_run:
-        raise ValueError(f"there is no run in {folder}; start one with python train.py, or name another folder")
-    if has_run and not exists:
-        raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
+    missing, taken = exists and not has_run, has_run and not exists
+    require(not missing, f"there is no run in {folder}; start one with python train.py, or name another folder")
+    require(not taken, f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {LOCK, "run.json.part"}
     require(exists or not others, f"--out {folder} is not empty; choose a new folder")
 
@@ -76,15 +75,18 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[str, Any]:
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
-    there, here = ({"torch": each["versions"].get("torch")} | each for each in (earlier, run))
-    machine = ("device", "instruction_set", "torch")
-    moved = [f"{name} {there[name]}, now {here[name]}" for name in machine if there[name] != here[name]]
-    if moved:
-        print(f"warning: not the same bits as without the interruption: {'; '.join(moved)}", file=sys.stderr)
+    there, here = machine(earlier), machine(run)
+    if there != here:
+        print(f"warning: not the same bits as without the interruption: {there}, now {here}", file=sys.stderr)
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
     kept = {name: earlier[name] for name in ("command", "commit", "weights_from") if name in earlier}
     return run | kept | {"resumed": resumed, "imports": imports}
+
+
+def machine(run: dict[str, Any]) -> str:
+    """What the bits of a run depend on."""
+    return f"{run['device']}, {run['instruction_set']}, torch {run['versions']['torch']}"
 
 
 class Log:

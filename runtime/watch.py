@@ -5,11 +5,13 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -26,13 +28,13 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Modules = dict[str, nn.Module]
-PANELS = {  # columns, up to a dot: what a heat map shows of them, and whether its colors are logarithmic
-    "stream_after": ("stream, RMS", True),
-    "input_rms": ("norm's input, RMS", True),
-    "gain_mean": ("mean gain", False),
-    "max_logit": ("largest logit", False),
-    "grad_rms": ("gradient, RMS", True),
-    "update": ("‖update‖ / ‖weight‖", True),
+PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale of its colors
+    "stream_after": ("stream, RMS", "log"),
+    "input_rms": ("norm's input, RMS", "log"),
+    "gain_mean": ("mean gain", "linear"),
+    "max_logit": ("largest logit", "linear"),
+    "grad_rms": ("gradient, RMS", "log"),
+    "update": ("‖update‖ / ‖weight‖", "log"),
 }
 
 
@@ -50,14 +52,18 @@ def watched(model: Llama, tokens: Tensor, dtype: torch.dtype, step: int, path: P
         rows = measure(model, tokens)
     sites = [matrices(site) for _, _, site in split(model)]
     for row, site in zip(rows, sites, strict=True):
-        row |= {f"grad_rms.{name}": rms(weight.grad) for name, weight in site.items() if weight.grad is not None}
+        for name, weight in site.items():
+            if weight.grad is not None:
+                row[f"grad_rms.{name}"] = rms(weight.grad)
     before = {weight: weight.detach().clone() for site in sites for weight in site.values()}
     yield
     for row, site in zip(rows, sites, strict=True):
         for name, weight in site.items():
             change = weight.detach() - before[weight]
             row[f"update.{name}"] = (change.norm() / before[weight].norm()).item()  # some weights start at zero
-        row |= {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        for key, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[key] = None
     append(path, "".join(json.dumps({"step": step} | row) + "\n" for row in rows))
 
 
@@ -98,34 +104,28 @@ def modules(**parts: Any) -> Modules:
 
 def attach(row: Row, site: Modules) -> list[RemovableHandle]:
     """Hooks on the modules of a site that fill its row."""
+    names = {module: name for name, module in site.items()}
+    queries: list[Tensor] = []
 
-    def record(column: str, x: Tensor | tuple[Tensor, ...]) -> None:
-        for prefix, stream in zip(("", "second_"), x if isinstance(x, tuple) else (x,), strict=False):
-            row[prefix + column] = rms(stream)
-
-    def record_input(module: nn.Module, column: str) -> RemovableHandle:
-        return module.register_forward_pre_hook(lambda module, args: record(column, args[0]))
-
-    hooks = []
-    for name, module in site.items():
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
+        name = names[module]
         if isinstance(module, tuple(KINDS.values())):
-            hooks.append(record_input(module, f"input_rms.{name}"))
+            row[f"input_rms.{name}"] = rms(args[0])
             for parameter, x in module.named_parameters(recurse=False):
                 label = "gain" if parameter == "weight" else parameter
-                row |= {f"{label}_mean.{name}": x.mean().item(), f"{label}_std.{name}": x.std(correction=0).item()}
-    if "residual" in site:
-        hooks.append(record_input(site["residual"], "stream_before"))
-        hooks.append(site["residual"].register_forward_hook(lambda module, args, x: record("stream_after", x)))
-    if "self_attn" in site:
-        rotated: list[Tensor] = []  # queries, then keys
+                row[f"{label}_mean.{name}"] = x.mean().item()
+                row[f"{label}_std.{name}"] = x.std(correction=0).item()
+        elif name == "residual":
+            for column, stream in (("stream_before", args[0]), ("stream_after", output)):
+                streams = stream if isinstance(stream, tuple) else (stream,)
+                for prefix, x in zip(("", "second_"), streams, strict=False):
+                    row[prefix + column] = rms(x)
+        elif name == "rotated_q_norm":
+            queries.append(output)
+        elif name == "rotated_k_norm":
+            row["max_logit"] = max_logit(queries.pop(), output)
 
-        def record_logit(module: nn.Module, args: tuple[Tensor], x: Tensor) -> None:
-            rotated.append(x)
-            if len(rotated) == 2:
-                row["max_logit"] = max_logit(*rotated)
-
-        hooks += [site[f"rotated_{x}_norm"].register_forward_hook(record_logit) for x in "qk"]
-    return hooks
+    return [module.register_forward_hook(record) for module in site.values()]
 
 
 def matrices(site: Modules) -> dict[str, nn.Parameter]:
@@ -141,11 +141,11 @@ def rms(x: Tensor) -> float:
 def max_logit(q: Tensor, k: Tensor) -> float:
     """The largest q·k/√D of a token and one that it attends to. `q` is B T H D, `k` B T K D."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # B T H D
-    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    future = torch.full((q.shape[1], q.shape[1]), -math.inf, device=q.device).triu(1)
     largest = []
     with torch.autocast(q.device.type, enabled=False):
         for q_one, k_one in zip(q.float(), k.float(), strict=True):  # one sequence at a time, for memory
-            logits = torch.einsum("qhd,khd->hqk", q_one, k_one).masked_fill(future, -math.inf)
+            logits = torch.einsum("qhd,khd->hqk", q_one, k_one) + future
             largest.append(logits.max().item())
     return max(largest) / math.sqrt(q.shape[-1])
 
@@ -155,7 +155,6 @@ def max_logit(q: Tensor, k: Tensor) -> float:
 
 def plot_watch(arms: Mapping[str, list[Row]]) -> "Figure":
     """Heat maps over steps and depth, from the bottom up: a column for each arm, with the same colors in a row."""
-    from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
 
     maps = {column: [tabulate(rows, column) for rows in arms.values()] for column in PANELS}
@@ -164,43 +163,34 @@ def plot_watch(arms: Mapping[str, list[Row]]) -> "Figure":
     plot = Figure(figsize=(3 + 3.2 * len(arms), 1 + sum(heights)), layout="constrained")
     panels = plot.subplots(len(maps), len(arms), squeeze=False, height_ratios=heights)
     for (column, each), row in zip(maps.items(), panels, strict=True):
-        title, logarithmic = PANELS[column]
-        shown = [
-            value
-            for _, _, values in each
-            for line in values
-            for value in line
-            if value > 0 or (not logarithmic and math.isfinite(value))
-        ]
-        scale = LogNorm if logarithmic and shown else Normalize
-        colors = scale(min(shown, default=0), max(shown, default=1))
+        title, scale = PANELS[column]
+        found = np.concatenate([values.ravel() for _, _, values in each])
+        shown = found[found > 0] if scale == "log" else found[np.isfinite(found)]
+        colors = {"norm": scale, "vmin": min(shown, default=1), "vmax": max(shown, default=1)}
         for arm, axes, (labels, steps, values) in zip(arms, row, each, strict=True):
             axes.set_title(arm, fontsize="medium")
             if labels:
-                mesh = axes.pcolormesh(values, norm=colors, rasterized=True)
-                axes.set_xticks(*ticks(steps, 3))
-                axes.set_yticks(*ticks(labels, 9))
+                image = axes.imshow(values, aspect="auto", origin="lower", interpolation="nearest", **colors)
+                axes.set_xticks(range(len(steps)), steps)
+                axes.set_yticks(range(len(labels)), labels)
+                axes.locator_params("x", nbins=3)
+                axes.locator_params("y", nbins=9)
                 axes.set_xlabel("step")
             else:
                 axes.set_axis_off()
-        plot.colorbar(mesh, ax=list(row), label=title)
+        plot.colorbar(image, ax=list(row), label=title)
     return plot
 
 
-def tabulate(rows: list[Row], column: str) -> tuple[list[str], list[int], list[list[float]]]:
+def tabulate(rows: list[Row], column: str) -> tuple[list[str], list[int], np.ndarray]:
     """Labels, steps, and for each label the values over the steps, NaN where there is none."""
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[int, float | None]] = defaultdict(dict)
     for row in rows:
         for key, value in row.items():
             start, _, name = key.partition(".")
             if start == column:
                 label = f"{row['block']} {row['site']} {name}".strip()
-                found.setdefault(label, {})[row["step"]] = math.nan if value is None else value
+                found[label][row["step"]] = value
     steps = sorted({row["step"] for row in rows})
-    return list(found), steps, [[line.get(step, math.nan) for step in steps] for line in found.values()]
-
-
-def ticks(labels: list[Any], most: int) -> tuple[list[float], list[Any]]:
-    """Positions and texts of at most `most` labels, the first among them."""
-    every = math.ceil(len(labels) / most)
-    return [index + 0.5 for index in range(0, len(labels), every)], labels[::every]
+    values = [[line.get(step) for step in steps] for line in found.values()]
+    return list(found), steps, np.array(values, float)  # None becomes NaN

@@ -127,10 +127,10 @@ def test_argparse_error_is_one_line_with_exit_code_2(flags, message, refused):
         ({"dim": None}, "dim must be of type int, not None"),
         ({"layers": 2.0}, "layers must be of type int, not 2.0"),
         ({"tie_embeddings": 0}, "tie_embeddings must be of type bool, not 0"),
-        ({"norm_args": [1]}, "norm_args must be of type dict[str, typing.Any], not [1]"),
+        ({"norm_args": [1]}, "norm_args must be of type dict, not [1]"),
         ({"width": 3}, "'width' is not a field of this version"),
         ({"lr": True}, "lr must be of type float, not True"),
-        ({"data": ["python", 3]}, "data must be of type list[str], not ['python', 3]"),
+        ({"data": ["python", 3]}, "data must be of type list, not ['python', 3]"),
     ],
 )
 def test_fields_of_a_file_have_their_types(fields, message):

@@ -27,17 +27,17 @@ SIZES = {  # theirs, ours
     "max_position_embeddings": "context",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
-ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
-HARMLESS = {  # these do not change the logits
-    "_name_or_path", "architectures", "model_type", "transformers_version", "transformers.js_config", "dtype",
-    "torch_dtype", "use_cache", "initializer_range", "pretraining_tp", "is_llama_config", "tokenizer_class",
-    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "cache_implementation",
-    "return_dict", "output_attentions", "output_hidden_states", "torchscript", "task_specific_params", "id2label",
-    "label2id", "problem_type", "finetuning_task", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty",
-    "max_length", OWN,
-    "auto_map",  # names code in the directory, which is never run
-}  # fmt: skip
+# Other fields that are read, and those that do not change the logits. `auto_map` names code, which is never run.
+OTHERS = """
+tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama
+_name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
+use_cache initializer_range pretraining_tp is_llama_config tokenizer_class
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+attn_implementation _attn_implementation _attn_implementation_autoset cache_implementation
+return_dict output_attentions output_hidden_states torchscript task_specific_params
+id2label label2id problem_type finetuning_task
+do_sample temperature top_k top_p repetition_penalty max_length
+"""
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
 
 def to_theirs(config: ModelConfig) -> dict[str, Any]:
     """The fields of Hugging Face's configuration that say what the model computes. Raises ValueError if none can."""
-    differences = {model_type: _differences(config, each) for model_type, each in ARCHITECTURES.items()}
-    nearest = min(differences, key=lambda model_type: len(differences[model_type]))
-    architecture, settings = ARCHITECTURES[nearest], asdict(config)
-    if differences[nearest]:
-        reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences[nearest])}"
+    nearest = min(ARCHITECTURES, key=lambda model_type: len(_differences(config, ARCHITECTURES[model_type])))
+    architecture = ARCHITECTURES[nearest]
+    differences = _differences(config, architecture)
+    if differences:
+        reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences)}"
         raise ValueError(f"no architecture of Hugging Face computes this: {reason}")
     theirs: dict[str, Any] = {"model_type": nearest, "architectures": [architecture.name]}
-    theirs |= {name: settings[ours] for name, ours in SIZES.items()}
+    theirs |= {name: getattr(config, ours) for name, ours in SIZES.items()}
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
     scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
@@ -132,9 +132,9 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
 
 def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
     """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not compute."""
-    model_type = theirs.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise ValueError(f"model_type {model_type!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    model_type = theirs.get("model_type", "")
+    supported = list(ARCHITECTURES)
+    require(model_type in supported, f"model_type {model_type!r} is not supported; {', '.join(supported)} are")
     architecture = ARCHITECTURES[model_type]
     names = theirs.get("architectures")
     require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
@@ -146,17 +146,17 @@ def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
             valid = type(value) is int and 1 <= value <= MAX_SIZE
             require(valid, f"{name} must be a positive integer up to {MAX_SIZE}, not {value!r}")
             given[ours] = value
-    given["norm_args"] = dict(architecture.norm_args)
+    norm_args = dict(architecture.norm_args)
     if architecture.eps:
-        given["norm_args"]["eps"] = _number(theirs, architecture.eps, 1e-5)
-    given["tie_embeddings"] = theirs.get("tie_word_embeddings", False)
-    require(is_a(given["tie_embeddings"], bool), "tie_word_embeddings must be true or false")
-    config = ModelConfig(**given, **_rope(theirs))
+        norm_args["eps"] = _number(theirs, architecture.eps, 1e-5)
+    tied = theirs.get("tie_word_embeddings", False)
+    require(is_a(tied, bool), "tie_word_embeddings must be true or false")
+    config = ModelConfig(**given, norm_args=norm_args, tie_embeddings=tied, **_rope(theirs))
     fixed = COMMON | architecture.fixed(config)
     for name, value in fixed.items():
         actual = theirs.get(name, value)
         require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
-    known = {*SIZES, *ROPE, *HARMLESS, *fixed, architecture.eps, *architecture.unused, "tie_word_embeddings"}
+    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.unused, architecture.eps}
     for name in theirs.keys() - known:
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
     return config
