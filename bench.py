@@ -84,8 +84,8 @@ def print_report(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         table.append([f"{cell:.3g}" if type(cell) is float else str(cell) for cell in row.values()])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print("  ".join(map(str.ljust, line, widths)))
+    for first, *others in table:
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
 
 
 if __name__ == "__main__":

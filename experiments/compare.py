@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     arms = arms_of(settings, differing or ["norm", "placement"])
     runs = {folder: outcome_of(arms[folder], settings[folder], logs[folder]) for folder in folders}
     summary, *tables = describe(settings, runs, differing)
-    plot = plot_curves(list(runs.values()), "tokens")
+    plot = plot_curves(list(runs.values()), "", ("step", "tokens", "seconds"))
     save_plot(plot, out / "compare.png")
     write_atomically(out / "compare.md", "\n\n".join([summary, "![loss curves](compare.png)", *tables]) + "\n")
     sections = [markdown(summary), figure(plot, alt="losses of the runs"), markdown("\n\n".join(tables))]

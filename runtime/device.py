@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from timeit import repeat
+from timeit import timeit
 
 import torch
 from torch import Tensor
@@ -68,9 +68,9 @@ def product_times() -> list[float]:
     operands = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    seconds = [min(repeat(partial(torch.mm, x, x), number=1)) for x in operands]
+    rounds = [[timeit(partial(torch.mm, x, x), number=1) for x in operands] for _ in range(5)]
     torch.set_num_threads(threads)
-    return seconds
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def measured_products() -> str:

@@ -4,8 +4,8 @@ Each function gets the runs that have ended, those of the first arm first: it is
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -19,57 +19,64 @@ LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
-def plot_differences(runs: list[Outcome], optima: Mapping[Arm, Optimum] = {}) -> Figure:
+def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optimum] = {}) -> Figure:
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
-    An arm with a diverged run says so below its name. It has no mean, nor has any arm if a run of the baseline
-    diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals.
+    An arm with a diverged run says so beside its dots. It has no mean, nor has any arm if a run of the baseline
+    diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals. Those of two
+    seeds may be wide: the frame is at most five times as wide as what the dots cover.
     """
     arms = grouped((run.arm, run) for run in runs)
     baseline, *others = arms
     figure = Figure(figsize=(6.8, 2.0 + 0.4 * len(others)), layout="constrained")
     axes = figure.subplots()
-    labels = []
+    dots = [0.0]
     for height, arm in enumerate(others):
-        group, color = arms[arm], f"C{height + 1}"
-        differences = list(contrast([final_bpb(group), final_bpb(arms[baseline])]).values())
+        color, diverged = f"C{height + 1}", sum(run.diverged for run in arms[arm])
+        differences = list(contrast([final_bpb(arms[arm]), final_bpb(arms[baseline])]).values())
+        dots += differences
         axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
-        label = f"{arm.name}\nn = {len(differences)}"
-        if diverged := sum(run.diverged for run in group):
-            label += f", {diverged} of {len(group)} diverged"
-        labels.append(label)
-        if len(differences) == len(group):
-            slack = sum(optima[each].regret or 0.0 for each in (arm, baseline) if each in optima)
-            found = estimate(differences, slack)
+        note = f" n = {len(differences)}" + (f", {diverged} of {len(arms[arm])} diverged" if diverged else "")
+        axes.text(1.01, height, note, transform=axes.get_yaxis_transform(), va="center")
+        if len(differences) == len(arms[arm]):
+            found = estimate(differences, sum(optima[each].regret or 0.0 for each in (arm, baseline) if optima))
             axes.errorbar(found.mean, height, None, found.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
-    axes.set_yticks(range(len(others)), labels)
+    swept = len({optimum.lr for optimum in optima.values()}) > 1
+    names = [f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name for arm in others]
+    axes.set_yticks(range(len(others)), names)
     axes.set_ylim(len(others) - 0.4, -0.6)
-    axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better)")
+    frame = axes.get_xlim()
+    if room := 2 * (max(dots) - min(dots)):
+        axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
+    cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
+    axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better){cut}")
     axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
     return figure
 
 
-def plot_curves(runs: list[Outcome], unit: str = "step") -> Figure:
-    """Each arm's mean training loss and val_bpb at the steps that all its runs logged, over steps or tokens.
+def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",)) -> Figure:
+    """Each arm's mean training loss and val_bpb over the steps that all its runs logged, or over tokens or seconds.
 
-    A metric that no arm has at two steps is left out. The line of an arm with a diverged run ends with a cross.
+    A metric that no arm has at two steps is left out. About ten points of a line have markers. The line of an arm with
+    a diverged run ends with a cross.
     """
     arms = grouped((run.arm, run) for run in runs)
-    metrics = [metric for metric in METRICS if any(len(curve(group, metric, unit)) > 1 for group in arms.values())]
-    metrics = metrics or list(METRICS)
-    figure = Figure(figsize=(6.8, 1 + 3 * len(metrics) + 0.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, metric in zip(panels, metrics, strict=True):
+    metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
+    shown = list(product(units, metrics or METRICS))
+    figure = Figure(figsize=(6.8, 1 + 3 * len(shown) + 0.2 * len(arms)), layout="constrained")
+    panels = figure.subplots(len(shown), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
+    for axes, (unit, metric) in zip(panels, shown, strict=True):
         for number, (arm, group) in enumerate(arms.items()):
-            points = curve(group, metric, unit)
+            points, style = curve(group, metric, unit), f"oC{number}{LINES[number // 10 % 4]}"
             every = len(points) // 10 + 1
-            style = f"oC{number}{LINES[number // 10 % 4]}"
             axes.plot(*np.reshape(points, (-1, 2)).T, style, label=arm.name, ms=4, markevery=every)
             if points and any(run.diverged for run in group):
                 axes.plot(*points[-1], f"XC{number}", mec="black", ms=8)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     return figure
 
@@ -78,9 +85,8 @@ def curve(runs: list[Outcome], metric: str, unit: str) -> list[np.ndarray]:
     """The means of a unit and of a metric at the steps that all `runs` logged."""
     steps = defaultdict(list)
     for run in runs:
-        seen: dict[str, Any] = {}  # an evaluation comes after the training row of its step, which has the tokens
+        at = {row["step"]: row[unit] for row in run.log if unit in row}  # evaluations have no seconds of their own
         for row in run.log:
-            seen |= row
-            if metric in row:
-                steps[row["step"]].append((seen[unit], row[metric]))
+            if metric in row and row["step"] in at:
+                steps[row["step"]].append((at[row["step"]], row[metric]))
     return [np.mean(points, axis=0) for _, points in sorted(steps.items()) if len(points) == len(runs)]

@@ -183,15 +183,15 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     tables += sweep_section(sweep, outcomes, optima) if sweep else []
     model_config, config = next(iter(grid.settings.values()))
     machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs * len(grid.devices)} at a time"
-    ran = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}, {machine}, torch {torch.__version__}."
-    about = [f"`{command}`", ran, *HOW_TO_READ]
+    title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
+    about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     runs = [outcomes[cell] for cell in reported if cell in outcomes]
     figures = {}
     if runs and runs[0].arm == reported[0].arm:  # the baseline
         if len(grid.settings) > 1:
-            figures["differences"] = plot_differences(runs, optima)
-        figures["curves"] = plot_curves(runs)
+            figures["differences"] = plot_differences(runs, title, optima)
+        figures["curves"] = plot_curves(runs, title)
     rows, first = [], {}
     for cell in reported:
         if cell in outcomes and (watched := read_rows(grid.cell_folder(cell) / "watch.jsonl")):

@@ -8,6 +8,7 @@ from matplotlib.collections import LineCollection
 
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.plots import plot_curves, plot_differences
+from experiments.ablation.rates import Optimum
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 RMS, LAYER, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "layernorm", "dyt"))
@@ -32,7 +33,7 @@ def drawn(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
 
 def test_differences_show_seeds_mean_interval_and_n():
     """By hand: -0.5, -0.4, -0.6 have mean -0.5 and standard deviation 0.1."""
-    axes = plot_differences([*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, 2.6, 3.4)]).axes[0]
+    axes = plot_differences([*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, 2.6, 3.4)], "title").axes[0]
     seeds, average = drawn(axes, "o")
     assert [x for x, _ in seeds] == pytest.approx([-0.5, -0.4, -0.6]) and average == [(pytest.approx(-0.5), 0)]
     assert axes.get_xlabel() == "val_bpb minus that of rmsnorm pre, paired by seed (left is better)"
@@ -40,18 +41,32 @@ def test_differences_show_seeds_mean_interval_and_n():
     assert isinstance(interval, LineCollection)
     ((low, _), (high, _)) = interval.get_segments()[0]
     assert (low, high) == pytest.approx((-0.5 - T_TWO * 0.1 / 3**0.5, -0.5 + T_TWO * 0.1 / 3**0.5))
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre\nn = 3"]
+    assert [text.get_text().strip() for text in axes.texts] == ["n = 3"]
+
+
+def test_an_interval_that_would_squash_the_dots_is_cut_and_rates_that_were_searched_for_are_named():
+    """Two dots at -0.5 and -0.4 have an interval of 12.7 times 0.05 around -0.45."""
+    outcomes, optima = (
+        [*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.5, 2.6)],
+        {RMS: Optimum(0.01, 0.0), LAYER: Optimum(0.02, 0)},
+    )
+    axes = plot_differences(outcomes, "title", optima).axes[0]
+    assert axes.get_xlim()[0] == pytest.approx(-1.085, abs=0.07) and "cut" not in axes.get_xlabel()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre\nlr 0.02"]
+    axes = plot_differences([*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.95, 3.05)], "title").axes[0]
+    assert axes.get_xlim() == pytest.approx((-0.25, 0.25))
+    assert axes.get_xlabel().endswith("\nintervals are cut at the frame")
 
 
 def test_an_arm_with_a_diverged_run_says_so_and_has_no_mean():
     """Nor has any arm a mean where a run of the baseline diverged."""
     outcomes = [*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, None, 3.4), *runs(DYT, None, None, None)]
-    axes = plot_differences(outcomes).axes[0]
+    axes = plot_differences(outcomes, "title").axes[0]
     assert [[x for x, _ in seeds] for seeds in drawn(axes, "o")] == [pytest.approx([-0.5, -0.6])]
     assert not axes.collections
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == ["layernorm pre\nn = 2, 1 of 3 diverged", "dyt pre\nn = 0, 3 of 3 diverged"]
-    axes = plot_differences([*runs(RMS, 2.0, None), *runs(LAYER, 1.5, 2.5)]).axes[0]
+    notes = [text.get_text().strip() for text in axes.texts]
+    assert notes == ["n = 2, 1 of 3 diverged", "n = 0, 3 of 3 diverged"]
+    axes = plot_differences([*runs(RMS, 2.0, None), *runs(LAYER, 1.5, 2.5)], "title").axes[0]
     assert drawn(axes, "o") == [[(-0.5, 0)]] and not axes.collections
 
 
@@ -61,7 +76,7 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
         run.log.insert(1, {"step": 10, "val_bpb": 3.0})
     outcomes[3].log[2:] = [{"step": 25, "not_finite": True}]
     outcomes[3] = Outcome(LAYER, 0.01, 1, True, 25, None, None, None, None, None, outcomes[3].log)
-    train, val = plot_curves(outcomes).axes[:2]
+    train, val = plot_curves(outcomes, "title").axes[:2]
     assert drawn(train, "o") == [[(10, 10.0), (20, 9.0), (30, 8.0), (40, 7.0)], [(10, 10.0), (20, 9.0)]]
     assert drawn(train, "X") == [[(20, 9.0)]] and drawn(val, "X") == []
 
@@ -69,10 +84,10 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
 def test_single_evaluations_have_no_panel():
     """One point is no curve; it is in the table."""
     outcomes = [*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)]
-    assert len(plot_curves(outcomes).axes) == 1
+    assert len(plot_curves(outcomes, "title").axes) == 1
     for run in outcomes:
         run.log.insert(2, {"step": 20, "val_bpb": 3.0})
-    _, val = plot_curves(outcomes).axes
+    _, val = plot_curves(outcomes, "title").axes
     assert drawn(val, "o") == [[(20, 3.0), (40, pytest.approx(2.05))], [(20, 3.0), (40, pytest.approx(2.6))]]
 
 
@@ -85,7 +100,7 @@ def test_single_evaluations_have_no_panel():
 )
 def test_any_outcomes_can_be_drawn_within_the_figure(outcomes):
     for plot in (plot_curves, plot_differences):
-        figure = plot(outcomes)
+        figure = plot(outcomes, "200 steps, seeds 0 to 4")
         FigureCanvasAgg(figure).draw()
         box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
         assert box.x0 > -0.1 and box.y0 > -0.1 and box.x1 < width + 0.1 and box.y1 < height + 0.1
