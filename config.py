@@ -256,7 +256,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # If a flag changes an option on the right, the option on the left returns to its default. The micro-batch size does so
-# only if it no longer divides the batch size, and the warmup only if it was the default for the steps before.
+# only if it no longer divides the batch size; warmup, kv_heads and init only from their default for the options before.
 FOLLOWS = {
     "hidden_dim": {"dim"},
     "kv_heads": {"heads"},
@@ -376,9 +376,11 @@ def configs_from(
     if pretrained:
         _check_pretrained(pretrained, given | by_flag)
     steps = given.get("steps", TrainConfig.steps)
-    if given.get("warmup") != TrainConfig(steps=steps).warmup:
-        changed.discard("steps")  # keeps the warmup
-    given = {name: value for name, value in given.items() if changed.isdisjoint(FOLLOWS.get(name, ()))} | by_flag
+    placement = PLACEMENTS.get(given.get("placement", ""), PLACEMENTS["pre"])
+    usual = {"warmup": steps // 20, "kv_heads": given.get("heads"), "init": placement.init}
+    followers = {name for name, options in FOLLOWS.items() if not changed.isdisjoint(options)}
+    kept = {name: value for name, value in given.items() if name not in followers or value != usual.get(name, value)}
+    given = kept | by_flag
     micro = given.get("micro_batch_size") or 1
     if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:
         del given["micro_batch_size"]

@@ -1,6 +1,7 @@
 """`python ablate.py compare DIR DIR ...`: what differs between runs, in their settings and in their losses.
 
-It only reads. Runs that differ in nothing but their seed are an arm; that of the first run is the baseline.
+It only reads. Runs that differ in nothing but their seed are an arm; that of the first run is the baseline. Of a run
+that was resumed with other options, the last ones count.
 """
 
 import csv
@@ -66,12 +67,16 @@ def find_runs(names: list[str]) -> list[Path]:
 
 
 def read_settings(folder: Path) -> dict[str, str]:
-    """The options that can change a run's results. Text, tokenizer and norms from files have a part of their hash."""
+    """The options that can change a run's results. What comes from files has a part of their hash."""
     run = read_run_file(folder / "run.json")
     settings = {name: shown(value) for name, value in compared(run["model"], run["training"]).items()}
-    imported = [record["sha256"][:6] for record in run["imports"] if settings["norm"] in record["norms"]]
-    norm_args = settings.pop("norm_args").replace(" ", ",")
-    settings["norm"] = "@".join([settings["norm"], *imported]) + (norm_args and f":{norm_args}")
+    for kind in ("norm", "placement"):
+        imported = [record["sha256"][:6] for record in run["imports"] if settings[kind] in record[f"{kind}s"]]
+        settings[kind] = "@".join([settings[kind], *imported])
+    if norm_args := settings.pop("norm_args"):
+        settings["norm"] += ":" + norm_args.replace(" ", ",")
+    if "weights_from" in run:
+        settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
     settings["data"] = f"{run['corpus']['name']}@{run['corpus']['hash'][:6]}"
     settings["tokenizer"] += f"@{run['tokenizer']['hash'][:6]}"
     return settings | {"folder": str(folder.parent.parent if folder.parent.name == "cells" else folder)}

@@ -29,7 +29,7 @@ class Estimate:
     half_width: float | None  # None for a single value
     n: int
     p: float | None  # two-sided, of "the mean is 0", by the one-sample t test; None for a single value
-    detectable: float | None = None  # the smallest true mean that would be shown in four of five experiments
+    detectable: float | None = None  # about the smallest true mean that four of five experiments would show
 
     @property
     def low(self) -> float:

@@ -73,6 +73,6 @@ class DivideByRunningRMS(torch.autograd.Function):
         n, r = ctx.saved_tensors
         rest = grad_n - ctx.projection * n
         updated = ctx.projection + ctx.rate * (rest * n).reshape(-1, n.shape[-1]).mean(0)
-        # Skip the update when float16 gradients overflow, as the optimizer does.
+        # Skip the update when float16 gradients overflow. ν then has the scale of earlier losses for a while.
         ctx.projection.copy_(torch.where(updated.isfinite(), updated, ctx.projection))
         return r * rest, None, None, None

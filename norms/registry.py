@@ -103,4 +103,5 @@ def _argument_types(kind: str) -> dict[str, Any]:
     constructor = KINDS[kind].__init__
     hints = get_type_hints(constructor)
     arguments = list(inspect.signature(constructor).parameters.values())[2:]
-    return {each.name: hints.get(each.name, type(each.default)) for each in arguments if each.name != "site"}
+    types = {each.name: hints.get(each.name, type(each.default)) for each in arguments if each.name != "site"}
+    return {name: next(filter(PARSERS.get, get_args(kind)), kind) for name, kind in types.items()}  # of float | None

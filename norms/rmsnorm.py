@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
     "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained. With `zero_centered`, as in
     Gemma, the gain is 1 + weight, and the weight starts at 0.
 
-    Gradients lose digits for |x| beyond 1e13, where the derivative of torch.rsqrt(s), -½ / √s³, underflows.
+    Gradients lose digits for |x| beyond 1e12, where the derivative of torch.rsqrt(s), -½ / √s³, underflows.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ TRAINING: dict[str, Any] = dict(
 )  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "--dim 256": {"dim": 256, "hidden_dim": 704, "head_dim": 64},
-    "--heads 8": {"heads": 8, "kv_heads": 8, "head_dim": 8},
+    "--heads 8": {"heads": 8, "head_dim": 8},
     "--norm rmsnorm": {"norm": "rmsnorm", "norm_args": {}},
     "--placement deepnorm": {"placement": "deepnorm", "init": "xavier"},
     "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
@@ -180,12 +180,14 @@ def test_an_option_changes_what_follows_from_it_and_nothing_else(flags, changed)
     assert {name: value for name, value in after.items() if value != before[name]} == changed
 
 
-@pytest.mark.parametrize("warmup, later", [(7, 7), (5, 10)])
-def test_more_steps_keep_a_warmup_that_was_chosen(warmup, later):
-    """The default for 100 steps is 5."""
-    before = fields_of(ModelConfig(), TrainConfig(steps=100, warmup=warmup))
-    assert parse("--steps 200", of_run=before)[1].warmup == later
-    assert parse("--steps 200 --warmup 3", of_run=before)[1].warmup == 3
+@pytest.mark.parametrize("chosen", [{"warmup": 7, "kv_heads": 1, "init": "xavier"}, {}])
+def test_what_was_chosen_is_kept_and_a_default_follows(chosen):
+    before = fields_of(ModelConfig(heads=4), TrainConfig(steps=100)) | chosen
+    after = fields_of(*parse("--steps 200 --heads 2 --placement post", of_run=before))
+    expected = {"warmup": 10, "kv_heads": 2, "init": "normal"} | chosen
+    assert {name: after[name] for name in expected} == expected
+    before = fields_of(ModelConfig(placement="deepnorm"), TrainConfig())
+    assert parse("--placement post --warmup 3", of_run=before)[0].init == "normal"
 
 
 def test_flags_come_before_the_run_and_the_run_before_defaults():

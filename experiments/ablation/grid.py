@@ -82,7 +82,8 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
             continue
         model, config = settings[arm]
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
-        require(not model.norm_args or ":" in arm.name, "an argument of a norm goes into --norms, as in dyt:alpha=1")
+        named = all(f"{name}=" in arm.name for name in model.norm_args)
+        require(named, "an argument of a norm goes into --norms, as in dyt:alpha=1")
         shared = [*train_flags, "--dtype", config.dtype]
     require(settings, reason)
     return settings
@@ -236,7 +237,7 @@ class Grid:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
         folder, config = self.cell_folder(cell), self.settings[cell.arm][1]
         if (folder / "run.json").exists():
-            flags = ["--resume", *import_flags(), "--cache-dir", config.cache_dir]
+            flags = ["--resume", *import_flags(), "--cache-dir", config.cache_dir, "--watch", str(config.watch)]
         else:
             flags = [*self.train_flags, *cell.arm.flags, "--lr", str(cell.lr), "--seed", str(cell.seed)]
             flags += ["--dtype", config.dtype, "--compile" if config.compile else "--no-compile"]

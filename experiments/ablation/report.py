@@ -12,11 +12,12 @@ NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
-    "first row are paired: each seed gives both arms the same initial weights and batches. Below zero is better. p "
-    "tests for no difference (paired t test). All p-values of this report are corrected together (Holm); each interval "
-    "is for one comparison: an arm whose interval lies between -0.01 and 0.01 is as good as the baseline, up to 0.01. "
-    "`detectable` is the smallest true difference that so many seeds show in four of five experiments, with the "
-    "strictest correction. All of it is about the chance in seeds, not about other texts. A run diverged if its loss "
+    "first row are paired: as far as their shapes allow, each seed gives both arms the same initial weights and "
+    "batches. Below zero is better. p tests for no difference (paired t test). All p-values of this report are "
+    "corrected together (Holm); each interval is for one comparison: an arm whose interval lies between -0.01 and "
+    "0.01 is as good as the baseline, up to 0.01. `detectable` is about the smallest true difference that so many "
+    "seeds show in four of five experiments, with the strictest correction; for two or three seeds it is too small, "
+    "by up to a quarter. All of it is about the chance in seeds, not about other texts. A run diverged if its loss "
     "was not finite, or ended above that of a uniform prediction.",
     f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
     "the easy ones, so their mean is not comparable and has no p.",

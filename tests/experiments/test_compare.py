@@ -35,6 +35,7 @@ def make(template, tmp_path, monkeypatch):
         for part in ("model", "training"):
             run[part] |= {name: value for name, value in changed.items() if name in run[part]}
         run["corpus"]["hash"] = corpus or run["corpus"]["hash"]
+        run |= {name: value for name, value in changed.items() if name in ("imports", "weights_from")}
         write_run_file(folder / "run.json", run)
         training = {"train_loss": 3.0, "tokens_per_second": 128.0}
         early, late = ({"step": step, "tokens": 64 * step, "seconds": 0.5 * step} | training for step in (2, 4))
@@ -95,6 +96,15 @@ def test_runs_without_a_result_and_a_single_seed(make):
     again = compared("a", str(shutil.copytree("a", "again")))
     assert "rmsnorm pre folder=again has the same losses" in again
     assert compared("a", make("e", 2.2, seed=1)).startswith("The runs differ in their seed only.")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_files_behind_a_name_are_told_apart(make):
+    imports = [{"file": "p.py", "sha256": digit * 8, "norms": [], "placements": ["pre"]} for digit in "12"]
+    assert "| pre@222222 |" in compared(*(make(f"p{i}", 2.0, seed=i, imports=[imports[i]]) for i in range(2)))
+    weights = [{"directory": "w", "sha256": {"model.safetensors": digit}} for digit in "12"]
+    page = compared(*(make(f"w{i}", 2.0, seed=i, init_from="w", weights_from=weights[i]) for i in range(2)))
+    assert "| run | seed | init from |" in page or "| run | seed | init_from |" in page
 
 
 def test_what_is_no_run_or_damaged_is_refused_in_a_line(make, refused):

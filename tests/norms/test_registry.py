@@ -43,9 +43,11 @@ def test_is_a(annotation, valid, invalid):
     ],
     ids=str,
 )
-def test_invalid_norm_args_are_refused(norm_args, message):
+def test_norm_args_have_types(norm_args, message, monkeypatch):
     with pytest.raises(ValueError) as excinfo:
         build_norm("layernorm", 8, **norm_args)
     assert str(excinfo.value) == message
     build_norm("layernorm", 8, eps=1, bias=False)
     assert parse_norm_args("layernorm", ["bias=False"]) == {"bias": False}
+    monkeypatch.setitem(KINDS, "torch", nn.RMSNorm)  # eps: float | None
+    assert parse_norm_args("torch", ["eps=1e-5"]) == {"eps": 1e-5}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import train
-from experiments.cards import BEFORE_AMPERE, CARDS
 from runtime import machine, process, run
 from runtime.device import pick_device, pick_dtype
 from runtime.machine import unused_gpu
@@ -137,11 +136,3 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     assert resolved(2000) == (True, "")
     (tmp_path / "include/Python.h").unlink()
     assert resolved(2000) == (False, f"{line}Python's headers, which are not in {tmp_path}/include\n")
-
-
-def test_limits_of_cards_are_in_the_same_units():
-    """So many FLOPs for each byte of its memory's bandwidth have the cards of these years."""
-    for name, card in CARDS.items():
-        assert 65 < card.flops / card.bandwidth < 500 and 8e9 <= card.memory < 200e9, name
-        assert 1.9 < card.flops / card.float32 < (2.1 if name.startswith("rtx") else 31), name
-    assert set(BEFORE_AMPERE) < set(CARDS)

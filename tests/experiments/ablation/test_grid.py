@@ -78,7 +78,7 @@ def csv_rows(file: Path) -> list[dict[str, str]]:
 
 def test_arms_are_the_product_of_all_factors(resolve):
     ablation = resolve(
-        "--norms rmsnorm dyt:alpha=0.5 --placements pre --factor clip=0,8 --factor tie-embeddings=true,false"
+        "--norms rmsnorm dyt:alpha=0.5 --placements pre --factor clip=0,8 --factor tie-embeddings=true,false --watch 3"
     )
     arms = ablation.grid.settings
     assert [tuple(value for _, value in arm.factors) for arm in arms] == [
@@ -90,6 +90,9 @@ def test_arms_are_the_product_of_all_factors(resolve):
     assert (parsed.norm, parsed.norm_args, parsed.clip, parsed.tie_embeddings) == ("dyt", ["alpha=0.5"], 8, False)
     assert (parsed.lr, parsed.seed, parsed.compile) == (0.02, 2, False)
     assert cell.arm.name == "dyt:alpha=0.5 pre clip=8 tie_embeddings=false"
+    ablation.grid.cell_folder(cell).mkdir(parents=True)
+    (ablation.grid.cell_folder(cell) / "run.json").touch()
+    assert train.parse(ablation.grid.command(cell)[2:]).watch == 3
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,8 @@ def test_norm_args_of_a_run_are_not_hidden_in_an_arm(resolve, tmp_path):
     write_run_file(tmp_path / "run.json", {"model": model, "training": asdict(TrainConfig()), "imports": []})
     with pytest.raises(ValueError, match="an argument of a norm goes into --norms, as in dyt:alpha=1"):
         resolve(f"--config {tmp_path / 'run.json'} --norms rmsnorm dyt")
+    with pytest.raises(ValueError, match="an argument of a norm goes into --norms"):
+        resolve("--norms layernorm:bias=false --norm-arg eps=0.5")
 
 
 # --- learning rates --------------------------------------------------------------------------------------------------
