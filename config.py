@@ -317,7 +317,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
         elif get_origin(kind) is dict:
             argument = {"action": "append", "metavar": "KEY=VALUE"}
         elif get_origin(kind) is list:
-            argument = {"nargs": "+", "metavar": "NAME|PATH"}
+            argument = {"action": "extend", "nargs": "+", "metavar": "NAME|PATH"}
         elif "choices" not in option.metadata:
             argument["metavar"] = kind.__name__.upper()
         argument |= {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}

@@ -28,7 +28,7 @@ from config import DEVICES, DTYPES, Parser, add_options, check_sizes, option, re
 from data.tokenizer import Tokenizer
 from model import Llama, weights_by_role
 from runtime.checkpoint import open_checkpoint
-from runtime.device import autocast, measured_products, pick_device, pick_dtype, set_up_cpu, to_device
+from runtime.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
 from runtime.plugins import import_first
 from runtime.process import NotFinite, bad_input, exit_codes, write
 
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
             decoder = accelerate_decoding(model, options.samples) if by_c else ""
             if options.compile:
                 compile_decoding(model)
-        format = str(dtype).removeprefix("torch.") + measured_products()
+        format = str(dtype).removeprefix("torch.")
         print(f"{checkpoint} on {device} in {format}{decoder}", file=sys.stderr)
         with autocast(device, dtype):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop)

@@ -39,8 +39,8 @@ from runtime.checkpoint import (
     save_checkpoint,
     weight_hashes,
 )
-from runtime.device import autocast, deterministic, measured_products, peak_memory, set_up_cpu, to_device
-from runtime.huggingface.directory import read_model
+from runtime.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
+from runtime.huggingface.directory import read_config, read_model
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
@@ -156,6 +156,8 @@ class Trainer:
         self.losses: list[float] = []  # of each step since the last row of the log
         if checkpoint:
             with distributed.raise_on_all_ranks():
+                same = read_config(checkpoint)[0] == run.model_config
+                require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
                 state = load_training_state(checkpoint, self.model, self.optimizers)
             self.step, self.losses = state["step"], state["losses"]
             self.started -= state["seconds"]
@@ -276,8 +278,8 @@ class Trainer:
         with tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(
                 f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
-                f"{run.model_config.placement}, on {description['device']} in {config.dtype}{measured_products()}"
-                f"{compiled}; the run is {folder}{f', from step {self.step}' if self.step else ''}"
+                f"{run.model_config.placement}, on {description['device']} in {config.dtype}{compiled}; "
+                f"the run is {folder}{f', from step {self.step}' if self.step else ''}"
             )
             try:
                 yield

@@ -38,6 +38,7 @@ class Corpus:
         Downloads are kept in `cache_dir`. Raises ValueError, in one line, for text that is missing, empty, damaged, or
         not UTF-8.
         """
+        self.names = names
         self.name = "+".join(map(short_name, names)).encode()[:80].decode(errors="ignore")
         sources = [(name, find_files(name, cache_dir)) for name in names]
         self._files = [file for _, files in sources for file in files]
@@ -69,7 +70,7 @@ class Corpus:
     def documents(self, split: str) -> Iterator[Iterator[str]]:
         """The documents of a split in order, each an iterator of chunks. Read each one before advancing to the next."""
         documents = chain.from_iterable(map(read_documents, self._files))
-        for document, length, cut in zip(documents, self._lengths, self._split_offsets, strict=True):
+        for document, length, cut in zip(documents, self._lengths, self._split_offsets, strict=False):
             start, stop = (0, cut) if split == "train" else (cut, length)
             if start < stop:
                 yield document if stop - start == length else _byte_slice(document, start, stop)

@@ -92,6 +92,8 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
             tokenizer.save(part)
         for split in SPLITS:
             _write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+        if Corpus(corpus.names, folder.parent).hash != corpus.hash:
+            raise ValueError(f"--data {' '.join(corpus.names)} changed while it was read; run the command again")
         record = {"tokenizer": tokenizer.hash, "val_gzip_bpb": _gzip_bpb(corpus.documents("val"))}
         write_atomically(part / "record.json", json.dumps(record | _hashes(part)))
         shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged

@@ -47,18 +47,9 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
         if kind in KINDS:
             raise ValueError(f"norm {kind!r} is registered twice; choose another name")
         KINDS[kind], TRAITS[kind] = cls, Traits(**traits)
-        if cls.extra_repr is nn.Module.extra_repr:
-            cls.extra_repr = shapes_and_settings  # type: ignore[method-assign, assignment]
         return cls
 
     return add
-
-
-def shapes_and_settings(norm: nn.Module) -> str:
-    """What `print(model)` shows of a norm: the shapes of its parameters, and its attributes."""
-    shown: dict[str, Any] = {name: tuple(weight.shape) for name, weight in norm.named_parameters()}
-    shown |= {name: value for name, value in vars(norm).items() if name != "training" and not name.startswith("_")}
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def build_norm(kind: str, dim: int, site: str = "", **norm_args: Any) -> nn.Module:

@@ -73,14 +73,6 @@ def product_times() -> list[float]:
     return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
 
-def measured_products() -> str:
-    """What "auto" has measured on this CPU, to be printed after the dtype; nothing if the dtype was given."""
-    if not product_times.cache_info().currsize:
-        return ""
-    float32, bfloat16 = product_times()
-    return f" (bfloat16 is {float32 / bfloat16:.2g} times as fast as float32 here)"
-
-
 def set_up_cpu() -> None:
     """Settings of this process for computing on a CPU. Call it before any other function of torch."""
     torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer

@@ -177,7 +177,8 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     rows = read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")  # refuses a damaged one
     last = rows[-1] if rows else {"step": 0}
-    saved = last["step"] > there["save_every"] or (last["step"] == there["steps"] and "val_loss" in last)
+    first = min(there["save_every"], there["steps"])  # which is saved before it is evaluated
+    saved = last["step"] > first or (last["step"] == first and "val_loss" in last)
     kept = list_checkpoints(folder) or not saved
     require(kept, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     return changed

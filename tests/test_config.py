@@ -203,6 +203,7 @@ def test_flags_come_before_the_run_and_the_run_before_defaults():
     assert (parse("--preset small --steps 9")[1].steps, parse("--preset small")[0].dim) == (9, small["dim"])
     assert parse("--preset 124m --dim 768 --batch-size 480") == parse("--preset 124m")
     assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
+    assert parse("--data a --data b c")[1].data == ["a", "b", "c"]
 
 
 # --- fields, flags, presets ------------------------------------------------------------------------------------------

@@ -153,13 +153,22 @@ def test_a_split_shorter_than_one_window_is_refused(source):
         prepare_from(source, context=length)
 
 
-def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path):
+def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^--vocab-size 60000 is too large for this text; use at most \d+$"):
         prepare_from(source, vocab_size=60_000)
     assert not folders(source)
     with pytest.raises(ValueError, match=r"the training text has at most .* tokens, but --context 99999 needs 100000"):
         prepare([str(source)], "sentencepiece", 2048, tmp_path / "other", 99_999)
     assert not (tmp_path / "other").exists()
+
+    def grow(*arguments):
+        source.write_text(source.read_text() * 2)
+        return train_tokenizer(*arguments)
+
+    monkeypatch.setattr(preparing, "train_tokenizer", grow)
+    with pytest.raises(ValueError, match=rf"^--data {source} changed while it was read; run the command again$"):
+        prepare_from(source)
+    assert not folders(source)
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):

@@ -56,9 +56,3 @@ def test_computes_in_fp32_and_keeps_shape_and_dtype(norm_class, dtype):
     norm, x = norm_class(3), image().to(dtype)
     assert norm(x).dtype == dtype and norm(x).shape == x.shape
     assert torch.equal(norm(x), norm(x.float()).to(dtype))
-
-
-@pytest.mark.parametrize("norm_class", NORMS)
-def test_zero_channels_are_refused(norm_class):
-    with pytest.raises(ValueError, match="at least 1 feature, not 0"):
-        norm_class(0)

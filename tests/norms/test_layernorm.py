@@ -54,12 +54,6 @@ def test_normalized_shapes(shape, normalized_shape):
     torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("normalized_shape", [[], [3, 0], (-1,)], ids=str)
-def test_shape_without_features_is_refused(normalized_shape):
-    with pytest.raises(ValueError, match="at least 1 feature"):
-        LayerNorm(normalized_shape)
-
-
 @pytest.mark.parametrize("axes", [0, 1], ids=["another width", "too few axes"])
 def test_input_of_another_shape_is_refused(axes):
     with pytest.raises(ValueError, match=r"last axes \(3, 8\) cannot take"):

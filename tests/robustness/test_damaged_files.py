@@ -11,6 +11,7 @@ import pytest
 import generate
 import train
 from runtime.checkpoint import list_checkpoints
+from runtime.run_dir import read_run_file, write_run_file
 
 COMMAND = (
     "--dim 4 --hidden-dim 4 --layers 1 --heads 1 --context 16 --batch-size 4 --tokenizer bytes --device cpu "
@@ -77,6 +78,18 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, ends: Ends):
     code, errors = ends(train.main, ["--resume", "--out", str(run), "--steps", "30"])
     assert code == 2 and "holds no checkpoint; restore it, or delete metrics.jsonl" in errors
     assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_run_whose_checkpoint_is_of_another_model_or_lost_is_refused(flags, tmp_path, ends: Ends):
+    run = tmp_path / "run"
+    train.main([*flags, "--save-every", "3", "--steps", "3"])
+    description = read_run_file(run / "run.json")
+    description["model"]["norm_args"], description["training"]["steps"] = {"eps": 0.5}, 9
+    write_run_file(run / "run.json", description)
+    for more in ("--resume", "--eval-only"):
+        assert "does not match the model in" in ends(train.main, [*flags, more])[1]
+    shutil.rmtree(run / "checkpoints")  # which was written before step 3 was evaluated
+    assert "holds no checkpoint" in ends(train.main, [*flags, "--resume"])[1]
 
 
 def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint, ends: Ends, monkeypatch):

@@ -81,16 +81,6 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
     assert drawn(train, "X") == [[(20, 9.0)]] and drawn(val, "X") == []
 
 
-def test_single_evaluations_have_no_panel():
-    """One point is no curve; it is in the table."""
-    outcomes = [*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)]
-    assert len(plot_curves(outcomes, "title").axes) == 1
-    for run in outcomes:
-        run.log.insert(2, {"step": 20, "val_bpb": 3.0})
-    _, val = plot_curves(outcomes, "title").axes
-    assert drawn(val, "o") == [[(20, 3.0), (40, pytest.approx(2.05))], [(20, 3.0), (40, pytest.approx(2.6))]]
-
-
 @pytest.mark.parametrize(
     "outcomes",
     [
