@@ -105,8 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
             decoder = accelerate_decoding(model, options.samples) if by_c else ""
             if options.compile:
                 compile_decoding(model)
-        format = str(dtype).removeprefix("torch.")
-        print(f"{checkpoint} on {device} in {format}{decoder}", file=sys.stderr)
+        print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{decoder}", file=sys.stderr)
         with autocast(device, dtype):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop)
             print_samples(prompt, stream, options.samples)

@@ -93,7 +93,8 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         tokens = torch.zeros(shape, dtype=torch.int64)
         accumulate_gradients(model.loss, tokens, tokens, dtype)
         update(model, optimizers)  # creates the optimizers' state
-        weights, state = list(model.parameters()), [optimizer.state for optimizer in optimizers]
+        weights = list(model.parameters())
+        state = [optimizer.state for optimizer in optimizers]
         with Trace(weights, state, peak_flops, limits.bandwidth) as trace:
             for _ in range(passes):
                 accumulate_gradients(model.loss, tokens, tokens, dtype)
@@ -140,7 +141,8 @@ class Trace(TorchDispatchMode):
         self.sizes(tensors((weights, state)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
         inputs, outputs = tensors((args, kwargs)), tensors(out)
         reads = self.sizes(inputs)
         arguments = zip(func._schema.arguments, args, strict=False)

@@ -19,7 +19,7 @@ from typing import Any
 
 from files import DISK_FAILED, BadInput, InUse, one_line
 
-FAILED, BAD_INPUT, OUT_OF_MEMORY, IN_USE, NOT_FINITE = 1, BadInput.code, 3, InUse.code, 5
+FAILED, OUT_OF_MEMORY = 1, 3  # other exit codes are those of exceptions
 PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "matplotlib")
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py"  # in README
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -39,7 +39,7 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
         if getattr(sys, name) is None:  # closed from the start, as by 2>&-
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115 (for as long as the process runs)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        _exit(BAD_INPUT, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
+        _exit(BadInput.code, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
@@ -138,7 +138,7 @@ def warn(line: str) -> None:
 class NotFinite(ValueError):
     """A loss, a gradient, a weight or a logit is NaN or infinite. In training, `step` says when."""
 
-    code = NOT_FINITE
+    code = 5
 
     def __init__(self, what: str, step: int = 0):
         super().__init__(f"{what} not finite" + (f" at step {step}; try a lower --lr" if step else ""))

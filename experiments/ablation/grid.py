@@ -24,11 +24,11 @@ from config import ModelConfig, TrainConfig, flag_name, require
 from data.prepare import Prepared
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
-from files import digest
+from files import InUse, digest
 from norms.placement import Unsupported
 from runtime.device import describe, pick_device
 from runtime.plugins import check_imports, import_flags
-from runtime.process import IN_USE, NOT_FINITE, CellFailed, Stopped, bad_input, stop_requests
+from runtime.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
 from runtime.run import resolve
 from runtime.run_dir import read_rows, read_run_file
 
@@ -197,13 +197,13 @@ class Grid:
                             continue
                         del running[cell]
                         free.append(device)
-                        if process.returncode == IN_USE:  # a process of a killed command holds the lock: retry
+                        if process.returncode == InUse.code:  # a process of a killed command holds the lock: retry
                             waiting.append(cell)
                             continue
                         with bad_input():  # the text or a file of --import may have been edited meanwhile
                             self.check([cell])
                         ended = self.outcomes([cell])
-                        if not ended or process.returncode not in (0, NOT_FINITE):
+                        if not ended or process.returncode not in (0, NotFinite.code):
                             log = self.log(cell)
                             raise CellFailed(str(log), process.returncode, last_line(log))
                         outcomes |= ended

@@ -32,7 +32,8 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     axes = figure.subplots()
     dots = [0.0]
     for height, arm in enumerate(others):
-        color, diverged = f"C{height + 1}", sum(run.diverged for run in arms[arm])
+        color = f"C{height + 1}"
+        diverged = sum(run.diverged for run in arms[arm])
         differences = list(contrast([final_bpb(arms[arm]), final_bpb(arms[baseline])]).values())
         dots += differences
         axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
@@ -69,7 +70,8 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
     panels = figure.subplots(len(shown), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
     for axes, (unit, metric) in zip(panels, shown, strict=True):
         for number, (arm, group) in enumerate(arms.items()):
-            points, style = curve(group, metric, unit), f"oC{number}{LINES[number // 10 % 4]}"
+            points = curve(group, metric, unit)
+            style = f"oC{number}{LINES[number // 10 % 4]}"
             every = len(points) // 10 + 1
             axes.plot(*np.reshape(points, (-1, 2)).T, style, label=arm.name, ms=4, markevery=every)
             if points and any(run.diverged for run in group):

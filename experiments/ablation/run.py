@@ -151,7 +151,8 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
 
 def run_ablation(ablation: Ablation, command: str) -> None:
     """Run what has not ended, and write the report, also when interrupted."""
-    grid, arms, lrs = ablation.grid, list(ablation.grid.settings), ablation.lrs
+    grid, lrs = ablation.grid, ablation.lrs
+    arms = list(grid.settings)
     write_atomically(grid.folder / "command.txt", command + "\n")
     sweep = []
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}

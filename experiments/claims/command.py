@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> None:
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
     flags = parser.parse_args(arguments[1:])
-    results, runs = flags.results, RUNS_FOLDER / "claims"
+    results = flags.results
+    runs = RUNS_FOLDER / "claims"
     with bad_input():
         check_sizes(flags, "jobs")
         unknown = [name for name in flags.names if name not in CLAIMS]
@@ -77,7 +78,8 @@ def main(arguments: list[str]) -> None:
 
 def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
     """Measure a claim at a scale, and add it to its results."""
-    protocol, started = claim.protocols[scale], time.process_time()
+    protocol = claim.protocols[scale]
+    started = time.process_time()
     measured = (train if protocol.arms or not claim.measure else claim.measure)(protocol, lab)
     seconds = sum(row.get("seconds") or 0 for row in measured["runs"] + measured.get("search", []))
     environment = {

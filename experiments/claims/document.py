@@ -31,7 +31,8 @@ def write_pages(entries: list[Entry], results: Path) -> None:
         if entry := known.get(name):
             published = " ".join(prose.partition("Published:")[2].partition("\n\n")[0].split())
             rows.append([title, f"**{entry.verdict}**", primary(entry), published])
-            content, drawn = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}", plot(entry)
+            content = f"## {title}\n\n{prose.strip()}\n\n{details(entry)}"
+            drawn = plot(entry)
             save_plot(drawn, results / f"{name}.png")
             text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
             html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
@@ -67,7 +68,8 @@ def details(entry: Entry) -> str:
             if found := judgment.found.get(effect.name):
                 least = NONE if isinstance(found, str) or effect.ratio else f"{found.detectable:.2g}"
                 rows.append([effect.label, scale, shown(effect, found), least])
-        by, measured = entry.content[scale]["environment"], entry.content[scale]["measured"]
+        by = entry.content[scale]["environment"]
+        measured = entry.content[scale]["measured"]
         commits = sorted({*by["commits"], *(row["commit"] for row in measured.get("search", []))})
         alone = "" if entry.p is None else " before the correction"
         made.append(
@@ -99,7 +101,8 @@ def shown(effect: Effect, found: Estimate | str) -> str:
 
 def plot(entry: Entry) -> Figure:
     """The upper panel has the primary effect at every scale, or the effects that have a place of their own."""
-    claim, curves = entry.claim, rate_curves(entry)
+    claim = entry.claim
+    curves = rate_curves(entry)
     figure = Figure(figsize=(7, 7 if curves else 3.5), layout="constrained")
     upper, *others = figure.subplots(2 if curves else 1, squeeze=False)[:, 0]
     trend = [each for each in claim.effects if each.x is not None] or [claim.effects[0]]

@@ -104,7 +104,8 @@ def last_gradient(model: Llama, tokens: Tensor) -> dict[str, float]:
 @torch.no_grad()
 def model_update(model: Llama, tokens: Tensor) -> dict[str, float]:
     """Norm of the change of the logits after one step of SGD, and after one by the gradient's sign."""
-    before, found = model(tokens), {}
+    before = model(tokens)
+    found = {}
     for rule, lr in ((", SGD", 1e-3), (", sign", 1e-6)):
         stepped = copy.deepcopy(model)
         for weight, old in zip(stepped.parameters(), model.parameters(), strict=True):

@@ -110,7 +110,8 @@ def slack_of(effect: Effect, protocol: Protocol, measured: Measured) -> float | 
 
     None if an optimum that matters was not found.
     """
-    before, total = mean(values_of(effect, measured)), 0.0
+    before = mean(values_of(effect, measured))
+    total = 0.0
     for name, arm in protocol.arms.items():
         tuned = arm.like or name
         if optimum := measured.get("optima", {}).get(tuned):

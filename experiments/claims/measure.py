@@ -130,7 +130,8 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
 
 def to_rows(grid: RecordedGrid, arms: Mapping[Cell, str]) -> list[Row]:
     """Runs as results have them. The value is the last loss, in nats per token, and None if the run diverged."""
-    ledger, rows = read_ledger(grid.lab.ledger), []
+    ledger = read_ledger(grid.lab.ledger)
+    rows = []
     for cell, name in arms.items():
         row = ledger[grid.key(cell)]
         kept = {key: row[key] for key in ("lr", "seed", "seconds", "residual_rms", "commit")}
@@ -155,7 +156,8 @@ def make_grid(protocol: Protocol, data: str, lab: Lab) -> RecordedGrid:
 
 def excerpt(size: int, lab: Lab) -> Path:
     """A file with `size` bytes of the default corpus's training documents, and all of those for validation."""
-    corpus, kept = Corpus(["python"], Path(lab.cache_dir)), []
+    corpus = Corpus(["python"], Path(lab.cache_dir))
+    kept = []
     path = lab.folder / f"python-{corpus.hash[:8]}-{size}.jsonl"
     if not path.exists():
         for document in corpus.documents("train"):
@@ -163,6 +165,6 @@ def excerpt(size: int, lab: Lab) -> Path:
             if (length := len(text.encode())) <= size:
                 kept.append(text)
                 size -= length
-        kept += ["".join(document) for document in corpus.documents("val")]
+        kept.extend(map("".join, corpus.documents("val")))
         write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in kept))
     return path

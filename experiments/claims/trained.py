@@ -36,8 +36,10 @@ SHAKESPEARE = {
     "RMSNorm, Shakespeare": tuned("muon", data="shakespeare"),
     "LayerNorm, Shakespeare": tuned("muon", data="shakespeare", norm="layernorm"),
 }
-DYT, DYT_025 = both("DyT", norm="dyt:alpha=0.5", **SQUASHED), both("DyT 0.25", norm="dyt:alpha=0.25", **SQUASHED)
-DERF, DERF_03 = both("Derf", norm="derf:alpha=0.5", **SQUASHED), both("Derf 0.3", norm="derf:alpha=0.3", **SQUASHED)
+DYT = both("DyT", norm="dyt:alpha=0.5", **SQUASHED)
+DYT_025 = both("DyT 0.25", norm="dyt:alpha=0.25", **SQUASHED)
+DERF = both("Derf", norm="derf:alpha=0.5", **SQUASHED)
+DERF_03 = both("Derf 0.3", norm="derf:alpha=0.3", **SQUASHED)
 
 
 def interaction(arm: str, **more: Any) -> Effect:

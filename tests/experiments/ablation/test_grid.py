@@ -21,8 +21,8 @@ from experiments.ablation.grid import Cell, Grid, last_line, resolve_arms, resol
 from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
-from files import BadInput
-from runtime.process import IN_USE, Stopped, exit_codes
+from files import BadInput, InUse
+from runtime.process import Stopped, exit_codes
 from runtime.run_dir import read_rows, write_run_file
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --batch-size 4 --tokenizer bytes --device cpu --lr 0.01 --steps 4"
@@ -288,7 +288,7 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
 
     def start(grid: Grid, cell: Cell, device: str) -> subprocess.Popen:
         started.append((cell.seed, device))
-        code = IN_USE if len(started) == 1 else 0
+        code = InUse.code if len(started) == 1 else 0
         if code == 0:
             finish(ablation, cell, 2.0)
         processes.append(subprocess.Popen(["sh", "-c", f"sleep 0.2; exit {code}"]))
