@@ -92,9 +92,9 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
             tokenizer.save(part)
         for split in SPLITS:
             _write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
+        record = {"tokenizer": tokenizer.hash, "val_gzip_bpb": _gzip_bpb(corpus.documents("val"))}
         if Corpus(corpus.names, folder.parent).hash != corpus.hash:
             raise ValueError(f"--data {' '.join(corpus.names)} changed while it was read; run the command again")
-        record = {"tokenizer": tokenizer.hash, "val_gzip_bpb": _gzip_bpb(corpus.documents("val"))}
         write_atomically(part / "record.json", json.dumps(record | _hashes(part)))
         shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
         part.rename(folder)
@@ -131,7 +131,7 @@ def _write_tokens(path: Path, corpus: Corpus, split: str, tokenizer: Tokenizer) 
         for batch in _batches(corpus.documents(split)):
             encoded = zip(batch, tokenizer.encode_batch(batch), strict=True)
             ids = [[tokenizer.end_of_document] if chunk == DOCUMENT_END else tokens for chunk, tokens in encoded]
-            file.write(np.concatenate(ids, dtype=dtype, casting="unsafe").tobytes())
+            file.write(np.concatenate([[], *ids], dtype=dtype, casting="unsafe").tobytes())
             bar.update(len("".join(batch).encode()))
 
 
@@ -142,7 +142,7 @@ def _gzip_bpb(documents: Iterable[Iterable[str]]) -> float:
     for data in map(str.encode, chain.from_iterable(documents)):
         size += len(data)
         compressed += len(compressor.compress(data))
-    return 8 * (compressed + len(compressor.flush())) / size
+    return 8 * (compressed + len(compressor.flush())) / max(size, 1)
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:

@@ -95,4 +95,4 @@ def _argument_types(kind: str) -> dict[str, Any]:
     hints = get_type_hints(constructor)
     arguments = list(inspect.signature(constructor).parameters.values())[2:]
     types = {each.name: hints.get(each.name, type(each.default)) for each in arguments if each.name != "site"}
-    return {name: next(filter(PARSERS.get, get_args(kind)), kind) for name, kind in types.items()}  # of float | None
+    return {name: get_args(kind)[0] if type(None) in get_args(kind) else kind for name, kind in types.items()}

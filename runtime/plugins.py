@@ -5,7 +5,6 @@ A file is run only if the user names it. A run keeps copies of its files to look
 
 import argparse
 import copy
-import hashlib
 import shlex
 import sys
 import traceback
@@ -21,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from config import ModelConfig, require
-from files import one_line
+from files import one_line, sha256
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 from runtime import distributed
@@ -49,10 +48,12 @@ def import_files(names: Iterable[str]) -> None:
             require(IMPORTED[path][1] == path.read_bytes(), f"--import {name} has changed; restart Python to use it")
             continue
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
-        module = ModuleType(f"imported_{len(IMPORTED)}_{path.stem}")  # files may have the same name
+        module = ModuleType(f"imported_{path.stem}")
+        require(module.__name__ not in sys.modules, f"--import {name}: another file has this name; rename one")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # torch.compile looks for classes there
-        before, source = {*KINDS, *PLACEMENTS}, path.read_bytes()
+        before = {*KINDS, *PLACEMENTS}
+        source = path.read_bytes()
         try:
             SourceFileLoader(module.__name__, str(path)).exec_module(module)
         except (Exception, SystemExit) as error:
@@ -61,9 +62,7 @@ def import_files(names: Iterable[str]) -> None:
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
         norms, placements = ([name for name in table if name not in before] for table in (KINDS, PLACEMENTS))
         require(norms or placements, f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
-        digest = hashlib.sha256(source).hexdigest()
-        record = {"file": path.name, "sha256": digest, "norms": norms, "placements": placements}
-        IMPORTED[path] = (record, source)
+        IMPORTED[path] = {"file": path.name, "sha256": sha256(path), "norms": norms, "placements": placements}, source
 
 
 @torch.no_grad()

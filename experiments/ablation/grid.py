@@ -82,8 +82,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
             continue
         model, config = settings[arm]
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
-        named = all(f"{name}=" in arm.name for name in model.norm_args)
-        require(named, "an argument of a norm goes into --norms, as in dyt:alpha=1")
+        require(not model.norm_args or ":" in arm.name, "an argument of a norm goes into --norms, as in dyt:alpha=1")
         shared = [*train_flags, "--dtype", config.dtype]
     require(settings, reason)
     return settings

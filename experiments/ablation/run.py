@@ -93,6 +93,7 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
     require(not flags.widen or flags.lrs, "--widen needs --lrs, the rates to start from")
+    require("norm_args" not in flags, "--norm-arg is for a single run; write --norms dyt:alpha=1")
     arms = resolve_factors(flags)
     devices = resolve_devices(flags.device) if "device" in flags else ("",)
     on_device = train_flags + (["--device", devices[0]] if devices[0] else [])
@@ -187,7 +188,7 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
     about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
-    runs = [outcomes[cell] for cell in reported if cell in outcomes]
+    runs = [outcomes[cell] for arm in grid.settings for cell in reported if cell.arm == arm and cell in outcomes]
     figures = {}
     if runs and runs[0].arm == reported[0].arm:  # the baseline
         if len(grid.settings) > 1:

@@ -62,7 +62,8 @@ def details(entry: Entry) -> str:
         for each in entry.claim.effects
         if each.judged
     ]
-    rows, made = [], []
+    rows = []
+    made = [f"`python ablate.py claim {entry.claim.name}`."]
     for scale, judgment in entry.judgments.items():
         for effect in entry.claim.effects:
             if found := judgment.found.get(effect.name):
@@ -77,8 +78,7 @@ def details(entry: Entry) -> str:
             f"commits {', '.join(commits)}, protocol {by['protocol']}."
         )
     titles = ["effect", "scale", "mean ± 95% interval", "detectable"]
-    command = f"`python ablate.py claim {entry.claim.name}`."
-    return "\n\n".join([f"**{entry.verdict}**{p}. {' '.join(rules)}", table(titles, rows), " ".join([command, *made])])
+    return "\n\n".join([f"**{entry.verdict}**{p}. {' '.join(rules)}", table(titles, rows), " ".join(made)])
 
 
 def bounds(effect: Effect, region: tuple[float, float]) -> str:

@@ -115,10 +115,10 @@ def model_update(model: Llama, tokens: Tensor) -> dict[str, float]:
     return found
 
 
-def from_warmup(name: str, layers: int) -> Effect:
+def from_warmup(layers: int) -> Effect:
     """What post-norm gains from warm-up minus what pre-norm does, each at the best of its rates."""
     post = {f"post {layers} with": -1, f"post {layers} without": 1}
-    return Effect(name, post | {f"pre {layers} with": 1, f"pre {layers} without": -1})
+    return Effect(f"warm-up, {layers} blocks", post | {f"pre {layers} with": 1, f"pre {layers} without": -1})
 
 
 def over_depth(name: str, template: str, **more: Any) -> Effect:
@@ -155,8 +155,8 @@ CLAIMS = (
             over_depth("exponent, post-norm", "post {}", reproduced=FLAT),
             over_depth("exponent, pre-norm", "pre {}", reproduced=FALLING),
             *(Effect(f"pre-norm, {depth} blocks", {f"pre {depth}": 1}, ratio=True, x=depth) for depth in DEPTHS),
-            from_warmup("warm-up, 6 blocks", 6),
-            from_warmup("warm-up, 12 blocks", 12),
+            from_warmup(6),
+            from_warmup(12),
         ),
         protocols={"initialization": Protocol(5, depths=DEPTHS), "S": Protocol(3, S, WARMUPS)},
         measure=partial(by_depth, last_gradient, ("post", "pre")),

@@ -51,7 +51,8 @@ class RecordedGrid(Grid):
     lab: Lab
 
     def outcomes(self, cells: Iterable[Cell]) -> Outcomes:
-        known, found, new = read_ledger(self.lab.ledger), {}, {}
+        known = read_ledger(self.lab.ledger)
+        found, new = {}, {}
         for cell in cells:
             key = self.key(cell)
             if row := known.get(key):

@@ -43,11 +43,20 @@ def test_is_a(annotation, valid, invalid):
     ],
     ids=str,
 )
-def test_norm_args_have_types(norm_args, message, monkeypatch):
+def test_norm_args_have_types(norm_args, message):
     with pytest.raises(ValueError) as excinfo:
         build_norm("layernorm", 8, **norm_args)
     assert str(excinfo.value) == message
     build_norm("layernorm", 8, eps=1, bias=False)
     assert parse_norm_args("layernorm", ["bias=False"]) == {"bias": False}
-    monkeypatch.setitem(KINDS, "torch", nn.RMSNorm)  # eps: float | None
-    assert parse_norm_args("torch", ["eps=1e-5"]) == {"eps": 1e-5}
+
+
+def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
+    class Mine(nn.Identity):
+        def __init__(self, dim: int, eps: float | None = None, kind: Literal["a", "b"] | None = None):
+            super().__init__()
+
+    monkeypatch.setitem(KINDS, "mine", Mine)
+    assert parse_norm_args("mine", ["eps=1e-5", "kind=b"]) == {"eps": 1e-5, "kind": "b"}
+    with pytest.raises(ValueError, match="--norm-arg kind takes a or b, not 'c'"):
+        parse_norm_args("mine", ["kind=c"])

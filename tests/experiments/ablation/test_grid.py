@@ -166,7 +166,7 @@ def test_norm_args_of_a_run_are_not_hidden_in_an_arm(resolve, tmp_path):
     write_run_file(tmp_path / "run.json", {"model": model, "training": asdict(TrainConfig()), "imports": []})
     with pytest.raises(ValueError, match="an argument of a norm goes into --norms, as in dyt:alpha=1"):
         resolve(f"--config {tmp_path / 'run.json'} --norms rmsnorm dyt")
-    with pytest.raises(ValueError, match="an argument of a norm goes into --norms"):
+    with pytest.raises(ValueError, match="--norm-arg is for a single run"):
         resolve("--norms layernorm:bias=false --norm-arg eps=0.5")
 
 

@@ -79,6 +79,7 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
     train, val = plot_curves(outcomes, "title").axes[:2]
     assert drawn(train, "o") == [[(10, 10.0), (20, 9.0), (30, 8.0), (40, 7.0)], [(10, 10.0), (20, 9.0)]]
     assert drawn(train, "X") == [[(20, 9.0)]] and drawn(val, "X") == []
+    assert len(plot_curves([*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)], "one evaluation each").axes) == 1
 
 
 @pytest.mark.parametrize(
