@@ -461,7 +461,7 @@ def test_a_run_that_was_killed_can_end_at_its_last_checkpoint(command, capsys):
 
 def test_a_run_continues_with_its_text_at_another_place(command, text, capsys):
     run = command("--steps 1")
-    command(f"--resume --steps 2 --data {shutil.copy(text, text.with_name('moved.txt'))}")
+    train.main(f"--resume --out {run} --steps 2 --data {shutil.copy(text, text.with_name('moved.txt'))}".split())
     assert f"{run}, from step 1\n" in capsys.readouterr().out and read_metrics(run)[-1]["step"] == 2
 
 
