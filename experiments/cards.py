@@ -14,7 +14,7 @@ class Card:
 
 
 # name, TFLOP/s, TFLOP/s in float32, GB/s, GB
-TABLE = """
+TABLE = """\
 t4            65      8.1   320   16
 v100         125     15.7   900   16
 a10          125     31.2   600   24
@@ -36,7 +36,7 @@ rtx-5080     113     56.3   960   16
 rtx-5090     210      105  1792   32
 """
 CARDS = {}
-for line in TABLE.strip().splitlines():
+for line in TABLE.splitlines():
     name, flops, float32, bandwidth, memory = line.split()
     CARDS[name] = Card(float(f"{flops}e12"), float(f"{float32}e12"), float(f"{bandwidth}e9"), float(f"{memory}e9"))
 BEFORE_AMPERE = ("t4", "v100")  # without bfloat16 and TF32

@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from experiments.ablation.outcome import grouped
 from experiments.ablation.plots import LINES
 from experiments.ablation.report import NONE, table
-from experiments.claims.claim import Effect, Row
+from experiments.claims.claim import Effect
 from experiments.claims.judge import Entry
 from experiments.statistics import Estimate
 from files import write_atomically
@@ -24,7 +24,7 @@ def write_pages(entries: list[Entry], results: Path) -> None:
     introduction, *sections = Path(__file__).with_name("page.md").read_text("utf-8").split("\n## ")
     known = {entry.claim.name: entry for entry in entries}
     rows = []
-    text, html = [f"# {TITLE}", introduction], []
+    text, html = [], []
     for section in sections:
         title, _, prose = section.partition("\n")
         prose, _, name = prose.strip().removesuffix(" -->").partition("<!-- ")
@@ -37,10 +37,9 @@ def write_pages(entries: list[Entry], results: Path) -> None:
             text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
             html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
     verdicts = table(["claim", "verdict", "primary effect", "published"], rows)
-    text[1] = introduction = introduction.replace("<!-- TABLE -->", verdicts).strip()
-    top = results.parent.parent
-    write_atomically(top / "CLAIMS.md", "\n\n".join(text) + "\n")
-    write_atomically(top / "claims.html", page(TITLE, [markdown(introduction), *html]))
+    introduction = introduction.replace("<!-- TABLE -->", verdicts).strip()
+    write_atomically(results.parent.parent / "CLAIMS.md", "\n\n".join([f"# {TITLE}", introduction, *text]) + "\n")
+    write_atomically(results.parent.parent / "claims.html", page(TITLE, [markdown(introduction), *html]))
 
 
 def primary(entry: Entry) -> str:
@@ -70,8 +69,8 @@ def details(entry: Entry) -> str:
                 least = NONE if isinstance(found, str) or effect.ratio else f"{found.detectable:.2g}"
                 rows.append([effect.label, scale, shown(effect, found), least])
         by = entry.content[scale]["environment"]
-        measured = entry.content[scale]["measured"]
-        commits = sorted({*by["commits"], *(row["commit"] for row in measured.get("search", []))})
+        search = entry.content[scale]["measured"].get("search", [])
+        commits = sorted({*by["commits"], *(row["commit"] for row in search)})
         alone = "" if entry.p is None else " before the correction"
         made.append(
             f"{scale}: {judgment.verdict}{alone}; {by['hours']:.2g} hours, {by['device']}, {by['instruction_set']}, "
@@ -105,41 +104,41 @@ def plot(entry: Entry) -> Figure:
     curves = rate_curves(entry)
     figure = Figure(figsize=(7, 7 if curves else 3.5), layout="constrained")
     upper, *others = figure.subplots(2 if curves else 1, squeeze=False)[:, 0]
-    trend = [each for each in claim.effects if each.x is not None] or [claim.effects[0]]
-    ratio = trend[0].ratio
-    if not ratio:
+    trend = [each for each in claim.effects if each.x] or claim.effects[:1]
+    if not trend[0].ratio:
         upper.axhline(0, color="0.4", linewidth=1)
     if claim.dashed is not None:
         upper.axhline(claim.dashed, color="C1", linestyle="--", label="published")
         upper.legend()
-    for scale, judgment in entry.judgments.items():
+    for place, judgment in enumerate(entry.judgments.values()):
         for effect in trend:
             if isinstance(found := judgment.found.get(effect.name), Estimate):
-                low, middle, high = (math.exp(y) if ratio else y for y in (found.low, found.mean, found.high))
-                upper.errorbar([effect.x or scale], middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
-    upper.set(ylabel=claim.across or trend[0].label)
+                low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
+                upper.errorbar(effect.x or place, middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
+    upper.set(xlabel=claim.over, ylabel=claim.across or trend[0].label)
     if claim.over:
-        upper.set(xscale="log", yscale="log" if ratio else "linear", xlabel=claim.over)
-        upper.set_xticks([each.x for each in trend], [f"{each.x:,.0f}" for each in trend])
-        upper.xaxis.set_minor_locator(NullLocator())
+        upper.set(xscale="log", yscale="log" if trend[0].ratio else "linear", xticks=[each.x for each in trend])
+        upper.xaxis.set(major_formatter="{x:,.0f}", minor_locator=NullLocator())
+    else:
+        upper.set_xticks(range(len(entry.judgments)), entry.judgments)
     for axes in others:
-        for number, (label, rows) in enumerate(curves.items()):
-            at = grouped((row["lr"], row["value"]) for row in rows)
+        for number, (label, points) in enumerate(curves.items()):
+            at = grouped(points)
             style = f"C{number}{LINES[number // 10 % 4]}"
             axes.plot(sorted(at), [mean(at[lr]) for lr in sorted(at)], style, linewidth=1, label=label)
-            axes.plot([row["lr"] for row in rows], [row["value"] for row in rows], f"oC{number}", ms=3)
+            axes.plot(*zip(*points, strict=True), f"oC{number}", ms=3)
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
         axes.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}", minor_locator=NullLocator())
         axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
-def rate_curves(entry: Entry) -> dict[str, list[Row]]:
-    """By arm and scale, of the arms with several rates: the runs that ended."""
+def rate_curves(entry: Entry) -> dict[str, list[tuple[float, float]]]:
+    """By arm and scale, of the arms with several rates: the rate and the loss of each run that ended."""
     runs = []
     for scale in entry.judgments:
         measured = entry.content[scale]["measured"]
         for row in measured["runs"] + measured.get("search", []):
             if "lr" in row and row["value"] is not None:
-                runs.append((f"{row['arm']}, {scale}", row))
-    return {label: rows for label, rows in grouped(runs).items() if len({row["lr"] for row in rows}) > 1}
+                runs.append((f"{row['arm']}, {scale}", (row["lr"], row["value"])))
+    return {label: points for label, points in grouped(runs).items() if len(dict(points)) > 1}

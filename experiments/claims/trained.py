@@ -192,6 +192,7 @@ CLAIMS = (
         ),
         protocols={"S": Protocol(10, S, RMSNORM | DERF | DERF_03), "M": Protocol(5, M, RMSNORM | DERF)},
         dashed=0.66,
+        across="interaction, nats per byte",
     ),
     Claim(
         "ngpt-steps",
