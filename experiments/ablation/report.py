@@ -78,7 +78,7 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
             bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
             row.append(mean_of(bpb, len(tried)))
-        best, regret = NONE, NONE
+        best = regret = NONE
         if optima:
             best = f"{optima[arm].lr:g}"
             regret = "optimum not found" if optima[arm].regret is None else f"{optima[arm].regret:.4f}"

@@ -88,8 +88,7 @@ class Ablation:
 
 def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
     """An ablation from its flags, and those of train.py, which every cell gets. Raises ValueError for invalid ones."""
-    check_sizes(flags, "seeds", most=MAX_SEEDS)
-    check_sizes(flags, "jobs", "threads", most=1024)
+    check_sizes(flags, "seeds", "jobs", "threads", most=MAX_SEEDS)
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
     require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
     require(not flags.widen or flags.lrs, "--widen needs --lrs, the rates to start from")
@@ -188,28 +187,26 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
     about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
-    runs = [outcomes[cell] for arm in grid.settings for cell in reported if cell.arm == arm and cell in outcomes]
+    runs = [outcomes[cell] for cell in reported if cell in outcomes]
     figures = {}
     if runs and runs[0].arm == reported[0].arm:  # the baseline
         if len(grid.settings) > 1:
             figures["differences"] = plot_differences(runs, title, optima)
         figures["curves"] = plot_curves(runs, title)
-    rows, first = [], {}
-    for cell in reported:
-        if cell in outcomes and (watched := read_rows(grid.cell_folder(cell) / "watch.jsonl")):
-            rows += [dict(cell.arm.factors) | {"seed": cell.seed} | row for row in watched]
-            if cell.arm.name not in first:
-                first[cell.arm.name] = watched
+    watched = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
+    rows = [dict(cell.arm.factors) | {"seed": cell.seed} | row for cell, log in watched.items() for row in log]
     if rows:
         write_csv(folder / "watch.csv", rows)
-        figures["watch"] = plot_watch(first)
+        figures["watch"] = plot_watch({cell.arm.name: log for cell, log in watched.items() if log})  # of the last seed
     sections = [markdown(summary)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
         sections.append(figure(plot, alt=f"{name} of the arms"))
-    sections += [markdown("\n\n".join(tables)), folded("How to read this", markdown("\n\n".join(about)))]
-    settings = settings_list(asdict(model_config) | asdict(config))
-    sections.append(folded("Settings of the first arm", settings))
+    sections += [
+        markdown("\n\n".join(tables)),
+        folded("How to read this", markdown("\n\n".join(about))),
+        folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))),
+    ]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
 
 

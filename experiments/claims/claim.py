@@ -92,8 +92,8 @@ class Claim:
     protocols: Mapping[str, Protocol]  # by scale
     measure: Callable[..., Measured] | None = None  # at scales that train nothing
     dashed: float | None = None  # the published effect, in the plot of the trend
-    over: str = ""  # the axes of that plot, unless it shows the primary effect at each scale
-    across: str = ""
+    over: str = ""  # what x is in that plot, if it does not show the primary effect at each scale
+    across: str = ""  # what y is, if the name of the effect does not say it
     exact: bool = False  # an identity
 
     def hash(self, scale: str) -> str:

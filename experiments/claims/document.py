@@ -21,10 +21,9 @@ TITLE = "Claims about normalization, at a small scale"
 
 def write_pages(entries: list[Entry], results: Path) -> None:
     """Write a figure for each claim to `results`, which is in a folder `results`, and both pages beside that."""
-    introduction, *sections = Path(__file__).with_name("page.md").read_text("utf-8").split("\n## ")
+    introduction, *sections = Path(__file__).with_name("page.md").read_text("utf-8").split("\n\n## ")
     known = {entry.claim.name: entry for entry in entries}
-    rows = []
-    text, html = [], []
+    rows, text, html = [], [], []
     for section in sections:
         title, _, prose = section.partition("\n")
         prose, _, name = prose.strip().removesuffix(" -->").partition("<!-- ")
@@ -37,9 +36,10 @@ def write_pages(entries: list[Entry], results: Path) -> None:
             text += [content, f"![{name}]({results.parent.name}/{results.name}/{name}.png)"]
             html += [markdown(content), figure(drawn, alt=f"effect and rates: {title}")]
     verdicts = table(["claim", "verdict", "primary effect", "published"], rows)
-    introduction = introduction.replace("<!-- TABLE -->", verdicts).strip()
-    write_atomically(results.parent.parent / "CLAIMS.md", "\n\n".join([f"# {TITLE}", introduction, *text]) + "\n")
-    write_atomically(results.parent.parent / "claims.html", page(TITLE, [markdown(introduction), *html]))
+    introduction = introduction.replace("<!-- TABLE -->", verdicts)
+    top = results.parent.parent
+    write_atomically(top / "CLAIMS.md", "\n\n".join([f"# {TITLE}", introduction, *text]) + "\n")
+    write_atomically(top / "claims.html", page(TITLE, [markdown(introduction), *html]))
 
 
 def primary(entry: Entry) -> str:
@@ -115,12 +115,15 @@ def plot(entry: Entry) -> Figure:
             if isinstance(found := judgment.found.get(effect.name), Estimate):
                 low, middle, high = (math.exp(y) if effect.ratio else y for y in (found.low, found.mean, found.high))
                 upper.errorbar(effect.x or place, middle, [[middle - low], [high - middle]], fmt="oC0", capsize=4)
+            elif found:
+                upper.text(effect.x or place, 0, found, ha="center", va="bottom", size="small")
     upper.set(xlabel=claim.over, ylabel=claim.across or trend[0].label)
     if claim.over:
         upper.set(xscale="log", yscale="log" if trend[0].ratio else "linear", xticks=[each.x for each in trend])
         upper.xaxis.set(major_formatter="{x:,.0f}", minor_locator=NullLocator())
     else:
-        upper.set_xticks(range(len(entry.judgments)), entry.judgments)
+        upper.set_xticks(range(place + 1), entry.judgments)
+        upper.set_xlim(-0.5, place + 0.5)
     for axes in others:
         for number, (label, points) in enumerate(curves.items()):
             at = grouped(points)
@@ -139,6 +142,6 @@ def rate_curves(entry: Entry) -> dict[str, list[tuple[float, float]]]:
     for scale in entry.judgments:
         measured = entry.content[scale]["measured"]
         for row in measured["runs"] + measured.get("search", []):
-            if "lr" in row and row["value"] is not None:
+            if "lr" in row and row["value"]:
                 runs.append((f"{row['arm']}, {scale}", (row["lr"], row["value"])))
     return {label: points for label, points in grouped(runs).items() if len(dict(points)) > 1}

@@ -167,7 +167,7 @@ CLAIMS = (
         ),
         protocols={"S": Protocol(4, f"{S} --eval-every 500", amounts())},
         over="bytes of unique text",
-        across="DyT − LayerNorm, nats per byte",
+        across="DyT − LayerNorm, nats",
     ),
     Claim(
         "dyt-fixed-compute",
@@ -192,7 +192,7 @@ CLAIMS = (
         ),
         protocols={"S": Protocol(10, S, RMSNORM | DERF | DERF_03), "M": Protocol(5, M, RMSNORM | DERF)},
         dashed=0.66,
-        across="interaction, nats per byte",
+        across="interaction, nats",
     ),
     Claim(
         "ngpt-steps",

@@ -142,12 +142,8 @@ def test_derived_values_by_hand():
     speed = DERIVED["speed-up"](rows(**{arm: [loss] for arm, loss in losses.items()}), measured)
     expected = {"muon 100": 0.5, "muon 200": -1, "muon 400": math.inf}  # in powers of 2
     assert speed == pytest.approx({arm: power * math.log(2) for arm, power in expected.items()})
-    assert slope("", {0.0: {"a": 1}, 1.0: {"b": 1, "c": -1}, 2.0: {"d": 1}}).terms == {
-        "a": -0.5,
-        "b": 0,
-        "c": 0,
-        "d": 0.5,
-    }
+    terms = slope("", {0.0: {"a": 1}, 1.0: {"b": 1, "c": -1}, 2.0: {"d": 1}}).terms
+    assert terms == {"a": -0.5, "b": 0, "c": 0, "d": 0.5}
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -158,14 +154,12 @@ def test_protocols_are_complete(name):
     for number, protocol in enumerate(CLAIMS[name].protocols.values()):
         arms = [Factors.of(**arm.factors) for arm in protocol.arms.values()]
         if arms:
-            settings = resolve_arms(
-                arms, [*protocol.flags.split(), "--device", "cpu", "--dtype", "float32", "--no-compile"]
-            )
+            flags = [*protocol.flags.split(), "--device", "cpu", "--dtype", "float32", "--no-compile"]
+            settings = resolve_arms(arms, flags)
             assert len(settings) == len(set(arms)) and len(set(map(repr, settings.values()))) == len(set(arms))
         for arm in protocol.arms.values():
-            assert (arm.lr is not None) + bool(arm.like) + bool(arm.lrs) == 1 and (
-                not arm.like or arm.like in protocol.arms
-            )
+            assert (arm.lr is not None) + bool(arm.like) + bool(arm.lrs) == 1
+            assert not arm.like or arm.like in protocol.arms
         for effect in CLAIMS[name].effects:
             if effect.terms.keys() <= protocol.arms.keys() or effect.value == "speed-up" or not arms:
                 complete.add(effect.name)
@@ -215,19 +209,15 @@ TOY = "--tokenizer bytes --dim 16 --layers 2 --context 16 --batch-size 4 --steps
 
 def test_a_measurement_continues_from_the_ledger_alone(lab, undrawn):
     """Also in another folder: the runs themselves may be gone."""
-    tuned = {
-        "a": Arm({"norm": "rmsnorm"}, 0.01, data=lab.text),
-        "b": Arm({"norm": "layernorm"}, like="a", data=lab.text),
-    }
+    tuned = Arm({"norm": "rmsnorm"}, 0.01, data=lab.text)
+    like = Arm({"norm": "layernorm"}, like="a", data=lab.text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "WIDEN", 0)
-        measured = train(Protocol(1, TOY, tuned), lab.lab)
+        measured = train(Protocol(1, TOY, {"a": tuned, "b": like}), lab.lab)
     assert len(measured["search"]) == 5 and len(lab.started) == 7
     assert [row["lr"] for row in measured["runs"]] == 2 * [measured["optima"]["a"]["lr"]]
-    arms = {
-        name: Arm({"norm": norm}, lrs=(0.01, 0.02), data=lab.text)
-        for name, norm in zip("ab", ("rmsnorm", "dyt"), strict=True)
-    }
+    norms = {"a": "rmsnorm", "b": "dyt"}
+    arms = {name: Arm({"norm": norm}, lrs=(0.01, 0.02), data=lab.text) for name, norm in norms.items()}
     protocol = Protocol(2, TOY, arms)
     del lab.started[:]
     first = train(protocol, lab.lab)
@@ -290,7 +280,17 @@ def test_p_values_of_the_page_are_corrected_for_all_trained_claims(tmp_path):
     alone = next(iter(found[0].judgments.values())).p
     assert alone is not None and [entry.p for entry in found] == [3 * alone] * 2
     assert (replace(found[0], p=0.06).verdict, found[0].verdict) == ("undecided", "reproduced at S")
-    assert len(plot(found[0]).axes) == 1
+
+
+def test_a_scale_without_a_result_has_its_place_in_the_figure():
+    made_up, unknown = claim(WORSE), "no best learning rate was found"
+    results = {"S": shifted(a=0.1, b=0, regret=None), "M": shifted(a=0.1, b=0)}
+    judgments = {scale: judge(made_up, made_up.protocols["S"], measured) for scale, measured in results.items()}
+    content = {scale: {"measured": measured} for scale, measured in results.items()}
+    (axes,) = plot(Entry(made_up, content, judgments)).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["S", "M"]
+    assert [(text.get_text(), text.get_position()[0]) for text in axes.texts] == [(unknown, 0)]
+    assert list(axes.containers[0][0].get_xdata()) == [1]
 
 
 def test_committed_results_have_their_verdicts_and_claims_md_says_so(tmp_path, undrawn):
