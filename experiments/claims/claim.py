@@ -64,14 +64,13 @@ class Effect:
     def judged(self) -> bool:
         return self.reproduced != ANYTHING
 
-    @property
-    def label(self) -> str:
-        """The name as it is shown: a difference of logarithms is a ratio."""
-        return self.name.replace(" − ", " / ") if self.ratio else self.name
+    def scaled(self, *values: float) -> list[float]:
+        """Values of the effect as they are shown."""
+        return [math.exp(value) if self.ratio else value for value in values]
 
 
-def difference(arm: str, baseline: str, **more: Any) -> Effect:
-    return Effect(f"{arm} − {baseline}", {arm: 1, baseline: -1}, **more)
+def difference(arm: str, baseline: str, ratio: bool = False, **more: Any) -> Effect:
+    return Effect(f"{arm} {'/' if ratio else '−'} {baseline}", {arm: 1, baseline: -1}, ratio=ratio, **more)
 
 
 def slope(name: str, arms: Mapping[float, Mapping[str, float]], **more: Any) -> Effect:

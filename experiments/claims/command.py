@@ -1,10 +1,10 @@
-"""`python ablate.py claim NAME`: a JSON file and a figure for each claim, and a ledger of all runs."""
+"""`python ablate.py claim NAME`: a JSON file with all runs, and a figure, for each claim."""
 
 import json
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from config import DEVICES, Parser, check_sizes, require
 from experiments.ablation.grid import resolve_devices
 from experiments.claims import initial, trained
 from experiments.claims.claim import Claim
-from experiments.claims.document import write_pages
+from experiments.claims.document import RESULTS, write_pages
 from experiments.claims.judge import Entry, judge
 from experiments.claims.measure import Lab, train
 from experiments.statistics import holm
@@ -23,68 +23,54 @@ from runtime.process import bad_input
 from runtime.run import commit
 from runtime.run_dir import LOCK, RUNS_FOLDER
 
-
-def on_gpu(claim: Claim) -> Claim:
-    """With the scale `gpu`."""
-    first = next(iter(claim.protocols.values()))
-    return replace(claim, protocols={**claim.protocols, "gpu": replace(first, flags=trained.GPU)})
-
-
-CLAIMS = {claim.name: claim for claim in (*initial.CLAIMS, *map(on_gpu, trained.CLAIMS))}
-RESULTS = Path("results", "claims")
+CLAIMS = {claim.name: claim for claim in (*initial.CLAIMS, *trained.CLAIMS)}
 
 
 def main(arguments: list[str]) -> None:
-    """Test claims and write CLAIMS.md and claims.html. Continues what was stopped; without a NAME, only writes."""
+    """Test a claim and write CLAIMS.md and claims.html. Continues what was stopped; without a NAME, only writes."""
     parser = Parser(prog="ablate.py claim", description=main.__doc__)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help=", ".join(CLAIMS))
+    add("name", nargs="?", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
     add("--scale", help="scale to measure, such as S or gpu (default: all except gpu)")
-    add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"folder in a folder results (default: {RESULTS})")
+    add("--out", type=Path, default=Path(), metavar="DIR", help="where both pages and results/claims/ go (default: .)")
     add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
     flags = parser.parse_args(arguments[1:])
-    results = flags.results
-    runs = RUNS_FOLDER / "claims"
-    with bad_input():
-        check_sizes(flags, "jobs")
-        unknown = [name for name in flags.names if name not in CLAIMS]
-        require(not unknown, f"no such claim: {', '.join(unknown)}; choose from {', '.join(CLAIMS)}")
-        chosen = [CLAIMS[name] for name in flags.names]
-        known = {scale for claim in chosen or CLAIMS.values() for scale in claim.protocols}
-        scales = {flags.scale} if flags.scale else known - {"gpu"}
-        require(scales <= known, f"--scale {flags.scale}: no such scale; choose from {', '.join(sorted(known))}")
-        wanted = [(claim, scale) for claim in chosen for scale in claim.protocols if scale in scales]
-        devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
-        require(wanted or results.is_dir(), f"--results {results}: no such directory")  # mistyped
-        require(results.parent.name == "results", f"--results {results}: name a folder inside a folder results")
-        for folder in (runs, results):
-            folder.mkdir(parents=True, exist_ok=True)
-    if wanted:
-        lab = Lab(runs, results / "runs.jsonl", flags.jobs, devices, flags.cache_dir, flags.seed, commit() or "unknown")
+    results, runs = flags.out / RESULTS, RUNS_FOLDER / "claims"
+    if flags.name:
+        claim = CLAIMS[flags.name]
+        scales = [flags.scale] if flags.scale else [scale for scale in claim.protocols if scale != "gpu"]
+        with bad_input():
+            check_sizes(flags, "jobs")
+            require(scales[0] in claim.protocols, f"--scale {flags.scale}: choose from {', '.join(claim.protocols)}")
+            devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
+            for folder in (runs, results):
+                folder.mkdir(parents=True, exist_ok=True)
+        lab = Lab(runs, flags.jobs, devices, flags.cache_dir, flags.seed)
         with lock_file(runs / LOCK):
-            for claim, scale in wanted:
+            for scale in scales:
                 run_claim(claim, scale, lab, results)
     with bad_input():
         entries = read_entries(CLAIMS, results)
-    write_pages(entries, results)
+        require(entries, f"there are no results in {results}; name a claim: {', '.join(CLAIMS)}")
+    write_pages(entries, flags.out)
     verdicts = {entry.claim.name: entry.verdict for entry in entries}
-    for name in flags.names or CLAIMS:
+    for name in [flags.name] if flags.name else CLAIMS:
         print(f"{name}: {verdicts.get(name, 'not run')}")
-    print(f"see {results.parent.parent / 'CLAIMS.md'}")
+    print(f"see {flags.out / 'CLAIMS.md'}")
 
 
 def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
     """Measure a claim at a scale, and add it to its results."""
-    protocol = claim.protocols[scale]
-    started = time.process_time()
+    protocol, started = claim.protocols[scale], time.process_time()
     measured = (train if protocol.arms or not claim.measure else claim.measure)(protocol, lab)
-    seconds = sum(row.get("seconds") or 0 for row in measured["runs"] + measured.get("search", []))
+    rows = measured["runs"] + measured.get("search", [])
+    seconds = sum(row.get("seconds") or 0 for row in rows)
     environment = {
         "protocol": claim.hash(scale),
-        "commits": sorted({row.get("commit", lab.commit) for row in measured["runs"]}),
+        "commits": sorted({row.get("commit", commit()) or "unknown" for row in rows}),
         "device": describe(torch.device(lab.devices[0] if protocol.arms else "cpu")),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
@@ -98,21 +84,21 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
 
 
 def read_entries(claims: Mapping[str, Claim], results: Path) -> list[Entry]:
-    """The claims that were measured at their first scale. Raises ValueError if one had other rules."""
-    entries, trained = [], {}  # p-values of trained claims, also of those that were not run
+    """The claims that were measured. Raises ValueError if one had other rules."""
+    entries = []
     for claim in claims.values():
         file = results / f"{claim.name}.json"
         content = read_json(file, dict) if file.exists() else {}
-        judged = {}
+        judgments = {}
         for scale, protocol in claim.protocols.items():
             if scale in content:
                 same = content[scale]["environment"]["protocol"] == claim.hash(scale)
                 require(same, f"{file} was measured with other rules at scale {scale}; run the claim again")
-                judged[scale] = judge(claim, protocol, content[scale]["measured"])
-        first, protocol = next(iter(claim.protocols.items()))
-        if protocol.arms:
-            trained[claim.name] = judged[first].p if first in judged else 1.0
-        if first in judged:
-            entries.append(Entry(claim, content, judged))
-    corrected = dict(zip(trained, holm(list(trained.values())), strict=True))
-    return [replace(entry, p=corrected.get(entry.claim.name)) for entry in entries]
+                judgments[scale] = judge(claim, protocol, content[scale]["measured"])
+        if judgments:
+            entries.append(Entry(claim, content, judgments))
+    trained = [entry for entry in entries if next(iter(entry.claim.protocols.values())).arms]
+    corrected = holm([next(iter(entry.judgments.values())).p for entry in trained])
+    for entry, p in zip(trained, corrected, strict=True):
+        entry.p = p
+    return entries

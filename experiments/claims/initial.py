@@ -1,10 +1,7 @@
-"""Claims about models at initialization, some of which are shown after training as well, and about speed."""
+"""Claims about models at initialization, one of which is shown after training as well, and about speed."""
 
 import copy
 import math
-import time
-from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from config import TrainConfig
-from experiments.benchmarks import training_step
+from experiments.benchmarks import time_alternately, training_step
 from experiments.claims.claim import Claim, Effect, Measured, Protocol, difference, slope
 from experiments.claims.measure import Lab
 from experiments.claims.trained import WARMUPS, S
@@ -20,7 +17,6 @@ from model import Llama, weights_by_role
 
 DEPTHS = (6, 12, 24, 48, 96)
 WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
-Measure = Callable[[Llama, Tensor], dict[str, float]]
 
 
 def initial(seed: int, **options: Any) -> tuple[Llama, Tensor, Tensor]:
@@ -28,9 +24,6 @@ def initial(seed: int, **options: Any) -> tuple[Llama, Tensor, Tensor]:
     model = Llama(seed=seed, **{"dim": 64, "heads": 2, "context": 64, "vocab_size": 257} | options)
     ids = torch.randint(257, (8, 65), generator=torch.Generator().manual_seed(seed))
     return model, ids[:, :-1], ids[:, 1:]
-
-
-# --- equivalence -----------------------------------------------------------------------------------------------------
 
 
 def equivalence(protocol: Protocol, lab: Lab) -> Measured:
@@ -50,18 +43,15 @@ def equivalence(protocol: Protocol, lab: Lab) -> Measured:
             if role in WRITERS:
                 weight.data -= weight.data.mean(1 if role == "embedding" else 0, keepdim=True)
         with torch.no_grad():
-            expected, *found = (model.double()(tokens) for model in (layernorm, centered, rmsnorm))
-        for arm, logits in zip(("centered", "not centered"), found, strict=True):
-            error = float((logits - expected).abs().max() / expected.abs().max())
-            rows.append({"arm": arm, "seed": seed, "value": error})
+            expected = layernorm.double()(tokens)
+            for arm, model in (("centered", centered), ("not centered", rmsnorm.double())):
+                error = float((model(tokens) - expected).abs().max() / expected.abs().max())
+                rows.append({"arm": arm, "seed": seed, "value": error})
     return {"runs": rows}
 
 
-# --- speed -----------------------------------------------------------------------------------------------------------
-
-
 def speed(protocol: Protocol, lab: Lab) -> Measured:
-    """ln(seconds) of 10 training steps, in rounds that take all arms in turn."""
+    """ln of the seconds of a training step: for each seed the median of ten steps, which all arms take in turn."""
     torch.set_num_threads(1)
     steps = {}
     for norm, compiled in product(("rmsnorm", "layernorm"), (False, True)):
@@ -69,50 +59,45 @@ def speed(protocol: Protocol, lab: Lab) -> Measured:
         name = f"{norm}, compiled" if compiled else norm
         steps[name] = training_step(model, TrainConfig(compile=compiled), torch.float32)
     rows = []
-    for round in range(-2, protocol.seeds):  # two to warm up
-        for arm, step in list(steps.items())[:: -1 if round % 2 else 1]:  # none always goes first
-            started = time.perf_counter()
-            for _ in range(10):
-                step()
-            seconds = time.perf_counter() - started
-            if round >= 0:
-                rows.append({"arm": arm, "seed": lab.first_seed + round, "value": math.log(seconds)})
+    for seed in lab.seeds(protocol):
+        for arm, seconds in time_alternately(steps, 10, torch.device("cpu")).items():
+            rows.append({"arm": arm, "seed": seed, "value": math.log(seconds)})
     return {"runs": rows}
 
 
-# --- depth -----------------------------------------------------------------------------------------------------------
+def by_depth(protocol: Protocol, lab: Lab) -> Measured:
+    """Of new models with LayerNorm and Xavier's initialization, by placement and depth, the logarithms of three norms.
 
-
-def by_depth(measure: Measure, placements: tuple[str, ...], protocol: Protocol, lab: Lab) -> Measured:
-    """ln of what `measure` finds in new models with LayerNorm and Xavier's initialization, by placement and depth."""
+    They are that of the gradient of the last MLP's second matrix, and that of the change of the logits after one step
+    of SGD, and after one by the gradient's sign.
+    """
     rows = []
-    for seed, placement, depth in product(lab.seeds(protocol), placements, protocol.depths):
-        model, *batch = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
-        model.loss(*batch).backward()
-        for name, value in measure(model, batch[0]).items():
-            rows.append({"arm": f"{placement} {depth}{name}", "seed": seed, "value": math.log(value)})
+    for seed, placement, depth in product(lab.seeds(protocol), ("post", "pre", "deepnorm"), protocol.depths):
+        model, tokens, targets = initial(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
+        model.loss(tokens, targets).backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        found = {"": gradients[f"layers.{depth - 1}.mlp.down_proj.weight"].norm()}
+        with torch.no_grad():
+            before = model(tokens)
+            for rule, lr in ((", SGD", 1e-3), (", sign", 1e-6)):
+                stepped = copy.deepcopy(model)
+                for name, weight in stepped.named_parameters():
+                    gradient = gradients[name]
+                    weight.sub_(gradient if rule == ", SGD" else gradient.sign(), alpha=lr)
+                found[rule] = (stepped(tokens) - before).norm()
+        for rule, norm in found.items():
+            rows.append({"arm": f"{placement} {depth}{rule}", "seed": seed, "value": math.log(norm)})
     return {"runs": rows}
 
 
-def last_gradient(model: Llama, tokens: Tensor) -> dict[str, float]:
-    """Norm of the gradient of the last MLP's second matrix."""
-    gradient = model.layers[-1].get_parameter("mlp.down_proj.weight").grad
-    assert gradient is not None
-    return {"": float(gradient.norm())}
+def over_depth(name: str, template: str, **more: Any) -> Effect:
+    """The exponent of a power law. The template has a place for the number of blocks."""
+    return slope(name, {math.log(depth): {template.format(depth): 1.0} for depth in DEPTHS}, **more)
 
 
-@torch.no_grad()
-def model_update(model: Llama, tokens: Tensor) -> dict[str, float]:
-    """Norm of the change of the logits after one step of SGD, and after one by the gradient's sign."""
-    before = model(tokens)
-    found = {}
-    for rule, lr in ((", SGD", 1e-3), (", sign", 1e-6)):
-        stepped = copy.deepcopy(model)
-        for weight, old in zip(stepped.parameters(), model.parameters(), strict=True):
-            assert old.grad is not None
-            weight.sub_(old.grad if rule == ", SGD" else old.grad.sign(), alpha=lr)
-        found[rule] = float((stepped(tokens) - before).norm())
-    return found
+def at_depths(name: str, template: str) -> list[Effect]:
+    """Shown at every depth."""
+    return [Effect(f"{name}, {depth} blocks", {template.format(depth): 1}, ratio=True, x=depth) for depth in DEPTHS]
 
 
 def from_warmup(layers: int) -> Effect:
@@ -121,12 +106,6 @@ def from_warmup(layers: int) -> Effect:
     return Effect(f"warm-up, {layers} blocks", post | {f"pre {layers} with": 1, f"pre {layers} without": -1})
 
 
-def over_depth(name: str, template: str, **more: Any) -> Effect:
-    """The exponent of a power law. The template has a place for the number of blocks."""
-    return slope(name, {math.log(depth): {template.format(depth): 1.0} for depth in DEPTHS}, **more)
-
-
-BELOW_93 = (-math.inf, math.log(0.93))
 FLAT, FALLING = (-0.15, 0.15), (-0.65, -0.35)
 
 CLAIMS = (
@@ -143,7 +122,7 @@ CLAIMS = (
     Claim(
         "rmsnorm-speed",
         effects=(
-            difference("rmsnorm", "layernorm", reproduced=BELOW_93, ratio=True),
+            difference("rmsnorm", "layernorm", reproduced=(-math.inf, math.log(0.93)), ratio=True),
             difference("rmsnorm, compiled", "layernorm, compiled", ratio=True),
         ),
         protocols={"M": Protocol(10)},
@@ -154,12 +133,12 @@ CLAIMS = (
         effects=(
             over_depth("exponent, post-norm", "post {}", reproduced=FLAT),
             over_depth("exponent, pre-norm", "pre {}", reproduced=FALLING),
-            *(Effect(f"pre-norm, {depth} blocks", {f"pre {depth}": 1}, ratio=True, x=depth) for depth in DEPTHS),
+            *at_depths("pre-norm", "pre {}"),
             from_warmup(6),
             from_warmup(12),
         ),
         protocols={"initialization": Protocol(5, depths=DEPTHS), "S": Protocol(3, S, WARMUPS)},
-        measure=partial(by_depth, last_gradient, ("post", "pre")),
+        measure=by_depth,
         over="blocks",
         across="gradient with pre-norm",
     ),
@@ -169,13 +148,10 @@ CLAIMS = (
             over_depth("exponent, DeepNorm", "deepnorm {}, SGD", reproduced=FLAT),
             over_depth("exponent, post-norm", "post {}, SGD"),
             over_depth("exponent, DeepNorm, sign", "deepnorm {}, sign"),
-            *(
-                Effect(f"DeepNorm, {depth} blocks", {f"deepnorm {depth}, SGD": 1}, ratio=True, x=depth)
-                for depth in DEPTHS
-            ),
+            *at_depths("DeepNorm", "deepnorm {}, SGD"),
         ),
         protocols={"initialization": Protocol(5, depths=DEPTHS)},
-        measure=partial(by_depth, model_update, ("deepnorm", "post")),
+        measure=by_depth,
         over="blocks",
         across="update with DeepNorm",
     ),

@@ -16,26 +16,28 @@ from experiments.statistics import Estimate, estimate, one_sided_p
 ALPHA = 0.05
 NEAR = 0.1  # nats: further from its parabola, an arm at its optimum was a matter of luck
 REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided"
+UNKNOWN, NOT_FINITE = "no best learning rate was found", "a run diverged or is out of range"
 Values = dict[str, float]  # by arm, of one seed
+Found = Estimate | str  # what was found of an effect, or why nothing was
 
 
 @dataclass(frozen=True)
 class Judgment:
-    """What was found of each effect, or why nothing was, and what follows from those that are judged."""
+    """What was found of the effects at a scale, and what follows from those that are judged."""
 
     verdict: str
-    found: Mapping[str, Estimate | str]  # by effect
+    found: list[tuple[Effect, Found]]
     p: float = 1.0  # of a verdict that is not "undecided", before it is corrected for the other claims
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """A claim with its results and what follows from them, by scale, the one of the verdict first."""
 
     claim: Claim
     content: Mapping[str, Any]
     judgments: Mapping[str, Judgment]
-    p: float | None = None  # of the verdict, corrected for all trained claims
+    p: float | None = None  # of the verdict, corrected for all trained claims; None if this is not one
 
     @property
     def verdict(self) -> str:
@@ -43,6 +45,9 @@ class Entry:
         scale, first = next(iter(self.judgments.items()))
         found = first.verdict if self.p is None or self.p < ALPHA else UNDECIDED
         return f"{found} at {scale}" if found in (REPRODUCED, NOT_REPRODUCED) else found
+
+
+# --- the values of arms ----------------------------------------------------------------------------------------------
 
 
 def losses(rows: list[Row], name: str = "value") -> dict[str, list[float]]:
@@ -95,6 +100,9 @@ DERIVED = {
 }
 
 
+# --- effects and verdict ---------------------------------------------------------------------------------------------
+
+
 def values_of(effect: Effect, measured: Measured) -> list[float]:
     """The effect by seed. Empty if this scale does not have its arms."""
     found = []
@@ -105,12 +113,14 @@ def values_of(effect: Effect, measured: Measured) -> list[float]:
     return found
 
 
-def slack_of(effect: Effect, protocol: Protocol, measured: Measured) -> float | None:
+def slack_of(effect: Effect, protocol: Protocol, measured: Measured) -> float:
     """What the errors of learning rates are expected to cost the effect: how much it moves if losses are lower by that.
 
-    None if an optimum that matters was not found.
+    NaN if an optimum that matters was not found. Infinite if a run diverged or is out of range.
     """
     before = mean(values_of(effect, measured))
+    if not math.isfinite(before):
+        return math.inf
     total = 0.0
     for name, arm in protocol.arms.items():
         tuned = arm.like or name
@@ -123,38 +133,28 @@ def slack_of(effect: Effect, protocol: Protocol, measured: Measured) -> float | 
                 for row in measured["runs"]
             ]
             change = abs(mean(values_of(effect, measured | {"runs": moved})) - before)
-            if change > 0 and not known:
-                return None
-            total += change
+            total += math.nan if change and not known else change
     return total
 
 
 def judge(claim: Claim, protocol: Protocol, measured: Measured) -> Judgment:
     """Reproduced if all intervals lie where they should, not reproduced if one excludes what was expected."""
-    found: dict[str, Estimate | str] = {}
-    chances, against = [], []  # p-values of "reproduced", and of "not reproduced"
+    found: list[tuple[Effect, Found]] = []
+    inside, outside = [], []  # p-values of the judged effects
     for effect in claim.effects:
-        if not (values := values_of(effect, measured)):
-            continue
-        finite = all(map(math.isfinite, values))
-        slack = slack_of(effect, protocol, measured) if finite else math.inf
-        inside, outside = [1.0], [1.0]
-        if slack is None:
-            found[effect.name] = "no best learning rate was found"
-        elif not math.isfinite(slack):
-            found[effect.name] = "a run diverged or is out of range"
-        else:
-            found[effect.name] = estimate(values, slack)
-            inside = p_values(values, effect.reproduced, slack, 1)
-            outside = p_values(values, effect.expected, slack, -1)
-        if effect.judged:
-            chances.append(max(inside))
-            against.append(min(outside))
-    if not chances:
+        if values := values_of(effect, measured):
+            slack = slack_of(effect, protocol, measured)
+            known = math.isfinite(slack)
+            reason = UNKNOWN if math.isnan(slack) else NOT_FINITE
+            found.append((effect, estimate(values, slack) if known else reason))
+            if effect.judged:
+                inside.append(max(p_values(values, effect.reproduced, slack, 1)) if known else 1.0)
+                outside.append(min(p_values(values, effect.expected, slack, -1)) if known else 1.0)
+    if not inside:
         return Judgment("shown", found)
-    if (p := 2 * len(against) * min(against)) < ALPHA:
+    if (p := 2 * len(outside) * min(outside)) < ALPHA:
         return Judgment(NOT_REPRODUCED, found, p)
-    if (p := 2 * max(chances)) < ALPHA:
+    if (p := 2 * max(inside)) < ALPHA:
         return Judgment("exact" if claim.exact else REPRODUCED, found, p)
     return Judgment(UNDECIDED, found)
 

@@ -5,6 +5,8 @@ losses are in nats per byte. Most claims are judged with Muon: between seeds, it
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from experiments.claims.claim import Arm, Claim, Effect, Protocol, difference, slope
@@ -15,7 +17,7 @@ TINY = (
 )
 S = f"{TINY} --dim 64 --context 128"
 M = f"{TINY} --dim 128 --context 256"
-# Only if asked for: 14 million parameters, 65 million tokens of 8,192 kinds.
+# Of the scale "gpu", which runs only if asked for: 14 million parameters, 65 million tokens of 8,192 kinds.
 GPU = "--preset small --dropout 0 --dtype bfloat16 --compile --steps 2000 --eval-every 2000 --save-every 2000 --keep 1"
 LRS = {"muon": 0.016, "adamw": 0.005}  # where searches start
 SQUASHED = {"init": "xavier", "scaled_embedding": "true"}  # for DyT and Derf, which do not rescale what they get
@@ -126,8 +128,14 @@ def rates(number: int, *optimizers: str) -> dict[str, Arm]:
     }
 
 
+def claim(name: str, effects: Sequence[Effect], protocols: dict[str, Protocol], **more: Any) -> Claim:
+    """With the scale "gpu", which has the arms and seeds of the first scale."""
+    first = next(iter(protocols.values()))
+    return Claim(name, effects, protocols | {"gpu": replace(first, flags=GPU)}, **more)
+
+
 CLAIMS = (
-    Claim(
+    claim(
         "rmsnorm-layernorm",
         effects=(
             difference("RMSNorm", "LayerNorm", reproduced=(-math.inf, 0.02)),
@@ -139,7 +147,7 @@ CLAIMS = (
             "M": Protocol(6, M, {"RMSNorm": tuned("muon"), "LayerNorm": tuned("muon", norm="layernorm")}),
         },
     ),
-    Claim(
+    claim(
         "prenorm-variance",
         effects=(
             Effect("pre-norm", {"pre": 1}, ABOVE, value="growth"),
@@ -147,7 +155,7 @@ CLAIMS = (
         ),
         protocols={"24 blocks": Protocol(5, S, {"pre": lns(24)["pre"], "sandwich": SANDWICH})},
     ),
-    Claim(
+    claim(
         "lns",
         effects=(
             difference("LNS", "pre", reproduced=BELOW, expected=(-math.inf, -0.018)),
@@ -158,7 +166,7 @@ CLAIMS = (
         protocols={"12 blocks": Protocol(12, S, lns(12)), "24 blocks": Protocol(4, S, lns(24))},
         dashed=-0.037,
     ),
-    Claim(
+    claim(
         "dyt-data",
         effects=(
             amount_slope("slope of DyT − LayerNorm over ln(bytes)", "value", reproduced=ABOVE),
@@ -169,7 +177,7 @@ CLAIMS = (
         over="bytes of unique text",
         across="DyT − LayerNorm, nats",
     ),
-    Claim(
+    claim(
         "dyt-fixed-compute",
         effects=(
             difference("DyT 0.25", "RMSNorm", reproduced=(-0.02, math.inf)),
@@ -182,7 +190,7 @@ CLAIMS = (
             "M": Protocol(6, M, {"RMSNorm": tuned("muon"), "DyT 0.25": DYT_025["DyT 0.25"]}),
         },
     ),
-    Claim(
+    claim(
         "derf-muon",
         effects=(
             interaction("Derf", reproduced=ABOVE, expected=(0.33, math.inf)),
@@ -194,7 +202,7 @@ CLAIMS = (
         dashed=0.66,
         across="interaction, nats",
     ),
-    Claim(
+    claim(
         "ngpt-steps",
         effects=(
             speed_slope("muon", reproduced=ABOVE),
@@ -208,7 +216,7 @@ CLAIMS = (
         over="steps",
         across="speed-up",
     ),
-    Claim(
+    claim(
         "qk-norm-rates",
         effects=(
             difference("plain, muon", "QK-norm, muon", value="sensitivity", reproduced=ABOVE),
