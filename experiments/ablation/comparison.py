@@ -1,23 +1,22 @@
-"""What the runs of an ablation say: paired differences from the baseline, and interactions of factors.
+"""What the runs of an ablation say: paired differences from the baseline.
 
-Both rest on the seeds with which all their runs ended and none diverged. Where these are not all seeds, the survivors
+They rest on the seeds with which all their runs ended and none diverged. Where these are not all seeds, the survivors
 may be the easy ones, and where an arm's best learning rate was not found, a difference may be one of tuning: such a
 statistic has no p-value, and the tables mark it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from experiments.ablation.outcome import Arm, BySeed
 from experiments.statistics import Estimate, estimate, holm
 
 ALPHA = 0.05
-SIGNS = 1, -1, -1, 1  # of the arms in a contrast
 
 
 @dataclass
 class Finding:
-    """A statistic over seeds, with a p-value that is corrected for all findings of a report."""
+    """A difference over seeds, with a p-value that is corrected for all findings of a report."""
 
     estimate: Estimate | None  # None if no seed is left
     planned: int  # seeds it should rest on
@@ -51,8 +50,8 @@ def compare(
     bpb: Mapping[Arm, BySeed],
     planned: Mapping[Arm, Collection[int]],
     regrets: Mapping[Arm, float | None] = {},
-) -> dict[Arm | str, Finding]:
-    """The difference of each arm from the first, by arm, and the interactions, by name, paired by seed.
+) -> dict[Arm, Finding]:
+    """The difference of each arm from the first, paired by seed.
 
     `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the error
     of an arm's learning rate is expected to cost, None if the best rate was not found. Holm's method corrects all
@@ -61,14 +60,13 @@ def compare(
     """
     baseline, *others = bpb
     found = {}
-    differences = {arm: (arm, baseline) for arm in others} | interactions(bpb)
-    for key, arms in differences.items():
-        costs = [regrets.get(arm, 0.0) for arm in arms]
+    for arm in others:
+        costs = [regrets.get(each, 0.0) for each in (arm, baseline)]
         slack = sum(cost or 0.0 for cost in costs)
-        values = list(contrast([bpb[arm] for arm in arms]).values())
-        pairs = len(set.intersection(*(set(planned[arm]) for arm in arms)))
-        measured = estimate(values, slack, len(differences)) if values else None
-        each = found[key] = Finding(measured, pairs, None not in costs)
+        values = list(paired(bpb[arm], bpb[baseline]).values())
+        pairs = len(set(planned[arm]) & set(planned[baseline]))
+        measured = estimate(values, slack, len(others)) if values else None
+        each = found[arm] = Finding(measured, pairs, None not in costs)
         if measured and each.complete and each.tuned:
             each.p = measured.p
     corrected = holm([1.0 if each.p is None else each.p for each in found.values()])
@@ -78,22 +76,6 @@ def compare(
     return found
 
 
-def contrast(arms: Sequence[BySeed]) -> BySeed:
-    """First minus second, or the difference of two such differences, by seed, for the seeds that all have."""
-    seeds = sorted(set.intersection(*map(set, arms)))
-    return {seed: sum(sign * arm[seed] for sign, arm in zip(SIGNS, arms, strict=False)) for seed in seeds}
-
-
-def interactions(bpb: Mapping[Arm, BySeed]) -> dict[Arm | str, Sequence[Arm]]:
-    """How much more (above 0) or less two changes raise val_bpb together than the sum of what each does alone.
-
-    For every arm that differs from the first in two factors, if there are arms with each of these changes alone.
-    """
-    baseline = next(iter(bpb))
-    found: dict[Arm | str, Sequence[Arm]] = {}
-    for arm in bpb:
-        changed = [pair for pair in arm.factors if pair not in baseline.factors]
-        alone = [Arm.of(**dict(baseline.factors) | dict([pair])) for pair in changed]
-        if len(changed) == 2 and all(each in bpb for each in alone):
-            found[" × ".join(Arm((pair,)).name for pair in changed)] = [arm, *alone, baseline]
-    return found
+def paired(arm: BySeed, baseline: BySeed) -> BySeed:
+    """By seed, for the seeds that both have."""
+    return {seed: arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())}

@@ -131,41 +131,36 @@ class Grid:
     def log(self, cell: Cell) -> Path:
         return self.folder / "cells" / f"{cell.name}.log"
 
-    def options(self, cell: Cell) -> dict[str, Any]:
-        """What must match if a run of the cell exists."""
-        model, config = self.settings[cell.arm]
-        return compared(asdict(model), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
-
     def outcomes(self, cells: Iterable[Cell]) -> Outcomes:
-        """The outcomes of those of `cells` that have ended."""
+        """The outcomes of those of `cells` that have ended. Raises BadInput if one is of other settings, or damaged."""
         found = {}
-        with bad_input():  # a damaged log
+        with bad_input():
             for cell in cells:
+                self.check(cell)
                 model, config = self.settings[cell.arm]
                 rows = read_rows(self.cell_folder(cell) / "metrics.jsonl")
                 if outcome := read_outcome(cell.arm, cell.lr, cell.seed, rows, config.steps, model.vocab_size):
                     found[cell] = outcome
         return found
 
-    def check(self, cells: Iterable[Cell]) -> None:
-        """Raise ValueError if the folder is not for runs like these, or holds a cell trained with other settings."""
-        ours = (self.folder / "cells").is_dir() or not any(self.folder.glob("*"))
-        require(ours, f"--out {self.folder} is not empty; choose another folder")
-        for cell in cells:
-            run_file = self.cell_folder(cell) / "run.json"
-            if run_file.exists():
-                run, name = read_run_file(run_file), f"the run in {run_file.parent}"
-                there = compared(run["model"], run["training"])
-                changed = [
-                    f"{flag_name(option)} {there.get(option)}, not {value}"
-                    for option, value in self.options(cell).items()
-                    if there.get(option) != value
-                ]
-                require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
-                same_text = run["corpus"]["hash"] == self.data.corpus_hash
-                require(same_text, f"{name} has another text; delete it, or choose another --out")
-                imports = check_imports(run)
-                require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
+    def check(self, cell: Cell) -> None:
+        """Raise ValueError if the run of a cell exists and was trained with other settings."""
+        folder = self.cell_folder(cell)
+        if not (folder / "run.json").exists():
+            return
+        run, name = read_run_file(folder / "run.json"), f"the run in {folder}"
+        there, (model, config) = compared(run["model"], run["training"]), self.settings[cell.arm]
+        here = compared(asdict(model), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
+        changed = [
+            f"{flag_name(option)} {there.get(option)}, not {value}"
+            for option, value in here.items()
+            if there.get(option) != value
+        ]
+        require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
+        same_text = run["corpus"]["hash"] == self.data.corpus_hash
+        require(same_text, f"{name} has another text; delete it, or choose another --out")
+        imports = check_imports(run)
+        require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 
     # Running.
 
@@ -174,8 +169,6 @@ class Grid:
 
         Raises Stopped after a signal and CellFailed if a run fails. Running cells save before either.
         """
-        with bad_input():
-            self.check(cells)
         outcomes = self.outcomes(cells)
         waiting = [cell for cell in dict.fromkeys(cells) if cell not in outcomes]
         free = list(self.devices) * self.jobs
@@ -199,8 +192,6 @@ class Grid:
                         if process.returncode == InUse.code:  # a process of a killed command holds the lock: retry
                             waiting.append(cell)
                             continue
-                        with bad_input():  # the text or a file of --import may have been edited meanwhile
-                            self.check([cell])
                         ended = self.outcomes([cell])
                         if not ended or process.returncode not in (0, NotFinite.code):
                             log = self.log(cell)

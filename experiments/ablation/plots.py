@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ablation.comparison import contrast
+from experiments.ablation.comparison import paired
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped
 from experiments.ablation.rates import Optimum
 from experiments.statistics import estimate
@@ -34,7 +34,7 @@ def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optim
     for height, arm in enumerate(others):
         color = f"C{height + 1}"
         diverged = sum(run.diverged for run in arms[arm])
-        differences = list(contrast([final_bpb(arms[arm]), final_bpb(arms[baseline])]).values())
+        differences = list(paired(final_bpb(arms[arm]), final_bpb(arms[baseline])).values())
         dots += differences
         axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
         note = f" n = {len(differences)}" + (f", {diverged} of {len(arms[arm])} diverged" if diverged else "")

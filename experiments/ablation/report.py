@@ -25,7 +25,7 @@ HOW_TO_READ = (
 
 
 def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] = {}) -> list[str]:
-    """The arms of the planned `cells`, each at one learning rate, and the interactions of factors.
+    """The arms of the planned `cells`, each at one learning rate.
 
     The first block is the conclusion. `optima` are given if learning rates were searched for.
     """
@@ -44,19 +44,12 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mappin
         rows.append([*levels.values(), mean_of(bpb[arm], len(seeds[arm])), *cells_of(difference), diverged])
     titles = [name.replace("_", " ") for name in levels]
     titles += ["val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p", "diverged"]
-    parts = [f"{arm.name} {finding}" for arm, finding in found.items() if isinstance(arm, Arm)]
+    parts = [f"{arm.name} {finding}" for arm, finding in found.items()]
     each = f"all at learning rate {lrs[baseline]:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
     pairs = sorted({finding.estimate.n for finding in found.values() if finding.estimate})
     about = f"In bits per byte (val_bpb), n = {' or '.join(map(str, pairs))}, {each}." if pairs else ""
     conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}. {about}" if parts else ""
-    blocks = [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
-    if combined := [[name, *cells_of(finding)] for name, finding in found.items() if isinstance(name, str)]:
-        blocks += [
-            f"Interactions: how much more (above 0) or less two changes of {baseline.name} raise val_bpb together than "
-            "the sum of what each does alone.",
-            table(["both", "difference of differences (n)", "detectable", "p"], combined),
-        ]
-    return blocks
+    return [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
 
 
 def cells_of(finding: Finding) -> list[str]:

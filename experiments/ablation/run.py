@@ -121,9 +121,9 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     if 1 < len(lrs) < POINTS - flags.widen:
         print(f"warning: an optimum takes at least {POINTS} rates; add some to --lrs, or --widen 8", file=sys.stderr)
     torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
-    planned = [*cells(settings, lrs, seeds), *selection(settings, lrs, config.seed)]
-    grid.check(planned)
-    grid.outcomes(planned)  # a damaged log is an error before anything is written
+    ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
+    require(ours, f"--out {folder} is not empty; choose another folder")
+    grid.outcomes([*cells(settings, lrs, seeds), *selection(settings, lrs, config.seed)])  # before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     return Ablation(grid, lrs, seeds, flags.widen)
 

@@ -1,4 +1,4 @@
-"""What an ablation says about its runs: outcomes, differences, interactions, learning rates, tables."""
+"""What an ablation says about its runs: outcomes, differences, learning rates, tables."""
 
 import math
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.ablation.comparison import Finding, compare, contrast
+from experiments.ablation.comparison import Finding, compare, paired
 from experiments.ablation.grid import Cell, losses_of
 from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, read_outcome
 from experiments.ablation.plots import plot_differences
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import cells_of, comparison_section, missing, sweep_section
-from experiments.statistics import estimate, holm
+from experiments.statistics import estimate
 
 
 def arm_of(norm: str, **factors: str) -> Arm:
@@ -75,7 +75,7 @@ def test_a_complete_log_is_an_outcome(log, expected):
 def test_differences_are_paired_by_seed_where_neither_diverged():
     baseline = [outcome("rmsnorm", 0, 1.0), outcome("rmsnorm", 1, None), outcome("rmsnorm", 2, 3.0)]
     arm = [outcome("dyt", 2, 3.5), outcome("dyt", 1, 1.0), outcome("dyt", 0, 9.0, diverged=True)]
-    assert contrast([final_bpb(arm), final_bpb(baseline)]) == {2: 0.5}
+    assert paired(final_bpb(arm), final_bpb(baseline)) == {2: 0.5}
 
 
 BPB: dict[Arm, BySeed] = {
@@ -148,34 +148,6 @@ def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
     assert "**Partial: 5 of 6 runs have ended.**" in section
     assert "| -0.5000 ± 1.2706 (2 of 3)† | – | – |" in table(section)[2]
     assert missing(list(runs), runs) == ""
-
-
-# --- interactions ----------------------------------------------------------------------------------------------------
-
-
-def test_interactions_are_differences_of_differences_corrected_with_the_differences():
-    """By hand: (2.5 - 2.1) - (2.2 - 2.0) = 0.2 for the first seed of the first pair, and so on."""
-    values = {
-        ("rmsnorm", "pre", "muon"): [2.0, 2.1, 2.2],
-        ("rmsnorm", "pre", "adamw"): [2.1, 2.2, 2.4],
-        ("rmsnorm", "post", "muon"): [2.2, 2.3, 2.5],
-        ("rmsnorm", "post", "adamw"): [2.5, 2.5, 2.8],
-        ("dyt", "pre", "muon"): [2.3, 2.3, 2.3],
-        ("dyt", "pre", "adamw"): [2.3, 2.4, 2.6],
-        ("dyt", "post", "muon"): [2.5, 2.5],
-    }
-    differences = [[0.1, 0.1, 0.2], [0.2, 0.2, 0.3], [0.5, 0.4, 0.6], [0.3, 0.2, 0.1], [0.3, 0.3, 0.4], [0.5, 0.4]]
-    both = [[0.2, 0.1, 0.1], [-0.1, 0.0, 0.1], [0.0, 0.0]]
-    names = ("norm", "placement", "optimizer")
-    bpb = {Arm(tuple(zip(names, key, strict=True))): dict(enumerate(found)) for key, found in values.items()}
-    found, expected = compare(bpb, dict.fromkeys(bpb, range(3))), differences + both
-    assert list(found)[6:] == ["post × optimizer=adamw", "dyt × optimizer=adamw", "dyt × post"]  # none within a factor
-    corrected = holm([p_of(each, 0) if len(each) == 3 else 1.0 for each in expected])
-    for finding, each, p in zip(found.values(), expected, corrected, strict=True):
-        assert finding.estimate and finding.estimate.mean == pytest.approx(sum(each) / len(each))
-        assert finding.p == (pytest.approx(p) if len(each) == 3 else None)
-    tuned = compare(bpb, dict.fromkeys(bpb, range(3)), dict.fromkeys(bpb, 0.01))["dyt × optimizer=adamw"]
-    assert tuned.estimate and tuned.estimate.high == pytest.approx(T_TWO * 0.1 / 3**0.5 + 4 * 0.01)
 
 
 # --- learning rates --------------------------------------------------------------------------------------------------
