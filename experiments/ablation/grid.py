@@ -33,6 +33,7 @@ from runtime.run import resolve
 from runtime.run_dir import read_rows, read_run_file
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
+WIDEN = 8  # rates and seeds that an arm may try on top until its optimum is found
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
 END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
@@ -237,7 +238,7 @@ class Grid:
     # Learning rates.
 
     def tune(
-        self, arms: list[Arm], lrs: list[float], seeds: range, widen: int, first: int = SELECTION_SEEDS
+        self, arms: list[Arm], lrs: list[float], seeds: range, widen: int = WIDEN, first: int = SELECTION_SEEDS
     ) -> tuple[dict[Arm, Optimum], Outcomes]:
         """The optimum of each arm, to be reported on `seeds`, and the runs that found it.
 

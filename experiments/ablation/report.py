@@ -84,8 +84,7 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         "an error of the vertex is expected to cost: intervals are wider by it, and p-values count only what is "
         f"beyond. If fewer than {POINTS} rates are that close, or the vertex is not among them, no optimum is found. "
         "The arm is then reported at its best rate and has no p-value, because other arms may be closer to their "
-        "optimum. The same holds if its reported seeds end, on average, further than that from the parabola. "
-        "`--widen 8` adds rates and seeds until an optimum is found.",
+        "optimum. The same holds if its reported seeds end, on average, further than that from the parabola.",
         table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows),
     ]
 

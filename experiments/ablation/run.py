@@ -4,12 +4,10 @@ import argparse
 import csv
 import io
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +26,7 @@ from experiments.ablation.grid import (
 )
 from experiments.ablation.outcome import Arm
 from experiments.ablation.plots import plot_curves, plot_differences
-from experiments.ablation.rates import POINTS, Optimum
+from experiments.ablation.rates import Optimum
 from experiments.ablation.report import HOW_TO_READ, comparison_section, sweep_section
 from files import write_atomically
 from norms import KINDS
@@ -62,11 +60,10 @@ class AblationConfig:
     seeds: int = option(3, "runs per arm, counting from --seed")
     lrs: list[float] = option(
         [],
-        "rates to try, together with --lr, on two other seeds; each arm is reported at its optimum",
+        "where the search for each arm's best rate starts, together with --lr, on two other seeds",
         type=float,
         metavar="LR",
     )
-    widen: int = option(0, "how many more rates or seeds an arm may try until its optimum is found, such as 8")
     jobs: int = option(None, "runs at a time on each device (default: as many as the cores allow, or one on a GPU)")
     threads: int = option(1, "CPU threads per run")
     probe: bool = option(False, "--watch at the first and the last step only")
@@ -79,7 +76,6 @@ class Ablation:
     grid: Grid
     lrs: list[float]  # the learning rate of all arms, or several to select from
     seeds: range  # reported
-    widen: int
 
     def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
         """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
@@ -90,8 +86,6 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     """An ablation from its flags, and those of train.py, which every cell gets. Raises ValueError for invalid ones."""
     check_sizes(flags, "seeds", "jobs", "threads", most=MAX_SEEDS)
     require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
-    require(flags.widen >= 0, f"--widen must be 0 or more, not {flags.widen}")
-    require(not flags.widen or flags.lrs, "--widen needs --lrs, the rates to start from")
     require("norm_args" not in flags, "--norm-arg is for a single run; write --norms dyt:alpha=1")
     arms = resolve_factors(flags)
     devices = resolve_devices(flags.device) if "device" in flags else ("",)
@@ -118,14 +112,12 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     )
     lrs = sorted({*flags.lrs, config.lr})
     seeds = range(config.seed, config.seed + flags.seeds)
-    if 1 < len(lrs) < POINTS - flags.widen:
-        print(f"warning: an optimum takes at least {POINTS} rates; add some to --lrs, or --widen 8", file=sys.stderr)
     torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
     grid.outcomes([*cells(settings, lrs, seeds), *selection(settings, lrs, config.seed)])  # before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    return Ablation(grid, lrs, seeds, flags.widen)
+    return Ablation(grid, lrs, seeds)
 
 
 def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
@@ -157,9 +149,9 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     sweep = []
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
-        if len(lrs) > 1 or ablation.widen:
+        if len(lrs) > 1:
             sweep, optima = selection(arms, lrs, ablation.seeds.start), {}
-            optima, found = grid.tune(arms, lrs, ablation.seeds, ablation.widen)
+            optima, found = grid.tune(arms, lrs, ablation.seeds)
             sweep = list(found)
         grid.run(ablation.reported(optima))
     finally:
@@ -179,7 +171,11 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
-    write_csv(folder / "runs.csv", [run.row | {"run": cell.name} for cell, run in outcomes.items()])
+    rows, file = [run.row | {"run": cell.name} for cell, run in outcomes.items()], io.StringIO()
+    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(folder / "runs.csv", file.getvalue())
     summary, *tables = comparison_section(reported, outcomes, optima) if reported else [""]
     tables += sweep_section(sweep, outcomes, optima) if sweep else []
     model_config, config = next(iter(grid.settings.values()))
@@ -193,11 +189,9 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
         if len(grid.settings) > 1:
             figures["differences"] = plot_differences(runs, title, optima)
         figures["curves"] = plot_curves(runs, title)
-    watched = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
-    rows = [dict(cell.arm.factors) | {"seed": cell.seed} | row for cell, log in watched.items() for row in log]
-    if rows:
-        write_csv(folder / "watch.csv", rows)
-        figures["watch"] = plot_watch({cell.arm.name: log for cell, log in watched.items() if log})  # of the last seed
+    logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
+    if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # of the last seed
+        figures["watch"] = plot_watch(watched)
     sections = [markdown(summary)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
@@ -208,12 +202,3 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
         folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))),
     ]
     write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
-
-
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows, with a header of all their keys."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, file.getvalue())
