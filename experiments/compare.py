@@ -121,7 +121,7 @@ def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]
             notes.append(f"Not paired with {baseline}: {folder} (other {', '.join(other)}).")
         else:
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
-    summary, *tables = comparison_section(list(paired), paired)
+    _, (summary, *tables) = comparison_section(list(paired), paired)
     warning = ""
     if texts := {"data", "tokenizer"} & set(differing):
         warning = (

@@ -5,7 +5,7 @@ may be the easy ones, and where an arm's best learning rate was not found, a dif
 statistic has no p-value, and the tables mark it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.ablation.outcome import Arm, BySeed
@@ -21,6 +21,7 @@ class Finding:
     estimate: Estimate | None  # None if no seed is left
     planned: int  # seeds it should rest on
     tuned: bool = True  # whether the optimum of every arm in it is known
+    values: Sequence[float] = ()  # by seed
     p: float | None = None  # of "the mean is 0"
 
     @property
@@ -63,10 +64,10 @@ def compare(
     for arm in others:
         costs = [regrets.get(each, 0.0) for each in (arm, baseline)]
         slack = sum(cost or 0.0 for cost in costs)
-        values = list(paired(bpb[arm], bpb[baseline]).values())
+        values = [bpb[arm][seed] - bpb[baseline][seed] for seed in sorted(bpb[arm].keys() & bpb[baseline].keys())]
         pairs = len(set(planned[arm]) & set(planned[baseline]))
         measured = estimate(values, slack, len(others)) if values else None
-        each = found[arm] = Finding(measured, pairs, None not in costs)
+        each = found[arm] = Finding(measured, pairs, None not in costs, values)
         if measured and each.complete and each.tuned:
             each.p = measured.p
     corrected = holm([1.0 if each.p is None else each.p for each in found.values()])
@@ -74,8 +75,3 @@ def compare(
         if each.p is not None:
             each.p = p
     return found
-
-
-def paired(arm: BySeed, baseline: BySeed) -> BySeed:
-    """By seed, for the seeds that both have."""
-    return {seed: arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())}

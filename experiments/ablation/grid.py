@@ -26,7 +26,7 @@ from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
 from files import InUse, digest
 from norms.placement import Unsupported
-from runtime.device import describe, pick_device
+from runtime.device import pick_device
 from runtime.plugins import check_imports, import_flags
 from runtime.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
 from runtime.run import resolve
@@ -103,15 +103,10 @@ def settings_digest(settings: Settings) -> str:
 
 
 def resolve_devices(device: str) -> tuple[str, ...]:
-    """The devices that `--device` names: ("cuda:0", "cuda:1") for "cuda:0,1".
-
-    Raises ValueError if this machine does not have one of them, or if they are different kinds of cards.
-    """
+    """The devices that `--device` names: ("cuda:0", "cuda:1") for "cuda:0,1". Raises ValueError if one is missing."""
     kind, _, indices = device.partition(":")
-    devices = tuple(f"{kind}:{index}" for index in indices.split(",")) if "," in indices else (device,)
-    names = {describe(pick_device(name)) for name in devices}
-    require(len(names) == 1, f"--device {device} mixes {' and '.join(sorted(names))}; runs on both are not comparable")
-    return devices
+    names = [f"{kind}:{index}" for index in indices.split(",")] if "," in indices else [device]
+    return tuple(str(pick_device(name)) for name in names)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The plots of an ablation. In all of them an arm has the same color and line.
-
-Each function gets the runs that have ended, those of the first arm first: it is the baseline.
-"""
+"""The plots of an ablation. In all of them an arm has the same color and line."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,48 +7,40 @@ from itertools import product
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ablation.comparison import paired
-from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped
-from experiments.ablation.rates import Optimum
-from experiments.statistics import estimate
+from experiments.ablation.comparison import Finding
+from experiments.ablation.outcome import Arm, Outcome, grouped
 
 LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
-def plot_differences(runs: list[Outcome], title: str, optima: Mapping[Arm, Optimum] = {}) -> Figure:
+def plot_differences(found: Mapping[Arm, Finding], title: str, baseline: str, lrs: Mapping[Arm, float]) -> Figure:
     """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
 
-    An arm with a diverged run says so beside its dots. It has no mean, nor has any arm if a run of the baseline
-    diverged: that of the remaining seeds could be too good. The regrets of `optima` widen the intervals. Those of two
-    seeds may be wide: the frame is at most five times as wide as what the dots cover.
+    An arm has no mean if one of its runs, or of the baseline's, diverged or has not ended: that of the remaining seeds
+    could be too good. Those of two seeds may be wide: the frame is at most five times as wide as what the dots cover.
     """
-    arms = grouped((run.arm, run) for run in runs)
-    baseline, *others = arms
-    figure = Figure(figsize=(6.8, 2.0 + 0.4 * len(others)), layout="constrained")
+    figure = Figure(figsize=(6.8, 2.0 + 0.4 * len(found)), layout="constrained")
     axes = figure.subplots()
     dots = [0.0]
-    for height, arm in enumerate(others):
+    for height, finding in enumerate(found.values()):
         color = f"C{height + 1}"
-        diverged = sum(run.diverged for run in arms[arm])
-        differences = list(paired(final_bpb(arms[arm]), final_bpb(arms[baseline])).values())
-        dots += differences
-        axes.plot(differences, [height] * len(differences), "o", color=color, alpha=0.5, markersize=4)
-        note = f" n = {len(differences)}" + (f", {diverged} of {len(arms[arm])} diverged" if diverged else "")
+        dots += finding.values
+        axes.plot(finding.values, [height] * len(finding.values), "o", color=color, alpha=0.5, markersize=4)
+        note = f" n = {len(finding.values)}" + ("" if finding.complete else f" of {finding.planned}")
         axes.text(1.01, height, note, transform=axes.get_yaxis_transform(), va="center")
-        if len(differences) == len(arms[arm]):
-            found = estimate(differences, sum(optima[each].regret or 0.0 for each in (arm, baseline) if optima))
-            axes.errorbar(found.mean, height, None, found.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
+        if finding.complete and (mean := finding.estimate):
+            axes.errorbar(mean.mean, height, None, mean.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
-    swept = len({optimum.lr for optimum in optima.values()}) > 1
-    names = [f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name for arm in others]
-    axes.set_yticks(range(len(others)), names)
-    axes.set_ylim(len(others) - 0.4, -0.6)
+    swept = len(set(lrs.values())) > 1
+    names = [f"{arm.name}\nlr {lrs[arm]:g}" if swept else arm.name for arm in found]
+    axes.set_yticks(range(len(found)), names)
+    axes.set_ylim(len(found) - 0.4, -0.6)
     frame = axes.get_xlim()
     if room := 2 * (max(dots) - min(dots)):
         axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
     cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
-    axes.set_xlabel(f"val_bpb minus that of {baseline.name}, paired by seed (left is better){cut}")
+    axes.set_xlabel(f"val_bpb minus that of {baseline}, paired by seed (left is better){cut}")
     axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
     return figure

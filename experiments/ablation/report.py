@@ -24,10 +24,12 @@ HOW_TO_READ = (
 )
 
 
-def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] = {}) -> list[str]:
-    """The arms of the planned `cells`, each at one learning rate.
+def comparison_section(
+    cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] = {}
+) -> tuple[dict[Arm, Finding], list[str]]:
+    """What is found of the arms of the planned `cells`, each at one learning rate, and the text, first the conclusion.
 
-    The first block is the conclusion. `optima` are given if learning rates were searched for.
+    `optima` are given if learning rates were searched for.
     """
     lrs = {cell.arm: cell.lr for cell in cells}
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in lrs}
@@ -49,7 +51,7 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mappin
     pairs = sorted({finding.estimate.n for finding in found.values() if finding.estimate})
     about = f"In bits per byte (val_bpb), n = {' or '.join(map(str, pairs))}, {each}." if pairs else ""
     conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}. {about}" if parts else ""
-    return [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
+    return found, [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
 
 
 def cells_of(finding: Finding) -> list[str]:

@@ -176,18 +176,19 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(folder / "runs.csv", file.getvalue())
-    summary, *tables = comparison_section(reported, outcomes, optima) if reported else [""]
+    found, (summary, *tables) = comparison_section(reported, outcomes, optima) if reported else ({}, [""])
     tables += sweep_section(sweep, outcomes, optima) if sweep else []
     model_config, config = next(iter(grid.settings.values()))
     machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs * len(grid.devices)} at a time"
     title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
     about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
-    runs = [outcomes[cell] for cell in reported if cell in outcomes]
     figures = {}
-    if runs and runs[0].arm == reported[0].arm:  # the baseline
-        if len(grid.settings) > 1:
-            figures["differences"] = plot_differences(runs, title, optima)
+    if any(finding.values for finding in found.values()):
+        lrs = {cell.arm: cell.lr for cell in reported}
+        figures["differences"] = plot_differences(found, title, reported[0].arm.name, lrs)
+    runs = [outcomes[cell] for cell in reported if cell in outcomes]
+    if runs and runs[0].arm == reported[0].arm:  # the baseline: colors are those of the other plot
         figures["curves"] = plot_curves(runs, title)
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # of the last seed

@@ -18,7 +18,7 @@ from experiments.claims.judge import Entry, judge
 from experiments.claims.measure import Lab, train
 from experiments.statistics import holm
 from files import lock_file, read_json, write_atomically
-from runtime.device import describe, pick_device
+from runtime.device import describe
 from runtime.process import bad_input
 from runtime.run import commit
 from runtime.run_dir import LOCK, RUNS_FOLDER
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         with bad_input():
             check_sizes(flags, "jobs")
             require(scales[0] in claim.protocols, f"--scale {flags.scale}: choose from {', '.join(claim.protocols)}")
-            devices = tuple(str(pick_device(device)) for device in resolve_devices(flags.device))
+            devices = resolve_devices(flags.device)
             for folder in (runs, results):
                 folder.mkdir(parents=True, exist_ok=True)
         lab = Lab(runs, flags.jobs, devices, flags.cache_dir, flags.seed)

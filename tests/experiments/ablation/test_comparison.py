@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.ablation.comparison import Finding, compare, paired
+from experiments.ablation.comparison import Finding, compare
 from experiments.ablation.grid import Cell, losses_of
 from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, read_outcome
 from experiments.ablation.plots import plot_differences
@@ -75,7 +75,10 @@ def test_a_complete_log_is_an_outcome(log, expected):
 def test_differences_are_paired_by_seed_where_neither_diverged():
     baseline = [outcome("rmsnorm", 0, 1.0), outcome("rmsnorm", 1, None), outcome("rmsnorm", 2, 3.0)]
     arm = [outcome("dyt", 2, 3.5), outcome("dyt", 1, 1.0), outcome("dyt", 0, 9.0, diverged=True)]
-    assert paired(final_bpb(arm), final_bpb(baseline)) == {2: 0.5}
+    (found,) = compare(
+        {RMSNORM: final_bpb(baseline), DYT: final_bpb(arm)}, dict.fromkeys((RMSNORM, DYT), range(3))
+    ).values()
+    assert found.values == [0.5] and not found.complete
 
 
 BPB: dict[Arm, BySeed] = {
@@ -112,14 +115,15 @@ def test_the_whole_table_and_its_plot():
     """
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=[1.5, 2.6, 3.4], batchnorm=[1.9, None, 3.9], none=[None] * 3)
     optima = dict.fromkeys((RMSNORM, LAYERNORM, BATCHNORM, NONE), Optimum(0.01, 0.05))
-    assert table(comparison_section(list(runs), runs, optima)) == [
+    found, section = comparison_section(list(runs), runs, optima)
+    assert table(section) == [
         "| norm | placement | lr | val_bpb (n) | paired difference from rmsnorm pre (n) | detectable | p | diverged |",
         "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 (3) | – | – | – | 0 of 3 |",
         "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.6028 | 0.061 | 0 of 3 |",
         "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | 1 of 3 |",
         "| none | pre | 0.01 | – | – | – | – | 3 of 3 |",
     ]
-    drawn = plot_differences(list(runs.values()), "", optima).axes[0].collections[0].get_paths()[0]
+    drawn = plot_differences(found, "", "", {}).axes[0].collections[0].get_paths()[0]
     assert np.asarray(drawn.vertices)[:, 0] == pytest.approx([-0.8484, -0.1516], abs=1e-4)
 
 
@@ -129,7 +133,7 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     bpb: dict[str, list[float | None]] = {norm: [1.99 + d, 3 + d, 4.01 + d] for norm, d in means.items()}
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], **bpb, derf=[2.0, 3.4, 4.8], crmsnorm=[2.0, None, 3.0])
     optima = {BATCHNORM: Optimum(0.01, 0.0, loss=2.8), arm_of("crmsnorm"): Optimum(0.01, None)}  # its seeds end at 3
-    assert comparison_section(list(runs), runs, optima)[0] == (
+    assert comparison_section(list(runs), runs, optima)[1][0] == (
         "Compared with rmsnorm pre: layernorm pre is better by 1.0000 ± 0.0248; none pre is worse by 1.0000 ± 0.0248; "
         "dyt pre is indistinguishable (+0.0010 ± 0.0248, p = 1); batchnorm pre is not compared (the best learning "
         "rate was not found); derf pre is indistinguishable (+0.4000 ± 0.9937, p = 0.9); crmsnorm pre is not "
@@ -144,7 +148,7 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
 def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=[1.5, 2.6, 3.4])
     ended = dict(list(runs.items())[1:])
-    section = comparison_section(list(runs), ended)
+    _, section = comparison_section(list(runs), ended)
     assert "**Partial: 5 of 6 runs have ended.**" in section
     assert "| -0.5000 ± 1.2706 (2 of 3)† | – | – |" in table(section)[2]
     assert missing(list(runs), runs) == ""

@@ -306,13 +306,11 @@ def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code_and_reason(
 
 def test_several_cards(monkeypatch, resolve):
     """A run resumes on the card that is free."""
-    names = ["H100", "H100", "L4"]
     monkeypatch.setattr(torch.version, "cuda", None)  # of a build for CUDA, without a driver
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[torch.device(device).index or 0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_devices("cuda:0,1") == ("cuda:0", "cuda:1") and resolve_devices("cuda:1") == ("cuda:1",)
-    for device, named in (("cuda:0,2", "mixes H100 and L4"), ("cuda:0,3", "GPUs is cuda:2"), ("cuda,1", "choose auto")):
+    for device, named in (("cuda:0,2", "GPUs is cuda:1"), ("cuda,1", "choose auto")):
         with pytest.raises(ValueError, match=named):
             resolve_devices(device)
     grid, cell = resolve().grid, Cell(ARM, 0.01, 0)

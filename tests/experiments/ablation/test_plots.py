@@ -1,14 +1,19 @@
 """The plots of an ablation, by the numbers that they draw. Warnings are errors here."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
 
+from experiments.ablation.grid import Cell
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.plots import plot_curves, plot_differences
 from experiments.ablation.rates import Optimum
+from experiments.ablation.report import comparison_section
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 RMS, LAYER, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "layernorm", "dyt"))
@@ -25,6 +30,13 @@ def runs(arm: Arm, *finals: float | None, losses: tuple = (5.0, 4.0, 3.0, 2.0)) 
     return found
 
 
+def differences(outcomes: list[Outcome], optima: Mapping[Arm, Optimum] = {}) -> Figure:
+    lrs = {run.arm: optima[run.arm].lr if optima else 0.01 for run in outcomes}
+    cells = {Cell(run.arm, lrs[run.arm], run.seed): run for run in outcomes}
+    found, _ = comparison_section(list(cells), cells, optima)
+    return plot_differences(found, "title", outcomes[0].arm.name, lrs)
+
+
 def drawn(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
     """The points of all lines that have this marker, without empty ones."""
     lines = [np.asarray(line.get_xydata()).tolist() for line in axes.lines if line.get_marker() == marker]
@@ -33,7 +45,7 @@ def drawn(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
 
 def test_differences_show_seeds_mean_interval_and_n():
     """By hand: -0.5, -0.4, -0.6 have mean -0.5 and standard deviation 0.1."""
-    axes = plot_differences([*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, 2.6, 3.4)], "title").axes[0]
+    axes = differences([*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, 2.6, 3.4)]).axes[0]
     seeds, average = drawn(axes, "o")
     assert [x for x, _ in seeds] == pytest.approx([-0.5, -0.4, -0.6]) and average == [(pytest.approx(-0.5), 0)]
     assert axes.get_xlabel() == "val_bpb minus that of rmsnorm pre, paired by seed (left is better)"
@@ -50,10 +62,10 @@ def test_an_interval_that_would_squash_the_dots_is_cut_and_rates_that_were_searc
         [*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.5, 2.6)],
         {RMS: Optimum(0.01, 0.0), LAYER: Optimum(0.02, 0)},
     )
-    axes = plot_differences(outcomes, "title", optima).axes[0]
+    axes = differences(outcomes, optima).axes[0]
     assert axes.get_xlim()[0] == pytest.approx(-1.085, abs=0.07) and "cut" not in axes.get_xlabel()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre\nlr 0.02"]
-    axes = plot_differences([*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.95, 3.05)], "title").axes[0]
+    axes = differences([*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.95, 3.05)]).axes[0]
     assert axes.get_xlim() == pytest.approx((-0.25, 0.25))
     assert axes.get_xlabel().endswith("\nintervals are cut at the frame")
 
@@ -61,12 +73,12 @@ def test_an_interval_that_would_squash_the_dots_is_cut_and_rates_that_were_searc
 def test_an_arm_with_a_diverged_run_says_so_and_has_no_mean():
     """Nor has any arm a mean where a run of the baseline diverged."""
     outcomes = [*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, None, 3.4), *runs(DYT, None, None, None)]
-    axes = plot_differences(outcomes, "title").axes[0]
+    axes = differences(outcomes).axes[0]
     assert [[x for x, _ in seeds] for seeds in drawn(axes, "o")] == [pytest.approx([-0.5, -0.6])]
     assert not axes.collections
     notes = [text.get_text().strip() for text in axes.texts]
-    assert notes == ["n = 2, 1 of 3 diverged", "n = 0, 3 of 3 diverged"]
-    axes = plot_differences([*runs(RMS, 2.0, None), *runs(LAYER, 1.5, 2.5)], "title").axes[0]
+    assert notes == ["n = 2 of 3", "n = 0 of 3"]
+    axes = differences([*runs(RMS, 2.0, None), *runs(LAYER, 1.5, 2.5)]).axes[0]
     assert drawn(axes, "o") == [[(-0.5, 0)]] and not axes.collections
 
 
@@ -90,8 +102,7 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
     ],
 )
 def test_any_outcomes_can_be_drawn_within_the_figure(outcomes):
-    for plot in (plot_curves, plot_differences):
-        figure = plot(outcomes, "200 steps, seeds 0 to 4")
+    for figure in (plot_curves(outcomes, "200 steps, seeds 0 to 4"), differences(outcomes)):
         FigureCanvasAgg(figure).draw()
         box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
         assert box.x0 > -0.1 and box.y0 > -0.1 and box.x1 < width + 0.1 and box.y1 < height + 0.1
