@@ -3,7 +3,7 @@
 `python ablate.py claim NAME` tests one of the claims in CLAIMS.md.
 `python ablate.py compare DIR DIR ...` compares runs that exist.
 
-The code is in `experiments/ablation/`.
+The code is in `experiments/`.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds

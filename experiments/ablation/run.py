@@ -179,8 +179,8 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     found, (summary, *tables) = comparison_section(reported, outcomes, optima) if reported else ({}, [""])
     tables += sweep_section(sweep, outcomes, optima) if sweep else []
     model_config, config = next(iter(grid.settings.values()))
-    machine = f"{describe(torch.device(config.device))}, {config.dtype}, {grid.jobs * len(grid.devices)} at a time"
-    title = f"{config.steps} steps, seeds {seeds[0]} to {seeds[-1]}"
+    machine = f"{describe(torch.device(config.device))}, {grid.jobs * len(grid.devices)} at a time"
+    title = f"seeds {seeds[0]} to {seeds[-1]}"
     about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     figures = {}

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     add("name", nargs="?", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
     add("--scale", help="scale to measure, such as S or gpu (default: all except gpu)")
     add("--out", type=Path, default=Path(), metavar="DIR", help="where both pages and results/claims/ go (default: .)")
-    add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
+    add("--seed", type=int, default=0, metavar="INT", help="first seed; another --out keeps the results (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")

@@ -1,4 +1,4 @@
-"""The measurement that claims about training share. All use of the ablation is here."""
+"""The measurement that claims about training share: it searches rates and trains arms as an ablation does."""
 
 import json
 import math
