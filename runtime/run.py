@@ -113,7 +113,7 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
         directory = find_checkpoint(init_from)  # verified before the text is prepared
         model, _ = open_model(directory)
         pretrained = asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
-    device = pick_device(getattr(flags, "device", "auto"))
+    device = pick_device(getattr(flags, "device", given.get("device", "auto")))
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model_config, config = configs_from(flags, device.type, given, pretrained, memory)
     device, ranks = pick_device(config.device), distributed.world_size()

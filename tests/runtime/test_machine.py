@@ -1,6 +1,7 @@
 """Machines and cards that are not here, pretended by their files, commands, names, capabilities and memory."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import train
+from config import ModelConfig, TrainConfig
 from runtime import machine, process, run
 from runtime.device import pick_device, pick_dtype
 from runtime.machine import unused_gpu
@@ -77,6 +79,13 @@ def test_a_gpu_that_torch_does_not_use_is_named(cuda, file, text, said, install,
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert unused_gpu() == ""
+
+
+def test_a_run_on_the_cpu_resumes_without_a_word_about_the_gpu(install, capsys):
+    install("dev/kfd")
+    training = TrainConfig(device="cpu", dtype="float32", compile=False)
+    run.resolve(train.parse(["--resume"]), {"model": asdict(ModelConfig()), "training": asdict(training), "imports": []})
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
