@@ -1,4 +1,6 @@
-"""The model against float64 reference formulas and transformers' Llama; initialization, KV cache, state_dict keys.
+"""The parts of the model: attention, rotary positions, KV cache, initial weights, dropout.
+
+What all of it computes is compared in norms/test_placement.py, with float64 formulas, and in test_parity.py.
 
 Tolerances: fp32 has a relative error of 6e-8 per operation. In sums of up to 100 products of values near 1, a few
 layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and little more.
@@ -11,7 +13,6 @@ import inspect
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -48,78 +49,6 @@ def test_llama_takes_a_configuration_or_its_fields():
     assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="Llama takes a ModelConfig or its fields, not both"):
         Llama(SMALL, dim=64)
-
-
-# --- an independent forward pass: numpy, float64, one token and one head at a time ------------------------------------
-
-
-def rms(x: np.ndarray, gain: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
-
-
-def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """RoPE on one head with complex numbers: feature i is the real part, feature i + D/2 the imaginary part."""
-    half = len(x) // 2
-    z = x[:half] + 1j * x[half:]
-    z = z * np.exp(1j * position * theta ** (-np.arange(half) / half))
-    return np.concatenate([z.real, z.imag])
-
-
-def oracle_attention(x: np.ndarray, weights: dict[str, np.ndarray], config: ModelConfig) -> np.ndarray:
-    size = config.head_dim
-    q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
-    if config.qk_norm == "full":
-        q, k = rms(q, weights["q_norm.norm.weight"]), rms(k, weights["k_norm.norm.weight"])
-    outputs = np.zeros_like(q)
-    for head in range(config.heads):
-        q_features = slice(head * size, (head + 1) * size)
-        kv_head = head // (config.heads // config.kv_heads)
-        kv_features = slice(kv_head * size, (kv_head + 1) * size)
-        queries, keys = q[:, q_features], k[:, kv_features]
-        if config.qk_norm == "head":
-            queries, keys = rms(queries, weights["q_norm.weight"]), rms(keys, weights["k_norm.weight"])
-        for t in range(len(x)):
-            query = rotated(queries[t], t, config.rope_theta)
-            scores = [query @ rotated(keys[s], s, config.rope_theta) / math.sqrt(size) for s in range(t + 1)]
-            probabilities = np.exp(np.array(scores) - max(scores))
-            outputs[t, q_features] = probabilities / probabilities.sum() @ v[: t + 1, kv_features]
-    return outputs @ weights["o_proj.weight"].T
-
-
-def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
-    """Logits of one sequence under placement `pre` with rmsnorm."""
-    weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
-    x = weights["embed_tokens.weight"][tokens.numpy()] * weights.get("embed_tokens.scale", 1.0)
-    for layer in range(model.config.layers):
-        start = f"layers.{layer}."
-        block = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start)}
-        attention = {name.removeprefix("self_attn."): weight for name, weight in block.items()}
-        x = x + oracle_attention(rms(x, block["attention_residual.norm.weight"]), attention, model.config)
-        h = rms(x, block["mlp_residual.norm.weight"])
-        gate, up = h @ block["mlp.gate_proj.weight"].T, h @ block["mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp.down_proj.weight"].T
-    return rms(x, weights["final_norm.weight"]) @ weights["lm_head.weight"].T
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"kv_heads": 1},
-        {"kv_heads": 4, "tie_embeddings": False},
-        {"rope_theta": 100.0, "layers": 3},
-        {"qk_norm": "head"},
-        {"qk_norm": "full"},
-        {"scaled_embedding": True},
-    ],
-    ids=str,
-)
-def test_logits_match_the_float64_reference(changes):
-    model = random_weights_model(dataclasses.replace(SMALL, **changes))
-    with torch.no_grad():
-        logits = model(TOKENS)
-    for row in range(len(TOKENS)):
-        np.testing.assert_allclose(logits[row].numpy(), oracle_logits(model, TOKENS[row]), rtol=1e-5, atol=2e-5)
 
 
 def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
