@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import ModelConfig
 from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
@@ -277,3 +277,44 @@ def test_gradient_checkpointing_is_bit_identical():
         return [*losses, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
     assert all(map(torch.equal, two_batches(True), two_batches(False)))
+
+
+# --- what others attach to a model -----------------------------------------------------------------------------------
+
+PATHS = [
+    f"layers.1.{path}_proj" for path in ("self_attn.q", "self_attn.k", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+]
+
+
+def cached_logits(model: Llama) -> Tensor:
+    """Logits after a prompt and one more token."""
+    with torch.inference_mode():
+        cache = model.new_cache()
+        model.next_logits(TOKENS[:, :5], cache)
+        return model.next_logits(TOKENS[:, 5:6], cache)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "lm_head"])
+def test_a_hook_on_a_projection_runs_and_takes_effect(path):
+    """In training and in generation with a cache."""
+    model, calls = random_weights_model(SMALL), []
+    before = cached_logits(model)
+
+    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        calls.append(output.shape)
+        return 0 * output
+
+    handle = model.get_submodule(path).register_forward_hook(hook)
+    model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+    assert len(calls) == 1
+    assert not torch.allclose(cached_logits(model), before)
+    assert len(calls) == 3  # a prompt and one more token
+    handle.remove()
+    assert torch.equal(cached_logits(model), before)
+
+
+def test_what_is_scaled_is_no_linear_and_no_embedding_to_tools_that_merge_adapters():
+    """Merged into the weight, an adapter would be scaled as well."""
+    model: Any = Llama(placement="ngpt", scaled_embedding=True)
+    assert not isinstance(model.layers[0].mlp.gate_proj, nn.Linear)
+    assert not isinstance(model.embed_tokens, nn.Embedding)
