@@ -177,7 +177,7 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
     variants: list[dict[str, Any]] = [
         *({"norm": norm} for norm in sorted(KINDS)), *({"placement": name, "layers": 4} for name in PLACEMENTS),
         {"scaled_embedding": True}, {"embedding_scale": 2.0}, {"norm_args": {"zero_centered": True}},
-        {"norm": "layernorm", "norm_args": {"bias": False}},
+        {"norm": "layernorm", "norm_args": {"bias": False}}, {"norm": "batchnorm", "tie_embeddings": False},
         {"norm": "layernorm", "head_dim": 6}, {"heads": 3, "head_dim": 6},
         {"norm": "layernorm", "norm_args": {"elementwise_affine": False, "eps": 1e-3}},
     ]  # fmt: skip
@@ -186,7 +186,8 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
         model, directory = Llama(ModelConfig(**SIZES | variant)), tmp_path / str(number)
         save_pretrained(directory, model, ByteTokenizer())
         loaded, _ = load_pretrained(directory)
-        assert loaded.config == model.config
+        tied = loaded.lm_head.weight is loaded.embed_tokens.weight
+        assert loaded.config == model.config and not loaded.training and tied == loaded.config.tie_embeddings
         state = loaded.state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
         described = json.loads((directory / "config.json").read_text())
