@@ -26,10 +26,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --data nothing.txt": (train.main, "nothing.txt"),
     "--resume --out taken --tokenizer sentencepiece": (train.main, "--tokenizer bytes, not sentencepiece"),
     "--data missing.txt": (train.main, "missing.txt"),
+    "--data taken/loss.png": (train.main, "loss.png: not UTF-8 at byte 0"),
     "--norm batchnorm --recompute": (train.main, "--recompute does not support --norm batchnorm"),
     "--config missing.json": (train.main, "missing.json is missing or damaged"),
     "--device cuda:99": (train.main, "--device cuda:99"),
-    "--stepz 3": (train.main, "did you mean --steps?"),
     "--samples 0 --checkpoint taken": (generate.main, "--samples must be at least 1"),
     "--checkpoint missing": (generate.main, "missing is not a directory; name a run"),
     "--norms nothing": (ablate.main, "nothing"),
@@ -37,10 +37,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "claim --out missing": (ablate.main, "there are no results in missing/results/claims"),
     "claim lnss": (ablate.main, "invalid choice: 'lnss'"),
     "claim lns --scael S": (ablate.main, "did you mean --scale?"),
-    "--normss rmsnorm": (ablate.main, "did you mean --norms?"),
-    "--max-tokens 3": (generate.main, "unrecognized arguments: --max-tokens 3; did you mean --tokens?"),
     "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
-    "--step 3": (train.main, "did you mean --steps?"),
     "norms --rows 0": (bench.main, "--rows must be at least 1"),
 }
 
