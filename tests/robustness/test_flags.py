@@ -39,6 +39,13 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "claim lns --scael S": (ablate.main, "did you mean --scale?"),
     "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
     "norms --rows 0": (bench.main, "--rows must be at least 1"),
+    "norms --json taken": (bench.main, "--json taken is not a regular file"),
+    "norms --json text.txt/report.json": (bench.main, "text.txt"),
+    "generate --heads 5": (bench.main, "--heads 5"),
+    "train --init-from there": (bench.main, "--init-from"),
+    "gpu --folder taken": (bench.main, "--folder taken exists"),
+    "plan --ranks 3": (bench.main, "--batch-size 8"),
+    "plan --shard": (bench.main, "--shard"),
 }
 
 
