@@ -6,7 +6,7 @@ import pytest
 
 from config import FIELDS
 from files import explained, write_atomically
-from runtime.run_dir import Log, check_run_dir, read_rows, read_run_file, write_run_file
+from runtime.run_dir import read_rows, read_run_file, write_run_file
 
 RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}}
 
@@ -52,21 +52,6 @@ def test_an_unknown_field_is_refused(tmp_path):
         read_run_file(tmp_path / "run.json")
 
 
-def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path):
-    """A sample without the row of its evaluation too: the run was killed between the two, and evaluates again."""
-    log = Log(tmp_path, 0, lambda row: None)
-    for step, text in ((2, "first\r\n"), (4, "without a row")):
-        log.add(step=step, train_loss=1.0)
-        log.add_sample(step, text)
-        if step == 2:
-            log.add(step=step, val_loss=1.0, val_bpb=1.0)
-    log.add(step=5, train_loss=1.0)
-    Log(tmp_path, 4, lambda row: None).add_sample(4, "again")
-    samples = (tmp_path / "samples.txt").read_bytes()
-    assert samples == b"----- step 2 -----\nfirst\r\n\n----- step 4 -----\nagain\n"
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 2, 4]
-
-
 @pytest.mark.parametrize("line", ["3", '{"step": "4"}', '{"step": 4, "lr": "x"}', '{"step": 4', "\x00"])
 def test_a_damaged_log_names_its_line(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
@@ -75,13 +60,3 @@ def test_a_damaged_log_names_its_line(line, tmp_path):
     path.write_text(path.read_text() + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is not a row"):
         read_rows(path)
-
-
-def test_a_run_that_was_killed_before_it_existed_can_start_again(tmp_path):
-    """What is left is the lock and a part of run.json. Any other file belongs to someone."""
-    for name in (".lock", "run.json.part"):
-        (tmp_path / name).touch()
-    check_run_dir(tmp_path, exists=False)
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match="is not empty"):
-        check_run_dir(tmp_path, exists=False)
