@@ -1,12 +1,14 @@
 """The files of a run directory, of which run.json is the description that is read again."""
 
 import errno
+import sys
+from unittest.mock import Mock
 
 import pytest
 
 from config import FIELDS
 from files import explained, write_atomically
-from runtime.run_dir import read_rows, read_run_file, write_run_file
+from runtime.run_dir import Log, make_tracker, read_rows, read_run_file, write_run_file
 
 RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}}
 
@@ -60,3 +62,15 @@ def test_a_damaged_log_names_its_line(line, tmp_path):
     path.write_text(path.read_text() + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is not a row"):
         read_rows(path)
+
+
+def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
+    """Of stand-ins for the packages, which nothing else here needs."""
+    tensorboard, wandb = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for kind in ("tensorboard", "wandb", "none"):
+        Log(tmp_path, 0, make_tracker(kind, tmp_path, RUN)).add(step=4, train_loss=1.5, grad_norm=None)
+    tensorboard.SummaryWriter.return_value.add_scalar.assert_called_once_with("train_loss", 1.5, 4)
+    wandb.init.return_value.log.assert_called_once_with({"train_loss": 1.5, "grad_norm": None}, step=4)
+    assert wandb.init.call_args.kwargs["config"] == RUN
