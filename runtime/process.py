@@ -30,14 +30,11 @@ SAME_STOP = 1.0  # seconds
 
 
 def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Prepare the process of a command. It continues when the streams `may_close` are closed.
+    """Prepare the process of a command. It continues when the streams `may_close` are closed meanwhile.
 
     Characters that the locale cannot encode are escaped there.
     """
     stop_at_signals()
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed from the start, as by 2>&-
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115 (for as long as the process runs)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _exit(BadInput.code, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
     if "OMP_WAIT_POLICY" not in os.environ:

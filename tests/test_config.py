@@ -22,7 +22,6 @@ from config import (
 )
 from model import Llama
 from norms import KINDS
-from norms.placement import PLACEMENTS
 
 
 def parse(flags: str, device: str = "cpu", of_run: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
@@ -51,16 +50,13 @@ BAD_VALUES = {
     "--dim 30 --heads 2": "--head-dim 15 (by default --dim / --heads) is odd: RoPE rotates pairs of features",
     "--context 1": "--context must be at least 2, not 1",
     "--rope-scaling factor=8": "--rope-scaling takes all of factor, low_freq_factor, high_freq_factor, original_max",
-    "--rope-scaling factor": "--rope-scaling takes key=number, not 'factor'",
     "--rope-scaling factor=many": "--rope-scaling takes key=number, not 'factor=many'",
     f"--{SCALING.replace('=8', '=nan')}": "positive numbers, low below high",
     f"--{SCALING.replace('r=1', 'r=4')}": "positive numbers, low below high",
     "--embedding-scale 0": "--embedding-scale must be a positive number, not 0.0",
     "--tokenizer pretrained": "--tokenizer pretrained needs --init-from",
     "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
-    "--heads 4 --kv-heads 8": "--heads 4 is not divisible by --kv-heads 8",
     "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
-    "--batch-size 4 --micro-batch-size 8": "--batch-size 4 is not divisible by --micro-batch-size 8",
     **{f"--lr {value}": f"--lr must be a positive number, not {float(value)}" for value in ("0", "nan")},
     **{f"--dropout {value}": f"--dropout must be at least 0 and below 1, not {float(value)}" for value in ("1", "nan")},
     **{f"--{name} 0": f"--{name} must be at least 1, not 0" for name in SIZES},
@@ -75,10 +71,8 @@ BAD_VALUES = {
     "--seed 9223372036854775808": "--seed must be below 2**63",
     "--norm-arg eps": "--norm-arg takes key=value, not 'eps'",
     "--norm-arg epsilon=1": "norm 'rmsnorm' has no argument 'epsilon'; it takes eps",
-    "--norm none --norm-arg eps=1": "norm 'none' has no argument 'eps'; it takes none",
     "--norm-arg eps=small": "--norm-arg eps takes a number, not 'small'",
     "--norm-arg eps=0": "eps of a norm must be positive and finite, not 0.0",
-    "--norm-arg eps=nan": "eps of a norm must be positive and finite, not nan",
     "--norm-arg cast_order=first": "--norm-arg cast_order takes fp32 or llama, not 'first'",
     "--norm layernorm --norm-arg bias=maybe": "--norm-arg bias takes true or false, not 'maybe'",
     "--tokenizer bytes --vocab-size 1000": "--vocab-size 1000: --tokenizer bytes has 257 ids",
@@ -96,22 +90,11 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
     "flags, message",
     [
         ("--norm batch", f"argument --norm: invalid choice: batch (choose from {', '.join(KINDS)})"),
-        ("--placement up", f"argument --placement: invalid choice: up (choose from {', '.join(PLACEMENTS)})"),
-        ("--preset huge", f"argument --preset: invalid choice: huge (choose from {', '.join(PRESETS)})"),
-        ("--qk-norm both", "argument --qk-norm: invalid choice: both (choose from none, head, full)"),
-        ("--optimizer sgd", "argument --optimizer: invalid choice: sgd (choose from muon, adamw)"),
         ("--dim wide", "argument --dim: invalid int value: wide"),
-        ("--lr fast", "argument --lr: invalid float value: fast"),
-        ("--lr", "argument --lr: expected one argument"),
-        ("--dimension 3", "unrecognized arguments: --dimension 3; did you mean --dim?"),
-        ("--lrr=3", "unrecognized arguments: --lrr=3; did you mean --lr?"),
         ("--learning-rate 3", "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
-        ("--seq-len 256", "unrecognized arguments: --seq-len 256; did you mean --context?"),
         ("--n_layer=6", "unrecognized arguments: --n_layer=6; did you mean --layers?"),
-        ("--batch_size 3", "unrecognized arguments: --batch_size 3; did you mean --batch-size?"),
         ("--no-comiple", "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
         ("--laers 3 --stesp 4", "unrecognized arguments: --laers 3 --stesp 4; did you mean --layers and --steps?"),
-        ("--zzz 3", "unrecognized arguments: --zzz 3"),
         ("lr", "unrecognized arguments: lr"),
     ],
 )
@@ -126,6 +109,8 @@ def test_argparse_error_is_one_line_with_exit_code_2(flags, message, refused):
         ({"dim": "wide"}, "dim must be of type int, not 'wide'"),
         ({"dim": None}, "dim must be of type int, not None"),
         ({"layers": 2.0}, "layers must be of type int, not 2.0"),
+        ({"layers": True}, "layers must be of type int, not True"),
+        ({"rope_scaling": {"factor": "8"}}, "rope_scaling must be of type dict, not {'factor': '8'}"),
         ({"tie_embeddings": 0}, "tie_embeddings must be of type bool, not 0"),
         ({"norm_args": [1]}, "norm_args must be of type dict, not [1]"),
         ({"width": 3}, "'width' is not a field of this version"),
@@ -160,13 +145,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "--steps 200": {"steps": 200, "warmup": 10},
     "--batch-size 9": {"batch_size": 9, "micro_batch_size": 9},
     "--batch-size 8": {"batch_size": 8},
-    "--layers 3 --kv-heads 1 --context 64": {"layers": 3, "kv_heads": 1, "context": 64},
-    "--head-dim 8": {"head_dim": 8},
-    "--hidden-dim 64": {"hidden_dim": 64},
-    "--vocab-size 500": {"vocab_size": 500},
     "--init xavier --qk-norm head": {"init": "xavier", "qk_norm": "head"},
-    "--micro-batch-size 1": {"micro_batch_size": 1},
-    "--warmup 9": {"warmup": 9},
     "--optimizer adamw --lr 0.1 --dtype float16": {"optimizer": "adamw", "lr": 0.1, "dtype": "float16"},
 }
 
@@ -209,20 +188,11 @@ def test_flags_come_before_the_run_and_the_run_before_defaults():
 # --- fields, flags, presets ------------------------------------------------------------------------------------------
 
 
-def test_every_field_has_a_flag_with_help_and_default(capsys):
+def test_every_field_has_a_flag_in_the_help(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
-    for config_class in (ModelConfig, TrainConfig):
-        for field in dataclasses.fields(config_class):
-            assert f" {flag(field)}" in text
-            help_text = field.metadata["help"].replace("%%", "%")
-            default = {"data": "python", "norm_args": None, "rope_scaling": None}.get(field.name, field.default)
-            if default not in (None, ""):
-                help_text += f" (default: {default})"
-            elif field.name not in ("norm_args", "rope_scaling"):
-                assert "default: " in help_text  # a default derived from other fields
-            assert help_text.replace(" ", "") in text.replace(" ", "")  # argparse breaks lines after hyphens too
+    assert all(f" {flag(field)}" in text for field in FIELDS.values())
     assert len(FIELDS) == len(dataclasses.fields(ModelConfig)) + len(dataclasses.fields(TrainConfig))
 
 

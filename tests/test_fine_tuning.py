@@ -1,10 +1,9 @@
-"""--init-from: fine-tuning a model of `transformers`, or one of ours; LoRA with `peft`."""
+"""--init-from: fine-tuning a model of `transformers`, or one of ours."""
 
 import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def losses_of_transformers(directory: Path, run: Run, dtype: torch.dtype) -> tor
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer, losses = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
     for step in range(STEPS):
-        inputs, targets = training_batch(run.data.train, 0, step, range(4), 32)
+        inputs, targets = training_batch(run.data.train, 5, step, range(4), 32)
         loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -76,7 +75,7 @@ def losses_of_transformers(directory: Path, run: Run, dtype: torch.dtype) -> tor
 
 def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory, monkeypatch):
     """In fp32, ours are as close to float64 as theirs, up to a factor that allows for another order of sums."""
-    run = resolve_run(train.parse(fine_tune()))
+    run = resolve_run(train.parse(fine_tune("--seed 5")))
     losses: list[torch.Tensor] = []
     accumulate = train.Trainer.accumulate_gradients
 
@@ -164,38 +163,3 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fin
     assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "run")
     model = json.loads((tmp_path / "again/run.json").read_text())["model"]
     assert model == recorded["model"] and (model["context"], model["dropout"]) == (16, 0.1)
-
-
-def test_lora_changes_the_output_and_is_merged():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 61, (4, 17))
-    model = Llama(ModelConfig(dim=32, layers=2, heads=2, context=16, vocab_size=61))
-    before = model(tokens[:, :-1]).detach()
-    frozen = {name: weight.clone() for name, weight in model.state_dict().items()}
-    names = ["q_proj", "v_proj", "gate_proj"]
-    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=True))
-    assert torch.equal(model(tokens[:, :-1]), before)
-    optimizer, losses = torch.optim.AdamW([w for w in adapted.parameters() if w.requires_grad], lr=0.05), []
-    for _ in range(10):
-        losses.append(adapted.base_model.model.loss(tokens[:, :-1], tokens[:, 1:]))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0] - 0.2
-    output, merged = model(tokens[:, :-1]), adapted.merge_and_unload()
-    torch.testing.assert_close(merged(tokens[:, :-1]), output, rtol=1e-4, atol=1e-4)
-    changed = {name for name, weight in merged.state_dict().items() if not torch.equal(weight, frozen[name])}
-    assert merged.state_dict().keys() == frozen.keys()
-    assert changed == {name for name in frozen if any(part in name for part in names)}
-
-
-@pytest.mark.parametrize(
-    "module, fields", [("gate_proj", {"placement": "ngpt"}), ("embed_tokens", {"scaled_embedding": True})]
-)
-def test_lora_is_refused_where_the_output_is_scaled(module, fields):
-    """Merged into the weight, the adapter would be scaled as well."""
-    peft = pytest.importorskip("peft")
-    model = Llama(ModelConfig(dim=32, layers=1, heads=2, context=16, vocab_size=61, **fields))
-    with pytest.raises(ValueError, match="is not supported"):
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=[module]))

@@ -1,4 +1,6 @@
-"""The model against float64 reference formulas and transformers' Llama; initialization, KV cache, state_dict keys.
+"""The parts of the model: attention, rotary positions, KV cache, initial weights, dropout.
+
+What all of it computes is compared in norms/test_placement.py, with float64 formulas, and in test_parity.py.
 
 Tolerances: fp32 has a relative error of 6e-8 per operation. In sums of up to 100 products of values near 1, a few
 layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and little more.
@@ -11,10 +13,9 @@ import inspect
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import ModelConfig
 from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
@@ -34,8 +35,6 @@ def random_weights_model(config: ModelConfig, seed: int = 0) -> Llama:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 2:
                 weight.copy_(noise * 1.5 / math.sqrt(weight.shape[-1]))
-            elif len(weight) == 1:  # a scalar such as alpha: at 1 or more, tanh and erf saturate here
-                weight.copy_(0.4 + 0.1 * noise)
             else:
                 weight.copy_(1 + 0.3 * noise)
     return model.eval()
@@ -48,78 +47,6 @@ def test_llama_takes_a_configuration_or_its_fields():
     assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="Llama takes a ModelConfig or its fields, not both"):
         Llama(SMALL, dim=64)
-
-
-# --- an independent forward pass: numpy, float64, one token and one head at a time ------------------------------------
-
-
-def rms(x: np.ndarray, gain: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
-
-
-def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """RoPE on one head with complex numbers: feature i is the real part, feature i + D/2 the imaginary part."""
-    half = len(x) // 2
-    z = x[:half] + 1j * x[half:]
-    z = z * np.exp(1j * position * theta ** (-np.arange(half) / half))
-    return np.concatenate([z.real, z.imag])
-
-
-def oracle_attention(x: np.ndarray, weights: dict[str, np.ndarray], config: ModelConfig) -> np.ndarray:
-    size = config.head_dim
-    q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
-    if config.qk_norm == "full":
-        q, k = rms(q, weights["q_norm.norm.weight"]), rms(k, weights["k_norm.norm.weight"])
-    outputs = np.zeros_like(q)
-    for head in range(config.heads):
-        q_features = slice(head * size, (head + 1) * size)
-        kv_head = head // (config.heads // config.kv_heads)
-        kv_features = slice(kv_head * size, (kv_head + 1) * size)
-        queries, keys = q[:, q_features], k[:, kv_features]
-        if config.qk_norm == "head":
-            queries, keys = rms(queries, weights["q_norm.weight"]), rms(keys, weights["k_norm.weight"])
-        for t in range(len(x)):
-            query = rotated(queries[t], t, config.rope_theta)
-            scores = [query @ rotated(keys[s], s, config.rope_theta) / math.sqrt(size) for s in range(t + 1)]
-            probabilities = np.exp(np.array(scores) - max(scores))
-            outputs[t, q_features] = probabilities / probabilities.sum() @ v[: t + 1, kv_features]
-    return outputs @ weights["o_proj.weight"].T
-
-
-def oracle_logits(model: Llama, tokens: Tensor) -> np.ndarray:
-    """Logits of one sequence under placement `pre` with rmsnorm."""
-    weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
-    x = weights["embed_tokens.weight"][tokens.numpy()] * weights.get("embed_tokens.scale", 1.0)
-    for layer in range(model.config.layers):
-        start = f"layers.{layer}."
-        block = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start)}
-        attention = {name.removeprefix("self_attn."): weight for name, weight in block.items()}
-        x = x + oracle_attention(rms(x, block["attention_residual.norm.weight"]), attention, model.config)
-        h = rms(x, block["mlp_residual.norm.weight"])
-        gate, up = h @ block["mlp.gate_proj.weight"].T, h @ block["mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp.down_proj.weight"].T
-    return rms(x, weights["final_norm.weight"]) @ weights["lm_head.weight"].T
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"kv_heads": 1},
-        {"kv_heads": 4, "tie_embeddings": False},
-        {"rope_theta": 100.0, "layers": 3},
-        {"qk_norm": "head"},
-        {"qk_norm": "full"},
-        {"scaled_embedding": True},
-    ],
-    ids=str,
-)
-def test_logits_match_the_float64_reference(changes):
-    model = random_weights_model(dataclasses.replace(SMALL, **changes))
-    with torch.no_grad():
-        logits = model(TOKENS)
-    for row in range(len(TOKENS)):
-        np.testing.assert_allclose(logits[row].numpy(), oracle_logits(model, TOKENS[row]), rtol=1e-5, atol=2e-5)
 
 
 def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
@@ -184,6 +111,7 @@ def test_scales_of_the_embedding_are_multiplied_and_head_dim_sets_the_width_of_h
     tokens = torch.tensor([[1, 2]])
     expected = 3 * math.sqrt(SMALL.dim) * model.embed_tokens.weight[tokens]
     torch.testing.assert_close(model.embed_tokens(tokens), expected)
+    assert "embed_tokens.scale" in model.state_dict()
     shapes = {name: weight.shape for name, weight in model.layers[0].named_parameters()}
     assert shapes["self_attn.q_proj.weight"] == (10 * SMALL.heads, SMALL.dim)
     assert shapes["self_attn.k_proj.weight"] == (10 * SMALL.kv_heads, SMALL.dim)
@@ -224,10 +152,9 @@ def test_rope_table_survives_meta_device_and_casts_and_is_not_in_state_dict():
 )  # fmt: skip
 def test_cached_forward_matches_uncached(chunks, changes):
     model = random_weights_model(dataclasses.replace(SMALL, **changes))
-    cache = model.new_cache()
-    with torch.no_grad():
-        parts = [model(part, cache) for part in TOKENS.split(chunks, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
+    model.recompute, cache = True, model.new_cache()  # gradient checkpointing leaves a model with a cache alone
+    parts = [model(part, cache) for part in TOKENS.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -240,24 +167,6 @@ def test_cache_has_the_dtype_of_the_model(dtype):
         errors = [(found.double() - exact).abs().max() for found in (torch.cat(parts, 1), whole)]
         assert errors[0] <= 2 * max(1e-12, errors[1])
     assert all(layer.keys.dtype == layer.values.dtype == dtype for layer in cache)
-
-
-def test_cache_is_filled_with_gradient_checkpointing_too():
-    model = random_weights_model(SMALL)
-    model.recompute = True
-    cache = model.new_cache()
-    parts = [model(part, cache) for part in TOKENS.split([5, 3], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
-
-
-def test_next_logits_matches_the_last_logits_of_forward():
-    model = random_weights_model(dataclasses.replace(SMALL, placement="residual"))
-    cache = model.new_cache()
-    with torch.no_grad():
-        logits = model(TOKENS)
-        for part, last in zip(TOKENS.split([5, 1, 2], dim=1), (4, 5, 7), strict=True):
-            torch.testing.assert_close(model.next_logits(part, cache), logits[:, last], rtol=1e-5, atol=1e-5)
-            assert cache[0].length == last + 1
 
 
 def test_exceeding_the_context_is_refused():
@@ -324,31 +233,7 @@ def test_init_std_by_role(init, depth_scaled):
     assert seen == {"embedding", "head", *ROLES}
 
 
-# --- state_dict keys, dropout, code structure ------------------------------------------------------------------------
-
-BLOCK_KEYS = [
-    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
-    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
-    "attention_residual.norm.weight", "mlp_residual.norm.weight",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes, more",
-    [
-        ({}, []),
-        ({"norm": "layernorm"}, ["attention_residual.norm.bias", "mlp_residual.norm.bias", "final_norm.bias"]),
-        ({"qk_norm": "head"}, ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
-        ({"qk_norm": "full"}, ["self_attn.q_norm.norm.weight", "self_attn.k_norm.norm.weight"]),
-        ({"scaled_embedding": True}, ["embed_tokens.scale"]),
-    ],
-    ids=str,
-)
-def test_state_dict_keys(changes, more):
-    keys = ["embed_tokens.weight", "lm_head.weight", "final_norm.weight", *BLOCK_KEYS, *more]
-    in_blocks = [key for key in keys if key.startswith(("self_attn", "mlp", "attention"))]
-    expected = {f"layers.{layer}.{key}" for layer in range(2) for key in in_blocks}
-    assert Llama(dataclasses.replace(SMALL, **changes)).state_dict().keys() == expected | (set(keys) - set(in_blocks))
+# --- dropout and recomputation ---------------------------------------------------------------------------------------
 
 
 def test_dropout_of_the_embedding():
@@ -392,3 +277,44 @@ def test_gradient_checkpointing_is_bit_identical():
         return [*losses, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
     assert all(map(torch.equal, two_batches(True), two_batches(False)))
+
+
+# --- what others attach to a model -----------------------------------------------------------------------------------
+
+PATHS = [
+    f"layers.1.{path}_proj" for path in ("self_attn.q", "self_attn.k", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+]
+
+
+def cached_logits(model: Llama) -> Tensor:
+    """Logits after a prompt and one more token."""
+    with torch.inference_mode():
+        cache = model.new_cache()
+        model.next_logits(TOKENS[:, :5], cache)
+        return model.next_logits(TOKENS[:, 5:6], cache)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "lm_head"])
+def test_a_hook_on_a_projection_runs_and_takes_effect(path):
+    """In training and in generation with a cache."""
+    model, calls = random_weights_model(SMALL), []
+    before = cached_logits(model)
+
+    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        calls.append(output.shape)
+        return 0 * output
+
+    handle = model.get_submodule(path).register_forward_hook(hook)
+    model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+    assert len(calls) == 1
+    assert not torch.allclose(cached_logits(model), before)
+    assert len(calls) == 3  # a prompt and one more token
+    handle.remove()
+    assert torch.equal(cached_logits(model), before)
+
+
+def test_what_is_scaled_is_no_linear_and_no_embedding_to_tools_that_merge_adapters():
+    """Merged into the weight, an adapter would be scaled as well."""
+    model: Any = Llama(placement="ngpt", scaled_embedding=True)
+    assert not isinstance(model.layers[0].mlp.gate_proj, nn.Linear)
+    assert not isinstance(model.embed_tokens, nn.Embedding)

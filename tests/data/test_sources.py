@@ -124,12 +124,10 @@ WHOLE = parquet(text=["some text"] * 100)
         *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NOT_AN_OBJECT) for line in BAD_LINES),
         ("short.txt.gz", PACKED[:-20], NOT_GZIP),
         ("text.txt.gz", b"plain", NOT_GZIP),
-        ("hole.txt.gz", PACKED[:99] + PACKED[120:], NOT_GZIP),
         ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ".*'content': 'string', 'n': 'int64'"),
         ("null.parquet", parquet(text=["a"] * 70 + [None]), "the text of row 71 is null"),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
         ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),
-        ("damaged.parquet", WHOLE[:8] + bytes(40) + WHOLE[48:], NO_PARQUET),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, name, content, message):

@@ -26,7 +26,7 @@ def test_a_failure_stops_nothing_and_ends_with_1(tmp_path, monkeypatch):
 def test_a_command_out_of_time_is_killed(tmp_path, monkeypatch):
     """Although it ignores SIGTERM, and the next part runs."""
     ignore = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    monkeypatch.setattr(gpu, "PART_SECONDS", 1)
+    monkeypatch.setattr(gpu, "PART_SECONDS", 2)
     parts = {"long": [["-c", f"{ignore}; print(os.getpid(), flush=True); time.sleep(60)"]], "next": [["-c", "pass"]]}
     assert [row["ended"] for row in gpu.run_parts(parts, tmp_path / "out")] == ["out of time", "exit 0"]
     with pytest.raises(ProcessLookupError):

@@ -110,8 +110,9 @@ def test_a_row_is_the_same_alone_and_on_any_number_of_threads(settings, dtype, b
         assert torch.equal(again([row])[:, 0], together[:, row])
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(again([0, 1, 2, 3, 4]), together)
-    torch.set_num_threads(before)
+        alike = torch.equal(again([0, 1, 2, 3, 4]), together)
+        torch.set_num_threads(before)
+        assert alike
     assert by_c == [True] * (2 + 5 + 8 * 12)  # of `accelerate`, `steps`, and `again`
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm for images, compared with a float64 formula per pixel."""
+"""LayerNorm for images, compared with a float64 formula per pixel and with InstanceNorm."""
 
 from typing import Any
 
@@ -39,3 +39,11 @@ def test_computes_in_fp32_and_keeps_shape_and_dtype(dtype):
     norm, x = ChannelsFirstLayerNorm(3), image().to(dtype)
     assert norm(x).dtype == dtype and norm(x).shape == x.shape
     assert torch.equal(norm(x), norm(x.float()).to(dtype))
+
+
+def test_instance_norm_is_over_the_pixels_of_each_channel():
+    """Articles call it LayerNorm for images, which is another function."""
+    x = image()
+    theirs = torch.nn.InstanceNorm2d(3)(x)
+    torch.testing.assert_close(theirs[0, 1], standardized(x[0, 1]))
+    assert (theirs - ChannelsFirstLayerNorm(3).double()(x)).abs().max() > 0.1

@@ -30,7 +30,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config import ModelConfig
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
@@ -41,8 +40,8 @@ ROOT = HERE.parents[1]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KIND_NAMES = sorted(KINDS)
-
-
+MODELS = {(kind, "pre") for kind in KIND_NAMES} | {("rmsnorm", name) for name in PLACEMENTS}
+MODELS |= {(kind, name) for kind in ("batchnorm", "layernorm") for name in PLACEMENTS if name != "ngpt"}
 WITH_EPS = [kind for kind in KIND_NAMES if "eps" in inspect.signature(KINDS[kind]).parameters]
 
 each_kind = pytest.mark.parametrize("kind", KIND_NAMES)
@@ -266,7 +265,7 @@ def test_zero_rows_match_the_oracle_and_have_finite_gradients(kind, training, dt
 
 
 @each_kind
-@pytest.mark.parametrize("dim", [16, 100, 768, 4096])
+@pytest.mark.parametrize("dim", [16, 768])
 @pytest.mark.parametrize("value", [1.0, -3e-5, 0.1, 1e3 + 0.7, 1e6 + 0.3, 1e17])
 def test_constant_rows_give_the_bias(kind, value, dim, device):
     """Only for shift-invariant norms. A naive two-pass variance gives 0.9997 at 1e6 + 0.3."""
@@ -346,7 +345,7 @@ def test_nan_affects_only_the_gradient_of_its_row(kind, training, device):
 
 @each_kind
 @each_mode
-@pytest.mark.parametrize("shape", [(4, 16), (4, 64), (1, 64), (2, 3, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 48)], ids=str)
 def test_wrong_width_is_refused_and_does_not_change_state(kind, training, shape, device):
     norm = trained_norm(kind, 32, training, device)
     before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
@@ -407,8 +406,8 @@ def test_identity(kind, device):
 
 @each_kind
 @each_mode
-@pytest.mark.parametrize("dim", [64, 100, 768])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_independent(kind, dtype, dim, training):
     dim = width(kind, dim)
     norm = trained_norm(kind, dim, training)
@@ -430,17 +429,11 @@ def test_traits_are_consistent():
         assert not traits.per_head or (traits.per_token and not traits.identity), kind
 
 
-@each_kind
+@pytest.mark.parametrize(("kind", "placement"), sorted(MODELS))
 @each_mode
-@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
 def test_model_is_causal(kind, placement, training):
     sizes: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "context": 12, "vocab_size": 50}
-    try:
-        config = ModelConfig(norm=kind, placement=placement, qk_norm="head", **sizes)
-    except ValueError:
-        assert kind != "rmsnorm" if placement == "ngpt" else kind == "none" and placement not in ("pre", "rezero")
-        pytest.skip("this placement is refused with this norm")
-    model = Llama(config).train(training)
+    model = Llama(norm=kind, placement=placement, qk_norm="head", **sizes).train(training)
     tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
@@ -568,18 +561,12 @@ def assert_compiled_matches_eager(kind: str, training: bool, backend: str, devic
 # --- adding a kind ----------------------------------------------------------------------------------------------------
 
 NORM_FILE = """
-import torch
 from norms import register
+from norms.rmsnorm import RMSNorm
 
 @register("KIND")
-class Norm(torch.nn.Module):
-    def __init__(self, dim: int, eps: float = 1e-6):
-        super().__init__()
-        self.eps, self.weight = eps, torch.nn.Parameter(torch.full((dim,), 0.5))
-
-    def forward(self, x):
-        h = x if x.dtype == torch.float64 else x.float()
-        return (h * torch.rsqrt((h * h).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+class Norm(RMSNorm):
+    pass
 """
 ORACLE_FILE = """
 def oracle(x, state, eps=1e-6):
@@ -597,7 +584,7 @@ def test_the_contract_takes_imported_norms_and_their_oracles(tmp_path):
     for kind in ("rightnorm", "wrongnorm", "orphannorm"):
         (tmp_path / f"{kind}.py").write_text(NORM_FILE.replace("KIND", kind))
     (tmp_path / "test_rightnorm.py").write_text(ORACLE_FILE)
-    (tmp_path / "test_wrongnorm.py").write_text(ORACLE_FILE.replace('state["weight"]', 'state["weight"].abs()'))
+    (tmp_path / "test_wrongnorm.py").write_text(ORACLE_FILE.replace("return ", "return -"))
     imports = [f"--import={tmp_path / kind}.py" for kind in ("rightnorm", "wrongnorm", "orphannorm")]
     chosen = "float32 and 64 and (rightnorm or wrongnorm or orphannorm) and not cuda"
     values = f"{__file__}::test_values_match_the_oracle"

@@ -3,10 +3,10 @@
 import pytest
 from torch import Tensor
 
-from config import ModelConfig
 from model import Llama
 from norms import build_norm
 from norms.dyt import DyT
+from norms.placement import PLACEMENTS
 
 
 def oracle(x: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -37,10 +37,11 @@ def test_initial_alpha_depends_on_the_site(norm_args, attention, elsewhere):
         assert norm.alpha.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_model_passes_the_site_to_its_norms():
-    model = Llama(ModelConfig(norm="dyt", norm_args={"alpha": 0.2, "attention_ratio": 4.0}, dim=32, layers=2, heads=2))
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "ngpt"])
+def test_model_passes_the_site_to_its_norms(placement):
+    model = Llama(norm="dyt", norm_args={"alpha": 0.2, "attention_ratio": 4.0}, placement=placement, dim=32, heads=2)
     alphas = {name: alpha.item() for name, alpha in model.named_parameters() if name.endswith("alpha")}
-    assert len(alphas) == 5
+    assert alphas
     for name, alpha in alphas.items():
         assert alpha == pytest.approx(0.8 if "attention" in name else 0.2), name
 

@@ -263,22 +263,6 @@ def test_mix_is_post_norm_in_the_first_quarter(layers, post):
         assert [is_post(layer, site) for layer in range(layers)] == [layer < post for layer in range(layers)]
 
 
-def test_norms_are_built_with_their_site():
-    for placement, (name, count) in itertools.product(PLACEMENTS, (("attention", 0), ("mlp", 1))):
-        sites: list[str] = []
-
-        def make_norm(where: str, sites: list[str] = sites) -> nn.Module:
-            sites.append(where)
-            return nn.Identity()
-
-        PLACEMENTS[placement].connection(Site(name, 1, 4, 16, make_norm))
-        norms = [key for key in KEYS[placement][count] if key not in ("a", "alpha")]
-        assert sites == [name] * len(norms)
-        sites.clear()
-        PLACEMENTS[placement].final_norm(make_norm)
-        assert sites == ["final"] * len(KEYS[placement][2])
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [

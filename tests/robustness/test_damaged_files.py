@@ -1,7 +1,6 @@
 """Damaged checkpoints: the one before is used and a line says so, or one line refuses. Never a silent restart."""
 
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,22 +89,3 @@ def test_a_run_whose_checkpoint_is_of_another_model_or_lost_is_refused(flags, tm
         assert "does not match the model in" in ends(train.main, [*flags, more])[1]
     shutil.rmtree(run / "checkpoints")  # which was written before step 3 was evaluated
     assert "holds no checkpoint" in ends(train.main, [*flags, "--resume"])[1]
-
-
-def test_a_run_that_was_killed_at_its_first_save_begins_again(flags, tmp_path, fingerprint, ends: Ends, monkeypatch):
-    """The row of that step is logged before the checkpoint is written, so there is a row and no checkpoint.
-
-    Not if it was evaluated afterwards: then its checkpoint was lost.
-    """
-    run = tmp_path / "run"
-    train.main([*flags, "--save-every", "3", "--steps", "3"])
-    expected = fingerprint(run)
-    shutil.rmtree(run / "checkpoints/step-000003")
-    assert "holds no checkpoint; restore it" in ends(train.main, [*flags, "--resume", "--steps", "9"])[1]
-    trained, _ = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text(f"{trained}\n")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # killed again, before its first step
-        patch.setattr(train, "make_tracker", lambda *arguments: signal.default_int_handler(2, None))
-        train.main([*flags, "--resume", "--save-every", "2"])
-    train.main([*flags, "--resume", "--save-every", "3"])
-    assert fingerprint(run) == expected

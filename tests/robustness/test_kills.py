@@ -26,10 +26,11 @@ def leftovers(folder: Path) -> list[str]:
 MOMENTS = {
     "before there is a run": ("os.rename", "run.json", 0),
     "the log": ("os.rename", "metrics.jsonl", 0),
+    "the first save": ("os.rename", "step-000003", 0),
     "a save that is not flushed": ("fsync", ".step-000006-unfinished", 0),
     "a save that is not renamed": ("os.rename", "step-000006", 0),
     "an old checkpoint that is half deleted": ("os.rmdir", ".step-000003-retired", 0),
-    "a sample without a row": ("open", "metrics.jsonl", 2),
+    "a sample without a row": ("open", "metrics.jsonl", 3),
 }
 
 

@@ -30,12 +30,6 @@ def test_a_training_step_without_memory(flags, ends, tmp_path, monkeypatch):
     verify(tmp_path / "run/checkpoints/step-000003")
 
 
-def test_a_context_beyond_any_memory(flags, ends):
-    """Nothing of its size is allocated before the text is found to be too short."""
-    code, error = ends(train.main, [*flags, "--context=2147483647"])
-    assert code == 2 and error.endswith("needs 2147483648; add text or lower --context\n")
-
-
 def test_generating_without_memory(undisturbed, ends, monkeypatch):
     monkeypatch.setattr(generate, "stream_text", lambda *args: allocate_too_much())
     code, error = ends(generate.main, ["--device", "cpu", "--checkpoint", str(undisturbed)])

@@ -95,7 +95,7 @@ def test_two_signals_that_are_one(ranks, pause, stopped, monkeypatch):
     """In quick succession, or to one rank of several, which may get the terminal's signal and that of torchrun."""
     ended: list[int] = []
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(process, "SAME_STOP", 0.01)
+    monkeypatch.setattr(process, "SAME_STOP", 0.01 if pause else 1.0)
     monkeypatch.setattr(process, "stop_now", lambda number, frame: ended.append(number))
     with process.stop_requests() as requests:
         for _ in range(2):

@@ -34,11 +34,6 @@ def test_a_run_in_odd_surroundings(tmp_path):
     assert len(list((tmp_path / "ü/checkpoints").glob("step-*"))) == 2 and (tmp_path / "ü/report.html").exists()
 
 
-def test_streams_closed_from_the_start(tmp_path):
-    command = f"{sys.executable} {ROOT / 'train.py'} {TINY} --data {__file__} --steps 2 --out run <&- >&- 2>&-"
-    assert subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode == 0
-
-
 def test_the_printed_command_generates_elsewhere(tmp_path):
     """`generate.py` in the folder where train.py was started, with the file of its norm. A closed output ends it."""
     norm = "import torch\nfrom norms import register\n\n@register('mine')\nclass Mine(torch.nn.RMSNorm):\n"

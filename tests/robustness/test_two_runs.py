@@ -1,7 +1,6 @@
-"""Two commands that want one folder: one gets it, the other ends with exit code 4; a corpus is prepared once."""
+"""Two commands that want one folder: one gets it, the other ends with exit code 4."""
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -13,12 +12,12 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture
-def train_suspended_at(before_file_event):
-    """`train_suspended_at(pattern, arguments)` trains, and waits for SIGCONT before such a file is written."""
+def train_suspended(before_file_event):
+    """`train_suspended(arguments)` trains, and waits for SIGCONT before it writes trainer.json."""
 
-    def run(pattern: str, arguments: list[str]) -> None:
+    def run(arguments: list[str]) -> None:
         def suspend(number: int, event: str, path: Path) -> None:
-            if re.search(pattern, str(path)) and event == "open":
+            if path.name == "trainer.json" and event == "open":
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         before_file_event(suspend)
@@ -31,10 +30,10 @@ def suspended(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_two_runs_in_one_folder(command, train_suspended_at, undisturbed, fork, same, until, tmp_path):
+def test_two_runs_in_one_folder(command, train_suspended, undisturbed, fork, same, until, tmp_path):
     """Started together or resumed: one trains as if alone. After SIGKILL the folder is free."""
     run = tmp_path / "run"
-    pair = [fork(train_suspended_at, "trainer.json", command) for _ in range(2)]
+    pair = [fork(train_suspended, command) for _ in range(2)]
     until(lambda: any(child.ended() for child in pair) and any(not c.ended() and suspended(c.pid) for c in pair))
     loser, winner = sorted(pair, key=lambda child: not child.ended())
     assert loser.exitcode == 4 and loser.text.endswith(f"error: {run} is in use by another process\n"), loser.text
@@ -44,14 +43,3 @@ def test_two_runs_in_one_folder(command, train_suspended_at, undisturbed, fork, 
     winner.wait()
     train.main(["--resume", "--out", str(run)])
     assert same(run, undisturbed)
-
-
-def test_one_corpus_prepared_twice_at_once(command, train_suspended_at, undisturbed, fork, same, until, tmp_path):
-    """The second process waits for the first, and continues when that is killed."""
-    first = fork(train_suspended_at, r"/cache/.*(?<!\.lock)$", [*command, "--out", str(tmp_path / "a")])
-    until(lambda: suspended(first.pid))
-    second = fork(train.main, [*command, "--out", str(tmp_path / "b")])
-    until(lambda: "waiting for another process" in second.text)
-    assert not second.ended()
-    first.send(signal.SIGKILL)
-    assert second.wait() == 0 and same(tmp_path / "b", undisturbed), second.text

@@ -21,13 +21,10 @@ from norms import KINDS
 from norms.placement import PLACEMENTS
 from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import from_theirs, to_theirs
-from runtime.huggingface.weights import hugging_face_name
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
 LLAMA = ModelConfig(**SIZES, tie_embeddings=False)
 QWEN3 = ModelConfig(**SIZES, qk_norm="head")
-INNER = (".weight", ".norm.weight")
-NAMES = ("final_norm", "layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm", "layers.0.mlp_residual.norm")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -69,19 +66,9 @@ def pickled(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
-def change_own(directory: Path, **fields: Any) -> None:
-    own = {"format": 1, "model": dataclasses.asdict(LLAMA), "tokenizer": "bytes"} | fields
+def without_imports(directory: Path) -> None:
+    own = {"format": 1, "model": dataclasses.asdict(LLAMA), "tokenizer": "bytes"}
     change_config(directory, normal_llama=own)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
-def test_the_weights_of_an_imported_norm_that_contains_a_norm_have_names_of_their_own(placement, qk_norm):
-    config = ModelConfig(placement=placement, qk_norm=qk_norm)
-    around = {"q_norm": qk_norm == "full", "k_norm": qk_norm == "full"}
-    around["final_norm"] = placement in ("residual", "siamese")  # modules that are no norms, but have one
-    ours = [f"{path}{'.norm' * around.get(path.split('.')[-1], False)}{inner}" for path in NAMES for inner in INNER]
-    assert len({hugging_face_name(name, config) for name in ours}) == len(ours) == 8
 
 
 # How a directory is changed, and what the error says of it. `()` removes a field.
@@ -93,11 +80,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 7}, "--head-dim 7 "),
     ({"attention_bias": True}, "attention_bias True is not supported, only False"),
     ({"quantization_config": {"bits": 4}}, "quantization_config .* is not supported, only None"),
-    ({"is_causal": False}, "is_causal False is not supported, only True"),
-    ({"rope_interleaved": True}, "rope_interleaved True is not supported"),
     ({"sliding_window": 8}, "'sliding_window' is not a known field of LlamaForCausalLM"),
-    ({"logit_scale": 0}, "'logit_scale' is not a known field"),
-    ({"a\nb": None}, r"'a\\nb' is not a known field"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope_parameters of type 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor must be"),
     ({"rope_parameters": {"rope_type": "default", "factor": 8}}, "rope_parameters has 'factor'"),
@@ -108,11 +91,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it, in format 2 and not 1"),
 ]
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "our key without its list of imports": (change_own, "normal_llama lacks 'imports'"),
-    "our key with text": (
-        lambda d: change_own(d, model={"dim": "16"}),
-        "normal_llama: dim must be of type int, not '16'",
-    ),
+    "our key without its list of imports": (without_imports, "normal_llama lacks 'imports'"),
     "a missing shard": (without_shard, r"model-00002-of-00002\.safetensors is missing"),
     "a shard elsewhere": (
         lambda d: shard(d, **{"lm_head.weight": "../model.safetensors"}),
@@ -121,10 +100,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an index without a map": (
         lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json").write_text("{}"),
         "not an index with a weight_map",
-    ),
-    "a damaged index": (
-        lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json"),
-        r"model\.safetensors\.index\.json is missing or damaged",
     ),
     "pickled weights": (pickled, r"pytorch_model\.bin is a pickle, which can run code"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"holds no model\.safetensors"),
@@ -177,7 +152,7 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
     variants: list[dict[str, Any]] = [
         *({"norm": norm} for norm in sorted(KINDS)), *({"placement": name, "layers": 4} for name in PLACEMENTS),
         {"scaled_embedding": True}, {"embedding_scale": 2.0}, {"norm_args": {"zero_centered": True}},
-        {"norm": "layernorm", "norm_args": {"bias": False}},
+        {"norm": "layernorm", "norm_args": {"bias": False}}, {"norm": "batchnorm", "tie_embeddings": False},
         {"norm": "layernorm", "head_dim": 6}, {"heads": 3, "head_dim": 6},
         {"norm": "layernorm", "norm_args": {"elementwise_affine": False, "eps": 1e-3}},
     ]  # fmt: skip
@@ -186,7 +161,8 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
         model, directory = Llama(ModelConfig(**SIZES | variant)), tmp_path / str(number)
         save_pretrained(directory, model, ByteTokenizer())
         loaded, _ = load_pretrained(directory)
-        assert loaded.config == model.config
+        tied = loaded.lm_head.weight is loaded.embed_tokens.weight
+        assert loaded.config == model.config and not loaded.training and tied == loaded.config.tie_embeddings
         state = loaded.state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
         described = json.loads((directory / "config.json").read_text())
@@ -197,20 +173,6 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
     with pytest.raises(ValueError, match="normal-llama"):
         transformers.AutoModelForCausalLM.from_pretrained(directory)  # the last
     assert expressed == [{"norm": "layernorm"}, {"norm": "rmsnorm"}, {"placement": "pre", "layers": 4}]
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"placement": "post"}, "computes this: Llama, the nearest, has placement pre, not post"),
-        ({"scaled_embedding": True}, "Llama, the nearest, has scaled_embedding False, not True"),
-        ({"embedding_scale": 2.0}, "Llama, the nearest, has embedding_scale 1.0, not 2.0"),
-        ({"norm_args": {"zero_centered": True}}, "Llama, the nearest, has zero_centered False, not True"),
-    ],
-)
-def test_reasons_name_the_setting(changes, reason):
-    with pytest.raises(ValueError, match=reason):
-        to_theirs(ModelConfig(**SIZES | changes))
 
 
 def test_fields_changed_by_others_count_more_than_ours(tmp_path):

@@ -84,7 +84,9 @@ def test_a_gpu_that_torch_does_not_use_is_named(cuda, file, text, said, install,
 def test_a_run_on_the_cpu_resumes_without_a_word_about_the_gpu(install, capsys):
     install("dev/kfd")
     training = TrainConfig(device="cpu", dtype="float32", compile=False)
-    run.resolve(train.parse(["--resume"]), {"model": asdict(ModelConfig()), "training": asdict(training), "imports": []})
+    run.resolve(
+        train.parse(["--resume"]), {"model": asdict(ModelConfig()), "training": asdict(training), "imports": []}
+    )
     assert capsys.readouterr().err == ""
 
 

@@ -13,7 +13,6 @@ import torch
 import ablate
 import generate
 import train
-from config import ModelConfig
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
 from runtime import plugins, process
@@ -174,17 +173,6 @@ def test_a_norm_with_a_network_starts_from_the_seed_and_keeps_its_precision():
     one, two = (Path(out, "metrics.jsonl").read_text().splitlines()[-1] for out in ("one", "two"))
     assert json.loads(one)["val_loss"] == json.loads(two)["val_loss"]
     call("generate.py --checkpoint one --dtype bfloat16 --device cpu --tokens 2 --import gate.py")
-
-
-def test_a_norm_with_dropout_that_knows_its_site_and_is_not_finite_is_tried():
-    source = NORM.replace("factor: float = 0.5", "site: str = ''").replace("self.factor = factor", "self.site = site")
-    x = "x * {'attention': 1, 'mlp': 2, 'final': 3}[self.site]"
-    Path("odd.py").write_text(source.replace("x * self.factor", f"torch.dropout({x}, 0.5, self.training) + x.log()"))
-    forget()
-    plugins.import_files(["odd.py"])
-    state = torch.get_rng_state()
-    plugins.check_imported_norm(ModelConfig(norm="mynorm"), torch.device("cpu"))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 BAD_FILES = {

@@ -1,16 +1,14 @@
-"""The page and the loss curve of a run: HTML from Markdown, tables and figures, and what is drawn."""
+"""The page and the loss curve of a run: HTML from Markdown, and what is drawn."""
 
-import base64
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 import train
-from runtime.report import figure, markdown, page, plot_loss, preformatted, write_report
+from runtime.report import markdown, plot_loss, write_report
 from runtime.run_dir import Log, read_run_file, write_run_file
 
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
@@ -35,25 +33,6 @@ ROWS = [
 )
 def test_markdown(text, html):
     assert markdown(text) == html
-
-
-def test_tables_keep_every_cell():
-    rows = re.findall(r"<tr>(.*?)</tr>", markdown("| arm | loss |\n|---|---|\n| rmsnorm | **1.5** |\n| x |  |\n"))
-    cells = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in rows]
-    assert cells == [["arm", "loss"], ["rmsnorm", "<strong>1.5</strong>"], ["x", ""]]
-
-
-def test_text_is_not_html():
-    assert preformatted("if a < b:\n    '&amp;'") == "<pre>if a &lt; b:\n    &#x27;&amp;amp;&#x27;</pre>"
-    assert "<title>a &lt; b</title>" in page("a < b", []) and "<h1>a &lt; b</h1>" in page("a < b", [])
-
-
-def test_a_figure_is_svg_inside_the_page():
-    plot = Figure(figsize=(4, 3))
-    plot.subplots().plot([1, 2, 3], [3, 1, 2])
-    html = figure(plot, alt='a "line"')
-    (data,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
-    assert "</svg>" in base64.b64decode(data).decode() and 'alt="a &quot;line&quot;"' in html
 
 
 def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():

