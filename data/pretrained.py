@@ -74,8 +74,8 @@ class PretrainedTokenizer(Tokenizer):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.encode_batch = lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)]
-        around = tokenizer.encode("").ids  # [start], [start, end], [end], or nothing
-        self.prompt_start = [token for token in around[:1] if token != self.end_of_document or token in around[1:]]
+        start = tokenizer.encode("a")
+        self.prompt_start = start.ids[: [*start.special_tokens_mask, 0].index(0)]  # what comes before the text
         alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
         self.pieces = pieces = [b""] * (max(vocabulary.values()) + 1)
         for name, number in model["vocab"].items():

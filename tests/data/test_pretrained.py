@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from data.pretrained import PretrainedTokenizer
@@ -125,6 +125,16 @@ def test_a_prompt_begins_as_in_transformers(directories, tmp_path, begins):
     theirs.save_pretrained(tmp_path)
     ours = PretrainedTokenizer(tmp_path)
     assert ours.encode_prompt("once") == theirs("once")["input_ids"] == [1] * begins + ours.encode("once")
+
+
+def test_a_prompt_can_begin_with_the_token_that_ends_a_document(directories, tmp_path):
+    theirs = tokenizers.Tokenizer.from_file(str(directories["byte-level"] / "tokenizer.json"))
+    end = theirs.token_to_id(END)
+    theirs.post_processor = processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, end)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(directories["byte-level"] / "tokenizer_config.json", tmp_path)
+    ours = PretrainedTokenizer(tmp_path)
+    assert ours.encode_prompt("once") == theirs.encode("once").ids == [end, *ours.encode("once")]
 
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
