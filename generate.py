@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before the imports, which take seconds
     start(may_close=["stderr"])  # a closed standard output ends the command
 
 import codecs
-import hashlib
 import math
 import os
 import sys
@@ -204,7 +203,10 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
     samples, count = len(prompts), max_new_tokens(prompts[0], sampling, model.config.context)
     tokens = to_device(prompts, device)  # B T
     sampler = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
-    points = to_device(random_points(sampling.seed, samples, count), sampler)
+    # A uniform number for each token of each sample, drawn on the CPU so that it does not depend on the device.
+    generator = Generator("cpu").manual_seed(sampling.seed % 2**63)
+    points = torch.rand(samples, model.config.context, dtype=torch.float64, generator=generator, device="cpu")
+    points = to_device(points.T, sampler)
     cache, ended = model.new_cache(tokens.shape[1] + count), [False] * samples
     for index in range(count):
         drawn = draw(model.next_logits(tokens, cache), sampling, points[index])  # B
@@ -218,19 +220,6 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
         if all(ended):
             return
         tokens = drawn.to(device).unsqueeze(1)  # B 1
-
-
-def random_points(seed: int, samples: int, count: int) -> Tensor:
-    """A uniform number from [0, 1) for each token of each sample, float64 (count, samples).
-
-    They are drawn on the CPU, so that they do not depend on the device.
-    """
-    columns = []
-    for sample in range(samples):
-        digest = hashlib.sha256(f"{seed} sample {sample}".encode()).digest()
-        generator = Generator("cpu").manual_seed(int.from_bytes(digest[:7]))
-        columns.append(torch.rand(count, dtype=torch.float64, generator=generator))
-    return torch.stack(columns, 1)
 
 
 def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import re
+import string
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,6 @@ from generate import (
     keep_top_k,
     keep_top_p,
     max_new_tokens,
-    random_points,
     sample_text,
     stream_ids,
     stream_text,
@@ -83,7 +83,7 @@ def test_draw_follows_the_filtered_probabilities(sampling, kept):
     exp = np.exp(logits.numpy().astype(float) / sampling.temperature)
     exp[np.argsort(exp)[:-kept]] = 0
     expected = exp / exp.sum()
-    points = random_points(0, samples=1, count=count)[:, 0]
+    points = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ids = draw(logits.expand(count, -1), sampling, points)
     frequencies = np.bincount(ids.numpy(), minlength=8) / count
     assert not frequencies[expected == 0].any()
@@ -152,8 +152,8 @@ def test_sample_does_not_depend_on_the_number_of_samples(model):
     assert len({tuple(row) for row in batch}) == 4
     alone = [token for (token,) in stream(model, [7], sampling)]
     assert batch[0][: len(alone)] == alone
-    points = random_points(3, samples=4, count=50)
-    assert len(points.unique()) == 200 and torch.equal(random_points(3, samples=2, count=7), points[:7, :2])
+    longer = dataclasses.replace(sampling, tokens=30)
+    assert [token for (token,) in stream(model, [7], longer)][: len(alone)] == alone
 
 
 def test_samples_stop_at_end_of_document():
@@ -355,10 +355,12 @@ def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsy
     (run.parent.parent / "runs").symlink_to(run.parent)
     (run / "run.json").touch()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é = ".encode()), encoding="latin-1"))
-    flags = ["--tokens", "9", "--samples", "3", "--stop", "<", "--seed", "4", "--temperature", "1", *CPU_FLOAT32]
+    flags = ["--tokens", "9", "--samples", "3", "--seed", "4", "--temperature", "1", *CPU_FLOAT32]
+    flags += [f"--stop={letter}" for letter in string.ascii_letters]
     command.main(["--prompt", "-", *flags])
     texts, count = ["", "", ""], 0
-    for pieces in stream_text(model, ByteTokenizer(), list("é = ".encode()), Sampling(9, 1.0, seed=4), 3, ["<"]):
+    prompt, sampling = list("é = ".encode()), Sampling(9, 1.0, seed=4)
+    for pieces in stream_text(model, ByteTokenizer(), prompt, sampling, 3, string.ascii_letters):
         texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
         count += len(pieces) - pieces.count(None)
     blocks = [f"----- sample {number} of 3 -----\né = {text}\n" for number, text in enumerate(texts, 1)]
