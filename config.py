@@ -149,13 +149,13 @@ class ModelConfig:
             valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
             require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
-        check_placement(self.placement, self.layers, self.norm, self.norm_args)
+        check_placement(self.placement, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
 
     @property
     def weights(self) -> int:
-        """The number of weights in all matrices: everything except the norms' parameters."""
+        """The number of weights in all matrices, without the norms' parameters and other scalars."""
         attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
         tables = 1 if self.tie_embeddings else 2
         return self.layers * (attention + 3 * self.dim * self.hidden_dim) + tables * self.vocab_size * self.dim

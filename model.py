@@ -42,8 +42,7 @@ class Llama(nn.Module):
         # norms with running statistics, which would be updated twice.
         self.recompute = False
         placement = PLACEMENTS[config.placement]
-        scaled = config.scaled_embedding or config.embedding_scale != 1
-        self.embed_tokens: Embedding | ScaledEmbedding = ScaledEmbedding(config) if scaled else Embedding(config)
+        self.embed_tokens = Embedding(config)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config)
         self.init_stream = placement.init_stream  # the embedding -> the residual stream, or a pair of streams
@@ -274,21 +273,11 @@ class LayerCache:
         return torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past) if past and new > 1 else None
 
 
-# --- embeddings ------------------------------------------------------------------------------------------------------
+# --- the embedding ---------------------------------------------------------------------------------------------------
 
 
-class Embedding(nn.Embedding):
-    """`nn.Embedding`, whose weight `draw_weights` initializes."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config.vocab_size, config.dim)
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class ScaledEmbedding(nn.Module):
-    """An embedding times a constant, as in Gemma, or times a learned scalar, √dim at the start (arXiv 2503.10622).
+class Embedding(nn.Module):
+    """An embedding, times a constant as in Gemma, or a learned scalar, √dim at the start (arXiv 2503.10622), or 1.
 
     Not an `nn.Embedding`, so tools that merge adapters reject it: merging would ignore the scale.
     """
@@ -299,7 +288,9 @@ class ScaledEmbedding(nn.Module):
         self.scale = nn.Parameter(torch.full((1,), math.sqrt(config.dim))) if config.scaled_embedding else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.constant * F.embedding(tokens, self.weight)  # B T C
+        x = F.embedding(tokens, self.weight)  # B T C
+        if self.constant != 1:
+            x = self.constant * x
         return x if self.scale is None else self.scale * x
 
 

@@ -12,7 +12,7 @@ from config import TrainConfig
 from model import Llama, weights_by_role
 from runtime import distributed
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values end between 0.7 and 1.2
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values above 0.002 end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
 ADAMW_LR_RATIO = 2.0  # learning rate of AdamW for embedding, head and norms, relative to Muon's
 WSD_DECAY = 0.2  # fraction of all steps in which the `wsd` schedule decays

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_eps, upcast
 from norms.registry import register
 
 
@@ -21,7 +21,7 @@ class BatchNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, *, momentum: float = 0.1):
         super().__init__()
-        check_arguments(dim, eps=eps)
+        check_eps(eps)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum of batchnorm must be above 0 and at most 1, not {momentum}")
         self.eps, self.momentum = eps, momentum
@@ -30,25 +30,17 @@ class BatchNorm(nn.Module):
         self.running_var: Tensor = nn.Buffer(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x, len(self.weight))
+        h = upcast(x)
         count = x.numel() // len(self.weight)
         if not (self.training and count):
             mean, var = self.running_mean.to(h.dtype), self.running_var.to(h.dtype)
         elif count < 2:
             raise ValueError("batchnorm cannot train on a batch of one token: it has no variance")
         else:
-            mean, var = statistics(h.reshape(-1, h.shape[-1]))
+            var, mean = torch.var_mean(h.reshape(-1, h.shape[-1]), 0, correction=0)
             unbiased = var.detach() * count / (count - 1)
             dtype = self.running_mean.dtype
             # Replaced, not modified, because backward may need the old ones.
             self.running_mean = self.running_mean.lerp(mean.detach().to(dtype), self.momentum)
             self.running_var = self.running_var.lerp(unbiased.to(dtype), self.momentum)
         return ((h - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
-
-
-def statistics(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of (N, dim) over N."""
-    mean = tokens.mean(0)
-    # Second pass: correct the rounding error of the mean, which would give a constant feature nonzero variance.
-    mean = mean + (tokens - mean).mean(0).detach()
-    return mean, (tokens - mean).square().mean(0)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import upcast
 from norms.registry import register
 
 
@@ -19,11 +19,10 @@ class Derf(nn.Module):
 
     def __init__(self, dim: int, *, alpha: float = 0.5):
         super().__init__()
-        check_arguments(dim)
         if not 0 < alpha < math.inf:
             raise ValueError(f"alpha of derf must be a positive number, not {alpha}")
         self.alpha, self.shift = nn.Parameter(torch.full((1,), float(alpha))), nn.Parameter(torch.zeros(1))
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.erf(self.alpha * upcast(x, len(self.weight)) + self.shift) * self.weight + self.bias).to(x.dtype)
+        return (torch.erf(self.alpha * upcast(x) + self.shift) * self.weight + self.bias).to(x.dtype)

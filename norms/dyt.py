@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import upcast
 from norms.registry import register
 
 
@@ -22,7 +22,6 @@ class DyT(nn.Module):
 
     def __init__(self, dim: int, site: str = "", *, alpha: float = 0.5, attention_ratio: float = 1.0):
         super().__init__()
-        check_arguments(dim)
         if not 0 < alpha * attention_ratio < math.inf or alpha < 0:
             raise ValueError(f"alpha and attention_ratio of dyt must be positive, not {alpha} and {attention_ratio}")
         initial_alpha = alpha * attention_ratio if site == "attention" else alpha
@@ -30,4 +29,4 @@ class DyT(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.tanh(self.alpha * upcast(x, len(self.weight))) * self.weight + self.bias).to(x.dtype)
+        return (torch.tanh(self.alpha * upcast(x)) * self.weight + self.bias).to(x.dtype)

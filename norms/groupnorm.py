@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_eps, upcast
 from norms.registry import register
 
 MIN_GROUP_SIZE = 8  # minimum features per group: a group of two is normalized to ±1, a group of one to 0
@@ -21,7 +21,7 @@ class GroupNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, *, groups: int = 2):
         super().__init__()
-        check_arguments(dim, eps=eps)
+        check_eps(eps)
         if groups < 1 or dim % groups or dim // groups < MIN_GROUP_SIZE:
             raise ValueError(
                 f"groups of groupnorm must divide the {dim} features into groups of at least {MIN_GROUP_SIZE}, "
@@ -31,6 +31,6 @@ class GroupNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        grouped = upcast(x, len(self.weight)).unflatten(-1, (self.groups, -1))
+        grouped = upcast(x).unflatten(-1, (self.groups, -1))
         y = F.layer_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
         return (y * self.weight + self.bias).to(x.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_eps, upcast
 from norms.registry import register
 
 
@@ -22,7 +22,7 @@ class PowerNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, *, momentum: float = 0.9, warmup: int = 100):
         super().__init__()
-        check_arguments(dim, eps=eps)
+        check_eps(eps)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum of powernorm must be at least 0 and below 1, not {momentum}")
         self.eps, self.momentum, self.warmup = eps, momentum, warmup
@@ -32,7 +32,7 @@ class PowerNorm(nn.Module):
         self.batches: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x, len(self.weight))
+        h = upcast(x)
         if not (self.training and x.numel()):
             y = h * torch.rsqrt(self.running_square.to(h.dtype) + self.eps)
         else:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_eps, upcast
 from norms.registry import register
 
 
@@ -19,13 +19,13 @@ class PartialRMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-6, *, p: float = 0.0625):
         super().__init__()
-        check_arguments(dim, eps=eps)
+        check_eps(eps)
         if not 0 < p <= 1:
             raise ValueError(f"p of prmsnorm, the fraction of features, must be above 0 and at most 1, not {p}")
         self.eps, self.first = eps, max(1, math.ceil(round(p * dim, 6)))
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x, len(self.weight))
+        h = upcast(x)
         square = h[..., : self.first].square().mean(-1, keepdim=True)
         return (h * torch.rsqrt(square + self.eps) * self.weight).to(x.dtype)

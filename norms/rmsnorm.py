@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_eps, upcast
 from norms.registry import register
 
 
@@ -16,8 +16,7 @@ class RMSNorm(nn.Module):
     A sublayer then gets inputs of the same size, however large the residual stream has become.
 
     Computed in fp32 whatever the dtype of x. `cast_order` says when the result is cast back: "fp32" after the gain,
-    "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained. With `zero_centered`, as in
-    Gemma, the gain is 1 + weight, and the weight starts at 0.
+    "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained.
 
     Gradients lose digits for |x| beyond 1e12, where the derivative of torch.rsqrt(s), -½ / √s³, underflows.
     """
@@ -29,21 +28,17 @@ class RMSNorm(nn.Module):
         *,
         elementwise_affine: bool = True,
         cast_order: Literal["fp32", "llama"] = "fp32",
-        zero_centered: bool = False,
     ):
         super().__init__()
-        check_arguments(dim, eps=eps)
-        if cast_order not in ("fp32", "llama"):
-            raise ValueError(f"cast_order of rmsnorm is fp32 or llama, not {cast_order!r}")
-        self.dim, self.eps, self.cast_order, self.zero_centered = dim, eps, cast_order, zero_centered
-        gain = torch.zeros(dim) if zero_centered else torch.ones(dim)
-        self.weight = nn.Parameter(gain) if elementwise_affine else None
+        check_eps(eps)
+        self.eps, self.cast_order = eps, cast_order
+        self.weight = nn.Parameter(torch.ones(dim)) if elementwise_affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x, self.dim)
+        h = upcast(x)
         y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         if self.cast_order == "llama":
             y = y.to(x.dtype)
         if self.weight is not None:
-            y = y * (1 + upcast(self.weight) if self.zero_centered else self.weight)
+            y = y * self.weight
         return y.to(x.dtype)

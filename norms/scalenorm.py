@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import check_arguments, upcast
+from norms.numerics import check_eps, upcast
 from norms.registry import register
 
 
@@ -19,12 +19,12 @@ class ScaleNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__()
-        check_arguments(dim, eps=eps)
-        self.dim, self.eps = dim, eps
+        check_eps(eps)
+        self.eps = eps
         self.weight = nn.Parameter(torch.full((1,), math.sqrt(dim)))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = upcast(x, self.dim)
+        h = upcast(x)
         # The clamp is on the square, not on the norm, whose derivative at a zero row is infinite.
         square = h.square().sum(-1, keepdim=True).clamp_min(self.eps**2)
         return (h * torch.rsqrt(square) * self.weight).to(x.dtype)

@@ -43,7 +43,7 @@ def test_the_model_imports_only_torch_config_and_norms():
 @pytest.mark.parametrize("source", KINDS)
 def test_a_kind_imports_only_torch_registry_and_numerics(source):
     ours = {name for name in outside_the_standard_library(source) if name.partition(".")[0] != "torch"}
-    assert ours == {"norms.registry", "norms.numerics"}
+    assert {"norms.registry"} <= ours <= {"norms.registry", "norms.numerics"}
 
 
 def test_nothing_but_the_seam_imports_fast():

@@ -31,7 +31,7 @@ from norms.registry import TRAITS
 
 
 class Unsupported(ValueError):
-    """A placement that is not supported with this norm or this number of layers."""
+    """A placement that is not supported with this norm."""
 
 
 def identity(x: Tensor) -> Tensor:
@@ -49,7 +49,6 @@ class Placement:
     init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by model.ROLES
     depth_scaled: bool = True  # the default of --depth-scaled-init
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
-    min_layers: int = 1
     without_norm: bool = False  # supported with --norm none
     own_norm: bool = False  # N is fixed: supported with the default of --norm only
     extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
@@ -64,7 +63,7 @@ PLACEMENTS = {
     "sandwich": Placement(Sandwich, depth_scaled=False),
     "reordered": Placement(Reordered, depth_scaled=False),
     "lns": Placement(LayerNormScaling, depth_scaled=False),
-    "mix": Placement(mix_norm, min_layers=2),
+    "mix": Placement(mix_norm),
     "residual": Placement(ResiDual, ResiDualOutput, duplicate),
     "hybrid": Placement(hybrid_norm, qkv_norm=True),
     "siamese": Placement(Siamese, SiameseOutput, duplicate),
@@ -84,13 +83,9 @@ def register_placement(name: str, placement: Placement) -> None:
     PLACEMENTS[name] = placement
 
 
-def check_placement(name: str, layers: int, norm: str, norm_args: dict[str, Any]) -> None:
-    """Raise Unsupported if a placement is not supported with so few layers or with that norm."""
+def check_placement(name: str, norm: str, norm_args: dict[str, Any]) -> None:
+    """Raise Unsupported if a placement is not supported with that norm."""
     placement = PLACEMENTS[name]
-    if layers < placement.min_layers:
-        raise Unsupported(
-            f"--placement {name} needs --layers {placement.min_layers} or more: it has two kinds of blocks"
-        )
     if placement.own_norm and (norm_args or norm != "rmsnorm"):
         raise Unsupported(f"--placement {name} has a built-in norm; leave out --norm and --norm-arg")
     if TRAITS[norm].identity and not placement.without_norm:

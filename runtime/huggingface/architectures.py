@@ -61,8 +61,8 @@ class Architecture:
 
 
 PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
-RMSNORM = {"elementwise_affine": True, "zero_centered": False}
-NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
+RMSNORM = {"elementwise_affine": True}
+NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "eps": 1e-5}
 # Fields of any architecture, which `transformers` reads and writes only if they are not at these defaults.
 COMMON = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
 USUAL = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}

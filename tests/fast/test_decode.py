@@ -213,7 +213,6 @@ VARIANTS: list[dict[str, Any]] = [
     {"qk_norm": "full"},
     {"embedding_scale": 4.9},
     {"scaled_embedding": True},
-    {"norm_args": {"zero_centered": True}},
     {"norm_args": {"cast_order": "llama"}},
     {"norm_args": {"elementwise_affine": False}},
     *({size: 24} for size in ("dim", "head_dim", "hidden_dim")),

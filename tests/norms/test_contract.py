@@ -343,27 +343,6 @@ def test_nan_affects_only_the_gradient_of_its_row(kind, training, device):
     assert bad.sum() == 4
 
 
-@each_kind
-@each_mode
-@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 48)], ids=str)
-def test_wrong_width_is_refused_and_does_not_change_state(kind, training, shape, device):
-    norm = trained_norm(kind, 32, training, device)
-    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
-    if TRAITS[kind].identity:
-        pytest.skip("it has no width")
-    for context in (torch.enable_grad, torch.no_grad):
-        with context(), pytest.raises((RuntimeError, ValueError)):
-            norm(torch.ones(shape, device=device))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in norm.state_dict().items())
-
-
-@each_kind
-@pytest.mark.parametrize("dim", [0, -1])
-def test_dim_below_one_is_refused(kind, dim):
-    with pytest.raises(ValueError, match=f"at least 1 feature, not {dim}"):
-        build_norm(kind, dim)
-
-
 @pytest.mark.parametrize("kind", WITH_EPS)
 @pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), float("inf")])
 def test_invalid_eps_is_refused(kind, eps):

@@ -251,7 +251,7 @@ def test_ngpt_starts_with_the_scales_of_the_paper():
     torch.testing.assert_close(stepped, (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("layers, post", [(2, 1), (3, 1), (4, 1), (7, 1), (8, 2), (12, 3)])
+@pytest.mark.parametrize("layers, post", [(1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (12, 3)])
 def test_mix_is_post_norm_in_the_first_quarter(layers, post):
     x = torch.full((1, 1, 16), 100.0)
 
@@ -266,7 +266,6 @@ def test_mix_is_post_norm_in_the_first_quarter(layers, post):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"placement": "mix", "layers": 1}, "--placement mix needs --layers 2 or more"),
         ({"placement": "post", "norm": "none"}, "--norm none is not supported with --placement post; choose "),
         ({"placement": "ngpt", "norm": "layernorm"}, "ngpt has a built-in norm; leave out --norm and --norm-arg"),
         ({"placement": "ngpt", "norm_args": {"eps": 1e-5}}, "ngpt has a built-in norm; leave out --norm"),

@@ -54,32 +54,3 @@ def test_without_gain(cast_order):
     assert not norm.state_dict()
     torch.testing.assert_close(norm(x), oracle(x, {"weight": torch.ones(512)}), rtol=1e-14, atol=0)
     assert norm(x.bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_zero_centered_gains_are_those_of_gemma(dtype, gain_dtype):
-    """1 + weight in fp32, also where the weight is bf16."""
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-
-    norm, x = norm_and_input(dtype, zero_centered=True)
-    norm.to(gain_dtype)
-    exact = oracle(x.double(), {"weight": 1 + norm.weight.detach().double()})
-    assert worst_ulps(norm(x).detach(), exact) <= (4 if dtype == torch.float32 else 0.51)
-    theirs = Gemma2RMSNorm(512, eps=1e-6).to(gain_dtype)
-    theirs.load_state_dict(norm.state_dict(), strict=True)
-    torch.testing.assert_close(norm(x), theirs(x), rtol=4 * torch.finfo(dtype).eps, atol=0)
-    assert torch.equal(RMSNorm(512, zero_centered=True)(x), RMSNorm(512)(x))
-
-
-def test_zero_centered_gradient():
-    norm: Any = RMSNorm(8, zero_centered=True).double()
-    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, x), (x, norm.weight)
-    )
-
-
-def test_unknown_cast_order_is_refused():
-    with pytest.raises(ValueError, match="cast_order of rmsnorm is fp32 or llama, not 'bf16'"):
-        RMSNorm(8, cast_order="bf16")  # type: ignore[arg-type]

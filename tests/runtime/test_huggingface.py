@@ -151,7 +151,7 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
     transformers = pytest.importorskip("transformers")
     variants: list[dict[str, Any]] = [
         *({"norm": norm} for norm in sorted(KINDS)), *({"placement": name, "layers": 4} for name in PLACEMENTS),
-        {"scaled_embedding": True}, {"embedding_scale": 2.0}, {"norm_args": {"zero_centered": True}},
+        {"scaled_embedding": True}, {"embedding_scale": 2.0},
         {"norm": "layernorm", "norm_args": {"bias": False}}, {"norm": "batchnorm", "tie_embeddings": False},
         {"norm": "layernorm", "head_dim": 6}, {"heads": 3, "head_dim": 6},
         {"norm": "layernorm", "norm_args": {"elementwise_affine": False, "eps": 1e-3}},
