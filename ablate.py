@@ -1,7 +1,7 @@
 """Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
 
 `python ablate.py claim NAME` tests one of the claims in CLAIMS.md.
-`python ablate.py compare DIR DIR ...` compares runs that exist.
+`python ablate.py compare DIR DIR ...` compares existing runs.
 
 The code is in `experiments/`.
 """
@@ -45,9 +45,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """All flags, and the part of `arguments` that belongs to train.py, which every run gets."""
     everything = Parser(
         prog="ablate.py",
-        description="Train norms × placements × other factors × seeds and report on them. Subcommands: "
-        "`ablate.py compare DIR DIR ...` compares runs that exist; `ablate.py claim NAME` tests a published "
-        "claim. Each has its own --help.",
+        description="Train every combination of norms, placements, other factors and seeds, and report on them. "
+        "Subcommands: `ablate.py compare DIR DIR ...` compares existing runs; `ablate.py claim NAME` tests a "
+        "published claim. Each has its own --help.",
     )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for parser in (everything, own):  # without abbreviations: --seed is not --seeds

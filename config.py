@@ -20,7 +20,7 @@ DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
-SYNONYMS = {  # of nanoGPT and Hugging Face, where the spelling does not suggest ours
+SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
     "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
     "--block-size": "--context", "--seq-len": "--context",
 }  # fmt: skip
@@ -104,23 +104,23 @@ class ModelConfig:
     norm_args: dict[str, Any] = option({}, "argument of the norm, such as eps=1e-5; may be repeated")
     dim: int = option(128, "width of the residual stream")
     layers: int = option(4, "number of blocks")
-    heads: int = option(2, "attention heads")
-    kv_heads: int = option(None, "key/value heads, for grouped-query attention (default: --heads)")
+    heads: int = option(2, "number of attention heads")
+    kv_heads: int = option(None, "number of key/value heads, for grouped-query attention (default: --heads)")
     head_dim: int = option(None, "features per head (default: --dim / --heads)")
     hidden_dim: int = option(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
     context: int = option(256, "maximum sequence length in tokens")
     vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
     rope_scaling: dict[str, float] = option(
-        {}, f"Llama 3's scaling of the rotary frequencies, all of {', '.join(ROPE_SCALING)}; may be repeated"
+        {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"
     )
     tie_embeddings: bool = option(True, "use the embedding as the output head")
-    scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, at first sqrt(--dim) (DyT)")
-    embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma's is sqrt(--dim)")
+    scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, initially sqrt(--dim) (DyT)")
+    embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma uses sqrt(--dim)")
     dropout: float = option(0.0, "dropout probability in training, for small corpora")
     init: str = option(
         None,
-        "initial weights: normal is N(0, 0.02²), xavier N(0, 2/(inputs + outputs)) (default: normal; xavier for "
+        "initial weights: N(0, 0.02²) for normal, N(0, 2/(inputs + outputs)) for xavier (default: normal; xavier for "
         "--placement deepnorm)",
         choices=["normal", "xavier"],
     )
@@ -166,26 +166,26 @@ class TrainConfig:
     """How a model is trained, on what data, and where the run is stored. Raises ValueError like `ModelConfig`."""
 
     data: list[str] = option(
-        ["python"], "python, shakespeare, or paths: text files, folders, .jsonl, each optionally gzipped, and .parquet"
+        ["python"], "python, shakespeare, or paths: text or .jsonl files, also gzipped, .parquet files, and folders"
     )
     tokenizer: str = option(
         "sentencepiece",
-        "kind of tokenizer; pretrained is that of --init-from",
+        "kind of tokenizer; pretrained uses that of --init-from",
         choices=["sentencepiece", "bytes", "pretrained"],
     )
     init_from: str = option(
         "",
-        "fine-tune: start from the weights, model and tokenizer of this run, checkpoint or Hugging Face directory "
+        "fine-tune: take weights, model and tokenizer from this run, checkpoint or Hugging Face directory "
         "(default: random initialization)",
         metavar="DIR",
     )
     steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
-    micro_batch_size: int = option(None, "maximum sequences per forward pass; divides --batch-size (default: all)")
+    micro_batch_size: int = option(None, "maximum sequences per forward pass; must divide --batch-size (default: all)")
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
-    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; nothing else is decayed")
+    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; other weights have none")
     optimizer: str = option(
         "muon",
         "adamw, or muon for the matrices in the blocks and AdamW (at twice --lr) for the rest",
@@ -195,18 +195,18 @@ class TrainConfig:
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option("auto", "dtype of products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
-    tf32: bool = option(False, "allow TF32 in float32 products on a GPU: faster, with 10 bits of mantissa")
-    deterministic: bool = option(False, "deterministic kernels: slower; a resumed run on CUDA has the same bits")
+    dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
+    tf32: bool = option(False, "allow TF32 in float32 matrix products on a GPU: faster, with 10 bits of mantissa")
+    deterministic: bool = option(False, "deterministic kernels: slower, but a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
-    compile: bool = option(None, "use torch.compile (default: in training, for runs long enough to pay for it)")
-    shard: bool = option(False, "with torchrun, each rank keeps a part of every weight (FSDP2) instead of all (DDP)")
+    compile: bool = option(None, "use torch.compile (default: in training, if the run is long enough to gain from it)")
+    shard: bool = option(False, "with torchrun, split every weight over the ranks (FSDP2) instead of copying it (DDP)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
-    eval_tokens: int = option(1 << 17, "validation tokens per evaluation, evenly spaced; fewer make evaluation faster")
+    eval_tokens: int = option(1 << 17, "validation tokens per evaluation, in evenly spaced windows; fewer are faster")
     save_every: int = option(250, "steps between checkpoints; also after the last step")
-    keep: int = option(2, "number of most recent checkpoints to keep")
-    watch: int = option(0, "steps between rows of watch.jsonl: the stream, norms, gradients and updates; 0 is none")
-    log: str = option("none", "also log to this tracker", choices=["none", "tensorboard", "wandb"])
+    keep: int = option(2, "number of newest checkpoints to keep")
+    watch: int = option(0, "steps between records of stream, norms, gradients and updates in watch.jsonl; 0 is off")
+    log: str = option("none", "also log to this tracker; needs its package", choices=["none", "tensorboard", "wandb"])
     out: str = option("", "folder to write to (default: one under runs/)", metavar="DIR")
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
 
@@ -256,7 +256,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # If a flag changes an option on the right, the option on the left returns to its default. The micro-batch size does so
-# only if it no longer divides the batch size; warmup, kv_heads and init only from their default for the options before.
+# only if it no longer divides the batch size; warmup, kv_heads and init only if they were at their previous default.
 FOLLOWS = {
     "hidden_dim": {"dim"},
     "kv_heads": {"heads"},
@@ -275,7 +275,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, but an unknown argument is an error already here, where a subcommand's flags are known."""
+        """As in argparse, but reject unknown arguments here, where the flags of a subcommand are known."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_usage())
@@ -297,16 +297,16 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
     parser.add_argument(
         "--preset",
         choices=PRESETS,
-        help="preset options (default: tiny, as below, on a CPU, small elsewhere); small needs a GPU of 4 GB, 124m one "
-        "of 16 GB, 1b one of 80 GB, 7b 8 of 80 GB",
+        help="set of defaults (default: tiny, shown below, on a CPU, else small). GPU memory: small 4 GB, 124m 16 GB, "
+        "1b 80 GB, 7b 80 GB on each of 8 GPUs",
     )
-    parser.add_argument("--config", metavar="RUN.JSON", help="configuration of an earlier run to start from")
+    parser.add_argument("--config", metavar="RUN.JSON", help="run.json of an earlier run to take options from")
     add_options(parser.add_argument_group("model"), ModelConfig, hidden)
     add_options(parser.add_argument_group("training"), TrainConfig, hidden)
 
 
 def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
-    """Add a flag for every field of the dataclass `config`. One that is not given sets nothing, so presets apply."""
+    """Add a flag for every field of the dataclass `config`. A flag not given sets nothing, so that presets apply."""
     for option in dataclasses.fields(config):
         kind: Any = option.type
         several = option.default_factory

@@ -57,7 +57,7 @@ def read_json(path: Path, kind: Any) -> Any:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is missing or damaged: {getattr(error, 'strerror', error)}") from None
     if not is_a(value, kind):
-        raise ValueError(f"{path} is damaged: it holds JSON of another kind")
+        raise ValueError(f"{path} is damaged: it does not hold the expected JSON")
     return value
 
 

@@ -33,7 +33,7 @@ from runtime.process import NotFinite, bad_input, exit_codes, write
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
 NEVER = -1  # as the end-of-document token: no sample ends
-INVALID = -2  # drawn where the logits are not finite
+INVALID = -2  # drawn where the largest logit is not finite
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Sampling:
     """How the next tokens are drawn. Raises ValueError, in one line that names the flag, for values out of range."""
 
     tokens: int = option(
-        None, f"maximum number of tokens (default: as many as fit into the context, at most {DEFAULT_TOKENS})"
+        None, f"maximum number of new tokens (default: as many as fit into the context, at most {DEFAULT_TOKENS})"
     )
-    temperature: float = option(0.8, "divides the logits; 0 is greedy")
-    top_k: int = option(0, "sample from the k most likely tokens; 0 is all")
+    temperature: float = option(0.8, "divide the logits by this; 0 is greedy decoding")
+    top_k: int = option(0, "sample from the k most likely tokens; 0 is off")
     top_p: float = option(1.0, "sample from the smallest set of tokens with total probability p")
     min_p: float = option(0.0, "sample from tokens with at least this fraction of the highest probability")
     seed: int = option(0, "random seed")
@@ -63,17 +63,17 @@ class Sampling:
 @dataclass(frozen=True)
 class Options(Sampling):
     checkpoint: str = option(
-        None, "run, one of its checkpoints, or a Hugging Face directory (default: the newest run)", metavar="DIR"
+        None, "a run, one of its checkpoints, or a Hugging Face directory (default: the newest run)", metavar="DIR"
     )
-    prompt: str = option("", "text to continue; - reads standard input (default: a new document)", metavar="TEXT|-")
+    prompt: str = option("", "text to continue, or - for standard input (default: a new document)", metavar="TEXT|-")
     stop: list[str] = option(
-        [], "stop when this text appears (not printed); may be repeated", action="append", nargs=None, metavar="TEXT"
+        [], "end the output before this text; may be repeated", action="append", nargs=None, metavar="TEXT"
     )
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
-    dtype: str = option("auto", "dtype of products; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
-    fast: bool = option(True, "on a CPU and without --compile, use the C code in fast/ if it can compute this model")
-    compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for it")
+    dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
+    fast: bool = option(True, "on a CPU and without --compile, use the C code in fast/ if it supports this model")
+    compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for compilation")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +126,7 @@ def max_new_tokens(prompt: Sequence[int] | Tensor, sampling: Sampling, context: 
     require(remaining > 0, f"--prompt has {used} tokens, which leave no space in the model's context of {context}")
     require(
         sampling.tokens is None or sampling.tokens <= remaining,
-        f"--tokens {sampling.tokens} and {used} of the prompt exceed the model's context of {context}; "
+        f"--tokens {sampling.tokens} plus {used} of the prompt exceed the model's context of {context}; "
         f"use at most {remaining}",
     )
     return sampling.tokens or min(remaining, DEFAULT_TOKENS)
@@ -168,10 +168,10 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
 def generate(
     model: Llama, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, end_of_document: int = NEVER, **options: Any
 ) -> Tensor:
-    """`ids` and what the model continues them with: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
+    """`ids` with their continuation: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
 
-    `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row that ends, with
-    `end_of_document`, repeats it; by default no row ends. The model may be in training mode. Raises ValueError for bad
+    `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row that ends with
+    `end_of_document` repeats it; by default no row ends. The model may be in training mode. Raises ValueError for bad
     ids, for more tokens than the context holds, and if a logit is NaN or infinite.
     """
     if isinstance(ids, str):
@@ -225,7 +225,7 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
 def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     """One id for each row of `logits` (B, V), selected by that row's number in `points` (B), on its device.
 
-    `INVALID` for a row whose largest logit is infinite or NaN.
+    The id is `INVALID` for a row whose largest logit is infinite or NaN.
     """
     invalid = ~logits.amax(-1).isfinite()
     if sampling.temperature == 0:

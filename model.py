@@ -87,12 +87,12 @@ class Llama(nn.Module):
         return self.lm_head(self.hidden(tokens, cache)[:, -1])  # B V
 
     def new_cache(self, tokens: int | None = None) -> "list[LayerCache]":
-        """An empty cache for `forward` and `next_logits`, with space for so many `tokens` (default: the context)."""
+        """An empty cache for `forward` and `next_logits`, with space for `tokens` tokens (default: the context)."""
         return [LayerCache(tokens or self.config.context) for _ in self.layers]
 
 
 class Block(nn.Module):
-    """Attention, then MLP. The placement's residual connection owns the norms and is handed the sublayer."""
+    """Attention, then MLP. The placement's residual connections own the norms and are passed the sublayer."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions. H/K query heads share each key/value head (GQA, 2305.13245).
 
-    Sharing makes the cache smaller, which is what limits long contexts and large batches in generation.
+    Sharing shrinks the cache, whose size limits long contexts and large batches in generation.
     """
 
     def __init__(self, config: ModelConfig):
@@ -137,7 +137,7 @@ class Attention(nn.Module):
         if cache is not None:
             mask = cache.mask(q.shape[2])  # before `extend`, which moves the cache's end
             k, v = cache.extend(k, v)  # B K S D
-        causal = cache is None or (mask is None and q.shape[2] > 1)  # else the mask says it, or one token sees all
+        causal = cache is None or (mask is None and q.shape[2] > 1)  # otherwise the mask does it, or one token sees all
         if self.group > 1:  # enable_gqa has no fused kernel on older GPUs, in fp32, or with a mask
             k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))  # B H S D
         # softmax(q kᵀ / √D + mask) v, B H T D
@@ -249,7 +249,7 @@ class FullWidth(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of one layer for the `length` tokens so far, which no later step has to compute again.
+    """Keys and values of one layer for the `length` tokens so far, so that later steps need not compute them again.
 
     Memory for `size` tokens is allocated once.
     """

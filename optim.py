@@ -43,7 +43,7 @@ def hidden_matrices(model: Llama) -> list[Tensor]:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of step `step`, from 0: linear warmup, then the schedule."""
+    """Learning rate of `step`, counted from 0: linear warmup, then the schedule."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -59,7 +59,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 class Muon(Optimizer):
     """Orthogonalized momentum: every singular value of a matrix's update is about 1. Jordan et al., 2024.
 
-    Updates have the RMS of AdamW's (arXiv 2502.16982), so both optimizers use the same learning rate. The same as
+    Updates have the RMS of AdamW's (arXiv 2502.16982), so learning rates of the two are comparable. The same as
     `torch.optim.Muon` with `match_rms_adamw`, but matrices of one shape are batched.
     """
 
@@ -76,7 +76,7 @@ class Muon(Optimizer):
                 if weight.grad is not None:
                     by_shape[tuple(sorted(weight.shape))].append(weight)
             for (_, longer), weights in by_shape.items():
-                # A part of a matrix cannot be orthogonalized: every rank does all whole matrices and keeps its parts.
+                # A part of a matrix cannot be orthogonalized: every rank updates whole matrices and keeps its parts.
                 updates = [distributed.full_tensor(self.nesterov(weight, momentum)) for weight in weights]
                 for weight, update in zip(weights, orthogonalize(updates, self.dtype), strict=True):
                     update = distributed.sharded_like(update, weight)

@@ -80,8 +80,8 @@ class Trained(NamedTuple):
 def train(**options: Any) -> Trained:
     """Train in this process as the command does: `train(norm="dyt", norm_args={"alpha": 0.5}, steps=200)`.
 
-    Raises ValueError with the command's message for options that are not valid, NotFinite if the run diverges, InUse if
-    another process has it, and Stopped if a signal has ended it.
+    Raises ValueError with the command's message for invalid options, NotFinite if the run diverges, InUse if another
+    process uses its directory, and Stopped if a signal has ended it.
     """
     require(not options.keys() & {"eval_only", "help"}, "eval_only and help are for the command")
     set_up_cpu()
@@ -92,7 +92,7 @@ def train(**options: Any) -> Trained:
 
 
 def execute(run: Run) -> "Trainer":
-    """Train a resolved run. Its folder is locked meanwhile."""
+    """Train a resolved run, with its folder locked."""
     with ExitStack() as lock:
         distributed.from_main(lock.enter_context, lock_file(run.folder / LOCK))
         with bad_input():
@@ -104,18 +104,18 @@ def execute(run: Run) -> "Trainer":
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="train.py", description="Train a LLaMA on text. Its norm and the norm's placement are flags.")
+    parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out (default: the newest run); options you pass again replace those of the run "
+        help="continue the run in --out (default: the newest run). Options you pass again replace those of the run "
         f"and are printed; the model, the text, {fixed} cannot change",
     )
     parser.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate the newest checkpoint of the run in --out (default: the newest run), on --eval-tokens",
+        help="only evaluate the newest checkpoint of the run in --out (default: the newest run)",
     )
     add_flags(parser)
     import_first(parser, arguments)
@@ -163,7 +163,7 @@ class Trainer:
             self.started -= state["seconds"]
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
-        self.first = self.step  # of this process
+        self.first = self.step  # at which this process starts
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
         self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
@@ -174,7 +174,7 @@ class Trainer:
             if distributed.is_main():
                 if self.evaluated:
                     write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
-                print(f"the run in {folder} has already finished, after {self.step} steps; more --steps continue it")
+                print(f"the run in {folder} has already finished, after {self.step} steps; raise --steps to continue")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
             if config.init_from and not distributed.from_main(list_checkpoints, folder):
@@ -202,7 +202,7 @@ class Trainer:
     def update(self, lr: float) -> None:
         """One optimizer step at learning rate `lr`, on the batch of this step. Only float16 waits for the device."""
         if not self.unread:
-            self.lap_started = time.perf_counter()  # evaluating and saving does not count
+            self.lap_started = time.perf_counter()  # evaluation and saving do not count
         loss = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
@@ -228,7 +228,7 @@ class Trainer:
     def accumulate_gradients(self) -> Tensor:
         """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
         run, config = self.run, self.run.config
-        # A resumed run has the same dropout, rank 0 that of a single process. A CPU uses the low 32 bits of the seed.
+        # A resumed run repeats its dropout; rank 0 has that of a single process. CPUs use the low 32 bits of the seed.
         torch.manual_seed(config.seed + 1_000_003 * self.step + 2_654_435_769 * distributed.rank())
         rows = distributed.rows(config.batch_size)
         batch = training_batch(run.data.train, config.seed, self.step, rows, run.model_config.context)
@@ -242,7 +242,7 @@ class Trainer:
         return distributed.all_reduce_mean(loss)
 
     def watched(self) -> AbstractContextManager:
-        """Around the update of every so many steps, the first and the last: `--watch` adds rows to `watch.jsonl`."""
+        """A context for the update, which adds rows to `watch.jsonl` at the steps that `--watch` records."""
         run, step, every = self.run, self.step + 1, self.run.config.watch
         if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
             return nullcontext()
@@ -258,7 +258,7 @@ class Trainer:
     def opened_log(self) -> Iterator[None]:
         """Write run.json, open the log and the progress bar, and log a divergence, which ends the run.
 
-        Only rank 0 does.
+        Only rank 0 does these things.
         """
         run = self.run
         config, folder = run.config, run.folder
@@ -268,7 +268,7 @@ class Trainer:
             return
         if run.earlier:
             description = continued(run.earlier, description, self.step)
-            keep_rows(folder / "metrics.jsonl", self.step)  # before run.json has another --save-every
+            keep_rows(folder / "metrics.jsonl", self.step)  # before a new --save-every is in run.json
         elif config.init_from:
             description["weights_from"] = weight_hashes(config.init_from)
         write_run_file(folder / "run.json", description)

@@ -31,7 +31,7 @@ class PretrainedTokenizer(Tokenizer):
         """The end of a document is `eos_token` of tokenizer_config.json. A ValueError names an unusable file."""
         self._files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
         if JSON not in self._files:
-            raise ValueError(f"{directory} holds no {JSON}, which AutoTokenizer of transformers makes from other files")
+            raise ValueError(f"{directory} holds no {JSON}; AutoTokenizer of transformers makes one from other files")
         end = read_json(directory / CONFIG, dict).get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
         try:
@@ -58,7 +58,7 @@ class PretrainedTokenizer(Tokenizer):
             raise ValueError(f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
         vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
         if end not in vocabulary:
-            raise ValueError(f"no token ends a document: eos_token in {CONFIG} is {end!r}, which the vocabulary lacks")
+            raise ValueError(f"no end-of-document token: eos_token in {CONFIG} is {end!r}, which the vocabulary lacks")
         self.end_of_document = vocabulary[end]
         special = {name for name, token in vocabulary.items() if token == self.end_of_document}
         special |= {token["content"] for token in added if token["special"]}

@@ -41,7 +41,7 @@ AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in
 class RoundsConfig:
     """Options of every measurement. Raises ValueError, in one line that names the flag, for bad values."""
 
-    rounds: int = option(7, "measured rounds")
+    rounds: int = option(7, "number of measured rounds")
 
     def __post_init__(self) -> None:
         check_sizes(self, *(name for name, value in vars(self).items() if type(value) is int))
@@ -63,7 +63,7 @@ class NormsConfig(DeviceConfig):
 class GenerateConfig(RoundsConfig):
     """Options of `generate`, besides those of train.py."""
 
-    tokens: int = option(200, "tokens to generate after a prompt of one token; at most what the context holds")
+    tokens: int = option(200, "tokens to generate after a prompt of one token, at most as many as the context holds")
     samples: int = option(8, "batch size to measure in addition to batch size 1")
 
 
@@ -212,7 +212,7 @@ def flops_per_token(model: Llama) -> float:
 
 
 def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
-    """Measure a training step against width, depth, context and batch size, compared with a prediction."""
+    """Measure a training step over width, depth, context and batch size, compared with a prediction."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = []
     for axis, values in AXES.items():
@@ -233,7 +233,7 @@ def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
 
 
 def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
-    """Measure greedy generation: plain, by fast/, and with --compile, against reading the weights once per token."""
+    """Measure greedy generation: plain, with fast/, and with --compile, compared with reading the weights per token."""
     tokens = min(config.tokens, config.model.context - 1)
     size = config.model.weights * config.dtype.itemsize
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too

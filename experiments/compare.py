@@ -26,10 +26,10 @@ FINAL = {"val_bpb": ".4f", "val_loss": ".4f", "train_loss": ".4f", "tokens": ","
 
 
 def main(arguments: list[str]) -> None:
-    """Compare runs that exist: differing settings, final losses, curves. The arm of the first is the baseline."""
+    """Compare existing runs: differing settings, final losses, curves. The arm of the first run is the baseline."""
     parser = Parser(prog="ablate.py compare", description=main.__doc__)
     parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or of an ablation for all its runs")
-    parser.add_argument("--out", metavar="DIR", help="where the page goes (default: runs/compare-HASH of the runs)")
+    parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-HASH of the runs)")
     flags = parser.parse_args(arguments[1:])
     with bad_input():
         folders = find_runs(flags.runs)

@@ -48,7 +48,7 @@ PARTS = {  # each line is a command
 class GPUConfig:
     part: str = option(None, "run only this part (default: all)", choices=list(PARTS))
     folder: str = option("runs/gpu", "new folder for the results", metavar="DIR")
-    text: str = option("shakespeare", "text, or where there is no network a file with tiny Shakespeare", metavar="PATH")
+    text: str = option("shakespeare", "shakespeare, or without a network a file with tiny Shakespeare", metavar="PATH")
     device = "cuda"  # no option
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from norms.registry import register
 class DyT(nn.Module):
     """weight · tanh(α · x) + bias, feature by feature: no statistics, one learned α in `alpha`, of shape (1,).
 
-    α starts at `alpha`, and in attention's residual connection at `attention_ratio` times that. The paper uses 0.5
+    α starts at `alpha`, multiplied by `attention_ratio` in attention's residual connection. The paper uses 0.5
     everywhere for most models. For LLaMA it uses a smaller alpha in larger models and a larger one before attention:
     0.2 with a ratio of 4 at 7B, 0.05 with 4 at 70B. The paper's LLaMA also multiplies the embedding by a learned
     scalar, √dim at the start: --scaled-embedding. Without it, small models may not train at all. Computed in fp32, then

@@ -39,7 +39,7 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     """Make the decorated class available as `--norm kind`; `traits` override the defaults of `Traits`.
 
     The constructor takes the feature width first. Its other arguments are keywords with defaults, which
-    `--norm-arg` can set. An argument called `site` is not settable; it receives the position of the norm
+    `--norm-arg` can set. An argument called `site` cannot be set; it receives the position of the norm
     in the model ("attention", "mlp", "final", "query", "key" or "value"). Raises ValueError for a name that exists.
     """
 

@@ -131,7 +131,7 @@ def find_checkpoint(where: str | Path | None) -> Path:
         return folder
     found = folder if (folder / CONFIG).is_file() else intact_checkpoint(folder, leave_out=TRAINING_STATE)
     if found is None:
-        problem = "is no run with a checkpoint" if folder.is_dir() else "is not a directory"
+        problem = "is not a run with a checkpoint" if folder.is_dir() else "is not a directory"
         raise ValueError(f"{folder} {problem}; name a run, one of its checkpoints, or a Hugging Face directory")
     return found
 
@@ -225,4 +225,4 @@ def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     for name in hashes.keys() - leave_out:
         file = checkpoint / name
         intact = file.is_file() and sha256(file) == hashes[name]
-        require(intact, f"{file} is missing or damaged: its SHA-256 is not that of the manifest")
+        require(intact, f"{file} is missing or damaged: its SHA-256 does not match the manifest")

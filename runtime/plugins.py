@@ -49,7 +49,7 @@ def import_files(names: Iterable[str]) -> None:
             continue
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
         module = ModuleType(f"imported_{path.stem}")
-        require(module.__name__ not in sys.modules, f"--import {name}: another file has this name; rename one")
+        require(module.__name__ not in sys.modules, f"--import {name}: another imported file has this name; rename one")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # torch.compile looks for classes there
         before = {*KINDS, *PLACEMENTS}

@@ -158,7 +158,7 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
         parts = f"{ranks} ranks with --micro-batch-size {micro}"
-        raise ValueError(f"--batch-size {config.batch_size} does not divide into {parts}")
+        raise ValueError(f"--batch-size {config.batch_size} cannot be split evenly over {parts}")
 
 
 def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig, config: TrainConfig) -> list[str]:
@@ -173,7 +173,7 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
             fixed.append(f"{flag}, not {shown(here)}")
         else:
             changed.append(f"{flag} -> {shown(here)}")
-    require(not fixed, f"the run in {folder} has {'; '.join(fixed)}")
+    require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     rows = read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")  # refuses a damaged one
     last = rows[-1] if rows else {"step": 0}

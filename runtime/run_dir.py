@@ -47,7 +47,7 @@ def make_run_dir(out: Path | None, name: str) -> Path:
             folder.mkdir(parents=True, exist_ok=folder == out)
             return folder
         except FileExistsError:
-            require(folder != out, f"--out {folder} is a file")
+            require(folder != out, f"--out {folder} is a file; name a folder")
         number += 1
 
 
@@ -77,7 +77,7 @@ def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[s
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
     there, here = machine(earlier), machine(run)
     if there != here:
-        print(f"warning: not the same bits as without the interruption: {there}, now {here}", file=sys.stderr)
+        print(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}", file=sys.stderr)
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
     kept = {name: earlier[name] for name in ("command", "commit", "weights_from") if name in earlier}

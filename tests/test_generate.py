@@ -375,7 +375,7 @@ INVALID_FLAGS = {
     "--top-k -1": "--top-k must be at least 1, or 0 for all, not -1",
     "--min-p 1": "--min-p must be at least 0 and below 1, not 1.0",
     "--tokens 0": "--tokens must be at least 1, not 0",
-    "--tokens 48": "--tokens 48 and 1 of the prompt exceed the model's context of 48; use at most 47",
+    "--tokens 48": "--tokens 48 plus 1 of the prompt exceed the model's context of 48; use at most 47",
     "--device abacus": "--device 'abacus': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
 }
 

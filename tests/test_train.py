@@ -382,7 +382,7 @@ def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(comm
     """There it cannot have the same bits. The threads are part of the device."""
     for flags in ("--steps 1", "--steps 2 --resume", "--steps 3 --resume"):
         run = command(flags)
-    assert "same bits" not in capsys.readouterr().err
+    assert "last digits" not in capsys.readouterr().err
     last = json.loads((run / "run.json").read_text())
     commands = [last["command"], *(each["command"] for each in last["resumed"])]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -392,7 +392,7 @@ def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(comm
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     command("--steps 4 --resume")
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "same bits" in line]
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "last digits" in line]
     before, now = warning.split(", now ")
     assert f"{threads} threads), " in before and f"{threads + 1} threads), " in now
 

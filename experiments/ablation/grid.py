@@ -83,7 +83,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
             continue
         model, config = settings[arm]
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
-        require(not model.norm_args or ":" in arm.name, "an argument of a norm goes into --norms, as in dyt:alpha=1")
+        require(not model.norm_args or ":" in arm.name, "arguments of a norm go into --norms, as in dyt:alpha=1")
         shared = [*train_flags, "--dtype", config.dtype]
     require(settings, reason)
     return settings
@@ -154,7 +154,7 @@ class Grid:
         ]
         require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
         same_text = run["corpus"]["hash"] == self.data.corpus_hash
-        require(same_text, f"{name} has another text; delete it, or choose another --out")
+        require(same_text, f"{name} was trained on other text; delete it, or choose another --out")
         imports = check_imports(run)
         require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 

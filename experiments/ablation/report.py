@@ -17,10 +17,10 @@ HOW_TO_READ = (
     "corrected together (Holm); each interval is for one comparison: an arm whose interval lies between -0.01 and "
     "0.01 is as good as the baseline, up to 0.01. `detectable` is about the smallest true difference that so many "
     "seeds show in four of five experiments, with the strictest correction; for two or three seeds it is too small, "
-    "by up to a quarter. All of it is about the chance in seeds, not about other texts. A run diverged if its loss "
-    "was not finite, or ended above that of a uniform prediction.",
-    f"{INCOMPLETE} Not all seeds: with the others, a run diverged or has not ended. The seeds that are left may be "
-    "the easy ones, so their mean is not comparable and has no p.",
+    "by up to a quarter. These statistics are about chance in seeds, not about other texts. A run diverged if its "
+    "loss was not finite, or ended above that of a uniform prediction.",
+    f"{INCOMPLETE} Some seeds are missing, because a run diverged or has not ended. The others may be the easy ones, "
+    "so their mean is not comparable and has no p.",
 )
 
 

@@ -52,21 +52,21 @@ class AblationConfig:
     )
     factor: list[str] = option(
         [],
-        "values of most other options, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
+        "values of another option to compare, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
         action="append",
         nargs=None,
         metavar="NAME=V1,V2",
     )
-    seeds: int = option(3, "runs per arm, counting from --seed")
+    seeds: int = option(3, "number of seeds per arm, from --seed on")
     lrs: list[float] = option(
         [],
-        "where the search for each arm's best rate starts, together with --lr, on two other seeds",
+        "learning rates from which the search for each arm's best one starts, in addition to --lr, on two other seeds",
         type=float,
         metavar="LR",
     )
-    jobs: int = option(None, "runs at a time on each device (default: as many as the cores allow, or one on a GPU)")
+    jobs: int = option(None, "runs at a time per device; --device cuda:0,1 names two (default: by cores, 1 on a GPU)")
     threads: int = option(1, "CPU threads per run")
-    probe: bool = option(False, "--watch at the first and the last step only")
+    probe: bool = option(False, "like --watch, but at the first and the last step only")
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
     for text in flags.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
-        require(name in FIELDS, f"--factor {text}: {dashed!r} is no option of train.py; choose one, such as optimizer")
+        require(name in FIELDS, f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer")
         require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
         require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
         factors[name] = values.split(",")
     for name, levels in factors.items():
         flag = OWN_FLAG.get(name, f"--factor {name}")
-        require(all(levels) and len(set(levels)) == len(levels), f"{flag} takes values that differ, not {levels}")
+        require(all(levels) and len(set(levels)) == len(levels), f"{flag} needs distinct values, not {levels}")
         require(name not in flags, f"{flag_name(name)} is for a single run; list all values with {flag}")
     return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
 

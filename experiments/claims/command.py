@@ -27,15 +27,15 @@ CLAIMS = {claim.name: claim for claim in (*initial.CLAIMS, *trained.CLAIMS)}
 
 
 def main(arguments: list[str]) -> None:
-    """Test a claim and write CLAIMS.md and claims.html. Continues what was stopped; without a NAME, only writes."""
+    """Test a claim and write CLAIMS.md and claims.html. Continues if it was stopped. Without NAME, only write them."""
     parser = Parser(prog="ablate.py claim", description=main.__doc__)
     add = parser.add_argument
     add("name", nargs="?", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
-    add("--scale", help="scale to measure, such as S or gpu (default: all except gpu)")
-    add("--out", type=Path, default=Path(), metavar="DIR", help="where both pages and results/claims/ go (default: .)")
+    add("--scale", help="scale of the protocol, such as S or gpu (default: all except gpu)")
+    add("--out", type=Path, default=Path(), metavar="DIR", help="folder of both pages and results/claims/ (default: .)")
     add("--seed", type=int, default=0, metavar="INT", help="first seed; another --out keeps the results (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
-    add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over both (default: cpu)")
+    add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over two GPUs (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
     flags = parser.parse_args(arguments[1:])
     results, runs = flags.out / RESULTS, RUNS_FOLDER / "claims"

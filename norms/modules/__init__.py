@@ -45,7 +45,7 @@ class LayerNormRNN(nn.Module):
 class NormMLP(nn.Sequential):
     """Linear → norm → ReLU → Linear, (N, inputs) → (N, classes) logits. `norm` is a registered kind.
 
-    With LayerNorm before the activation, units stay active on part of the inputs at any weight scale.
+    With LayerNorm before the activation, each unit stays active on part of the inputs at any weight scale.
     """
 
     def __init__(self, inputs: int = 4, hidden: int = 8, classes: int = 3, norm: str = "layernorm"):

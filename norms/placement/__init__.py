@@ -50,7 +50,7 @@ class Placement:
     depth_scaled: bool = True  # the default of --depth-scaled-init
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
     without_norm: bool = False  # supported with --norm none
-    own_norm: bool = False  # N is fixed: supported with the default of --norm only
+    own_norm: bool = False  # N is built in: --norm and --norm-arg must keep their defaults
     extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
     after_step: Callable[[nn.Module], None] | None = None  # called after initialization and after each step
 

@@ -117,7 +117,7 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     differences = _differences(config, architecture)
     if differences:
         reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences)}"
-        raise ValueError(f"no architecture of Hugging Face computes this: {reason}")
+        raise ValueError(f"no Hugging Face architecture computes this: {reason}")
     theirs: dict[str, Any] = {"model_type": nearest, "architectures": [architecture.name]}
     theirs |= {name: getattr(config, ours) for name, ours in SIZES.items()}
     if architecture.eps:

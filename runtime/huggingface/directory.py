@@ -68,7 +68,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
             return from_theirs(described), None
         require(is_a(own, dict), f"{OWN} is damaged")
         version = own.get("format")
-        require(version == FORMAT, f"another version of normal-llama wrote it, in format {version!r} and not {FORMAT}")
+        require(version == FORMAT, f"another version of normal-llama wrote it: its format is {version!r}, not {FORMAT}")
         require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
         check_fields(own["model"], OWN)
         warn_of_imports(own)
@@ -106,10 +106,10 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     files = weight_files(directory)
     most = max(MAX_ROPE_BYTES, sum(path.stat().st_size for path in files))
     fits = 4 * config.context * config.head_dim <= most
-    require(fits, f"{directory / CONFIG} has a context of {config.context}, whose RoPE is larger than the weights")
+    require(fits, f"{directory / CONFIG} has a context of {config.context}, whose RoPE table exceeds the weights")
     tensors = len(stored_tensors(*files))
     fits = config.layers * TENSORS_PER_LAYER <= tensors
-    require(fits, f"{directory / CONFIG} describes {config.layers} layers, and the weights are {tensors} tensors")
+    require(fits, f"{directory / CONFIG} describes {config.layers} layers, but has only {tensors} tensors")
     with torch.device("meta"):
         model = Llama(config)
     return model, match_weights(directory, model)
@@ -130,9 +130,9 @@ def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
         elif name not in names:
             problem = "has an unknown"
         elif found[name].shape != expected[names[name]].shape:
-            problem = "has another shape of"
+            problem = "has the wrong shape for"
         elif expected[names[name]].is_floating_point() and found[name].dtype not in DTYPES:
-            problem = f"has another dtype than {', '.join(DTYPES)} of"
+            problem = f"has a dtype other than {', '.join(DTYPES)} for"
         else:
             continue
         raise ValueError(f"{directory / WEIGHTS} does not match {directory / CONFIG}: it {problem} {name}")

@@ -164,7 +164,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model.type is 'WordPiece'; only BPE is supported": {"model": {"type": "WordPiece"}},
     "Token `q` out of vocabulary": {"model": {"merges": ["< q"]}},
     "only ByteLevel and ByteFallback are supported": {"decoder": {"type": "WordPiece", "prefix": "#", "cleanup": True}},
-    "no token ends a document: .* '9'": {"end": "9"},
+    "no end-of-document token: .* '9'": {"end": "9"},
     "'<' is both a special token and an ordinary piece": {"end": "<"},
     "damaged, or not a tokenizer": {"added_tokens": None},
 }

@@ -72,9 +72,9 @@ EMBEDDING = "model.embed_tokens.weight"
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {  # what is done to a directory, and the error
     "a deep configuration": (content("config.json", b"[" * 100_000), "config.json is missing or damaged"),
     "escapes": (content("config.json", b'{"model_type": "\\u001b[2J"}'), r"model_type '\\x1b\[2J' is not supported"),
-    "no tensors": (header(b"{}"), "the weights are 0 tensors"),
+    "no tensors": (header(b"{}"), "but has only 0 tensors"),
     "a header of 2**63 bytes": (header(b"{}", 2**63), "not a readable safetensors file"),
-    "eight bits": (value(EMBEDDING, 1.0, torch.float8_e4m3fn), "another dtype than F32, BF16, F16"),
+    "eight bits": (value(EMBEDDING, 1.0, torch.float8_e4m3fn), "a dtype other than F32, BF16, F16"),
     "NaN": (value(EMBEDDING, float("nan"), torch.float32), f"{EMBEDDING} has values that are NaN or infinite"),
     "a deep tokenizer": (content("tokenizer.json", b"[" * 100_000), "tokenizer.json"),
 }

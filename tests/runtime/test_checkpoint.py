@@ -54,7 +54,7 @@ def test_checkpoint_contents(tmp_path):
     described = json.loads((checkpoint / "config.json").read_text())
     own = {"format": 1, "model": dataclasses.asdict(config), "tokenizer": "bytes", "imports": []}
     assert described["normal_llama"] == own
-    assert described["model_type"] == "normal-llama" and "no architecture" in described["not_in_transformers"]
+    assert described["model_type"] == "normal-llama" and "no Hugging Face" in described["not_in_transformers"]
     assert json.loads((checkpoint / "trainer.json").read_text()) == {"step": 600, "seconds": 2.5}
     norms = ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm")
     matrices = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

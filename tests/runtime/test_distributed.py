@@ -40,7 +40,7 @@ COMPARED = [*((engine, name) for engine in ("ddp", "fsdp") for name in ("muon", 
 COMPARED += [("fsdp", "ngpt")]
 LONG = "--steps 10 --save-every 5 --dropout 0.1 --shard"
 ENDS = {  # flags, the exit code of every rank, and what rank 0 prints; the other one prints nothing
-    "odd": ("--batch-size 7", 2, "error: --batch-size 7 does not divide into 2 ranks"),
+    "odd": ("--batch-size 7", 2, "error: --batch-size 7 cannot be split evenly over 2 ranks"),
     "nonsense": ("--nonsense", 2, "unrecognized arguments: --nonsense"),
     "missing": ("--data missing.txt", 2, "missing.txt"),
     "diverges": ("--norm none --lr 1e9 --clip 0 --warmup 0", 5, "not finite"),
@@ -226,7 +226,7 @@ def test_what_several_ranks_refuse(monkeypatch):
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=3), 2)
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=6), 2)  # a rank's share
     for batch, micro in ((7, 7), (1, 1), (12, 4)):
-        with pytest.raises(ValueError, match=f"{batch} does not divide into 2 ranks"):
+        with pytest.raises(ValueError, match=f"{batch} cannot be split evenly over 2 ranks"):
             check_options(ModelConfig(), TrainConfig(batch_size=batch, micro_batch_size=micro), 2)
     with pytest.raises(ValueError, match="--shard needs several ranks"):
         distributed.resolve_shard(True, True, "float32", 1)

@@ -86,9 +86,9 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "default", "factor": 8}}, "rope_parameters has 'factor'"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
-    ({"intermediate_size": 32}, r"another shape of model\.layers\.0\.mlp\.down_proj\.weight"),
+    ({"intermediate_size": 32}, r"wrong shape for model\.layers\.0\.mlp\.down_proj\.weight"),
     ({"normal_llama": [1]}, "normal_llama is damaged"),
-    ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it, in format 2 and not 1"),
+    ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it: its format is 2, not 1"),
 ]
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "our key without its list of imports": (without_imports, "normal_llama lacks 'imports'"),

@@ -99,12 +99,12 @@ def test_arms_are_the_product_of_all_factors(resolve):
     [
         ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
         ("--norms rmsnorm,layernorm", "prmsnorm, rmsnorm, scalenorm, separated by spaces"),
-        ("--norms rmsnorm rmsnorm", "--norms takes values that differ"),
+        ("--norms rmsnorm rmsnorm", "--norms needs distinct values"),
         ("--norm rmsnorm", "--norm is for a single run; list all values with --norms"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
-        ("--factor optimiser=muon,adamw", "'optimiser' is no option of train.py"),
+        ("--factor optimiser=muon,adamw", "'optimiser' is not an option of train.py"),
         ("--factor lr=0.1,0.2", "use --lrs"),
-        ("--factor clip=1,1", "--factor clip takes values that differ"),
+        ("--factor clip=1,1", "--factor clip needs distinct values"),
         ("--factor clip=0,1 --clip 1", "--clip is for a single run"),
         ("--seeds 0", "--seeds must be at least 1, not 0"),
         ("--lrs 0.1 nan", "--lrs must be positive numbers"),
@@ -162,7 +162,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
 def test_norm_args_of_a_run_are_not_hidden_in_an_arm(resolve, tmp_path):
     model = asdict(ModelConfig(norm="dyt", norm_args={"alpha": 0.3}))
     write_run_file(tmp_path / "run.json", {"model": model, "training": asdict(TrainConfig()), "imports": []})
-    with pytest.raises(ValueError, match="an argument of a norm goes into --norms, as in dyt:alpha=1"):
+    with pytest.raises(ValueError, match="arguments of a norm go into --norms, as in dyt:alpha=1"):
         resolve(f"--config {tmp_path / 'run.json'} --norms rmsnorm dyt")
     with pytest.raises(ValueError, match="--norm-arg is for a single run"):
         resolve("--norms layernorm:bias=false --norm-arg eps=0.5")
@@ -237,7 +237,7 @@ def test_other_settings_and_another_text_are_refused(resolve, in_process, undraw
     with pytest.raises(ValueError, match=r"cells/rmsnorm-pre-lr0.01-seed0 has --steps 4, not 5; choose another --out"):
         resolve("--seeds 1 --steps 5")
     (tmp_path / "text.txt").write_text("another text " * 200)
-    with pytest.raises(ValueError, match=r"the run in .* has another text"):
+    with pytest.raises(ValueError, match=r"the run in .* was trained on other text"):
         resolve("--seeds 1")
 
 
@@ -249,7 +249,7 @@ def test_a_text_that_changes_between_two_runs_ends_the_ablation(resolve, in_proc
         return start(grid, cell, device)
 
     monkeypatch.setattr(Grid, "start", start_and_edit)
-    with pytest.raises(BadInput, match="seed1 has another text; delete it, or choose another --out"):
+    with pytest.raises(BadInput, match="seed1 was trained on other text; delete it, or choose another --out"):
         run_ablation(ablation, "command")
     assert len(in_process) == 2
 
