@@ -99,6 +99,6 @@ def test_arms_that_are_equally_good_at_their_optima_are_seldom_told_apart(nats):
     pairs = [report([(0.1, 0.0), (0.1, 0.25)], noise, rng)[0] for _ in range(5000)]
     tuned = [found.estimate for found in pairs if found.tuned and found.estimate]
     assert np.mean([found.low <= 0 <= found.high for found in tuned]) >= 0.93 and len(tuned) > 4900
-    nine = rng.choice(list(product((0.03, 0.1, 0.3), (-0.25, 0.0, 0.25))), size=(1500, 9))
+    nine = rng.choice(list(product((0.03, 0.1, 0.3), (-0.25, 0.0, 0.25))), size=(5000, 9))
     shown = [any(found.p is not None and found.p <= 0.05 for found in report(curves, noise, rng)) for curves in nine]
     assert np.mean(shown) <= 0.06
