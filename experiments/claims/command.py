@@ -32,8 +32,14 @@ def main(arguments: list[str]) -> None:
     add = parser.add_argument
     add("name", nargs="?", choices=CLAIMS, metavar="NAME", help=", ".join(CLAIMS))
     add("--scale", help="scale of the protocol, such as S or gpu (default: all except gpu)")
-    add("--out", type=Path, default=Path(), metavar="DIR", help="folder of both pages and results/claims/ (default: .)")
-    add("--seed", type=int, default=0, metavar="INT", help="first seed; another --out keeps the results (default: 0)")
+    add(
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder of both pages and results/claims/, which are replaced (default: .)",
+    )
+    add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over two GPUs (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")

@@ -50,7 +50,7 @@ def write_pages(entries: list[Entry], out: Path) -> None:
 
 def details(entry: Entry) -> str:
     """Verdict, effects, and how they were measured, in Markdown."""
-    p = "" if entry.p is None else f" (p = {entry.p:.3g}, corrected for all trained claims)"
+    p = "" if entry.p is None else f" (p = {entry.p:.3g}, corrected for all trained claims of this page)"
     rules = [
         f"{effect.name}: reproduced inside {bounds(effect, effect.reproduced)}, not reproduced outside "
         f"{bounds(effect, effect.expected)}."
@@ -114,6 +114,7 @@ def plot(entry: Entry) -> Figure:
     if claim.over:
         upper.set(xscale="log", yscale="log" if trend[0].ratio else "linear", xticks=[each.x for each in trend])
         upper.xaxis.set(major_formatter="{x:,.0f}", minor_locator=NullLocator())
+        upper.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     else:
         upper.set_xticks(range(place + 1), entry.judgments)
         upper.set_xlim(-0.5, place + 0.5)
@@ -123,7 +124,7 @@ def plot(entry: Entry) -> Figure:
             axes.plot(losses.keys(), [mean(group) for group in losses.values()], style, linewidth=1, label=label)
             for lr, group in losses.items():
                 axes.plot([lr] * len(group), group, f"oC{number}", ms=3)
-        axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats)")
         axes.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}", minor_locator=NullLocator())
         axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure

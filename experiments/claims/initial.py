@@ -103,7 +103,10 @@ def at_depths(name: str, template: str) -> list[Effect]:
 def from_warmup(layers: int) -> Effect:
     """What post-norm gains from warm-up minus what pre-norm does, each at the best of its rates."""
     post = {f"post {layers} with": -1, f"post {layers} without": 1}
-    return Effect(f"warm-up, {layers} blocks", post | {f"pre {layers} with": 1, f"pre {layers} without": -1})
+    return Effect(
+        f"loss saved by warm-up, post-norm − pre-norm, {layers} blocks",
+        post | {f"pre {layers} with": 1, f"pre {layers} without": -1},
+    )
 
 
 FLAT, FALLING = (-0.15, 0.15), (-0.65, -0.35)
@@ -127,6 +130,7 @@ CLAIMS = (
         ),
         protocols={"M": Protocol(10)},
         measure=speed,
+        dashed=0.93,
     ),
     Claim(
         "last-gradient",

@@ -154,6 +154,7 @@ CLAIMS = (
             Effect("sandwich", {"sandwich": 1}, value="growth"),
         ),
         protocols={"24 blocks": Protocol(5, S, {"pre": lns(24)["pre"], "sandwich": SANDWICH})},
+        across="ln(residual of power law / of exponential)",
     ),
     claim(
         "lns",
@@ -208,13 +209,15 @@ CLAIMS = (
             speed_slope("muon", reproduced=ABOVE),
             speed_slope("adamw"),
             *(
-                Effect(f"speed-up after {steps} steps", {f"muon {steps}": 1}, value="speed-up", ratio=True, x=steps)
+                Effect(
+                    f"speed-up after {steps} steps, muon", {f"muon {steps}": 1}, value="speed-up", ratio=True, x=steps
+                )
                 for steps in sorted(STEPS)
             ),
         ),
         protocols={"S": Protocol(4, S, lengths())},
         over="steps",
-        across="speed-up",
+        across="speed-up with Muon",
     ),
     claim(
         "qk-norm-rates",
