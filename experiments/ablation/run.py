@@ -202,4 +202,4 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
         folded("How to read this", markdown("\n\n".join(about))),
         folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))),
     ]
-    write_atomically(folder / "report.html", page(f"Ablation {folder.name}", sections))
+    write_atomically(folder / "report.html", page(folder.name, sections))
