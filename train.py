@@ -174,7 +174,7 @@ class Trainer:
             if distributed.is_main():
                 if self.evaluated:
                     write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
-                print(f"the run in {folder} has already finished, after {self.step} steps; raise --steps to continue")
+                print(f"the run in {folder} already has {self.step} steps; raise --steps to continue")
             return
         with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
             if config.init_from and not distributed.from_main(list_checkpoints, folder):
