@@ -32,7 +32,7 @@ def test_its_checkpoint_is_exported(tmp_path):
     for directory in (tmp_path / "exported", EARLIER / "checkpoints/step-000006"):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).double()
         tokens = torch.tensor(EXPECTED["ids"][:1])
-        with torch.no_grad():
-            torch.testing.assert_close(theirs(tokens).logits, model.double()(tokens), rtol=0, atol=1e-6)
+        with torch.no_grad():  # their norms compute in fp32
+            torch.testing.assert_close(theirs(tokens).logits, model.double()(tokens), rtol=0, atol=1e-5)
         in_transformers = transformers.AutoTokenizer.from_pretrained(directory)
         assert in_transformers(EXPECTED["texts"][0])["input_ids"] == EXPECTED["ids"][0]
