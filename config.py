@@ -44,8 +44,8 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
     flags = []
     for name, value in options.items():
         flag = flag_name(name)
-        if value is False and name not in FIELDS:
-            continue  # --resume has no opposite
+        if (value is False and name not in FIELDS) or value == []:
+            continue  # --resume has no opposite, and a list needs an item
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, dict):
@@ -168,6 +168,8 @@ class TrainConfig:
     data: list[str] = option(
         ["python"], "python, shakespeare, or paths: text or .jsonl files, also gzipped, .parquet files, and folders"
     )
+    val_data: list[str] = option([], "validation text, named like --data (default: a tenth of --data is held out)")
+    text_column: str = option("text", "key or column of the text in JSON lines and .parquet files", metavar="NAME")
     tokenizer: str = option(
         "sentencepiece",
         "kind of tokenizer; pretrained uses that of --init-from",

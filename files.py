@@ -1,4 +1,4 @@
-"""What every package needs: types of JSON, atomic writes, one lock, messages on one line. Standard library only."""
+"""What every package needs: types of JSON, atomic writes, one lock, lines for the user. Standard library only."""
 
 import errno
 import hashlib
@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -74,6 +75,13 @@ def digest(value: Any) -> str:
 def one_line(message: str) -> str:
     """A message that may quote names and values from files, on one line: unprintable characters are escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
+
+
+@cache
+def warn(line: str) -> None:
+    """Print a line on standard error, once and on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 # --- writing and locking ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ if __name__ == "__main__":  # before the imports, which take seconds
     start()
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -35,7 +36,6 @@ from runtime.checkpoint import (
     intact_checkpoint,
     list_checkpoints,
     load_training_state,
-    open_checkpoint,
     save_checkpoint,
     weight_hashes,
 )
@@ -115,14 +115,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--eval-only",
         action="store_true",
-        help="only evaluate the newest checkpoint of the run in --out (default: the newest run)",
+        help="only evaluate the newest checkpoint of the run in --out (default: the newest run), or the model in "
+        "--init-from; on all of --data or --val-data if you pass other text",
     )
     add_flags(parser)
     import_first(parser, arguments)
     flags = parser.parse_args(arguments)
     flags.command = [parser.prog, *(sys.argv[1:] if arguments is None else arguments)]
-    if getattr(flags, "init_from", "") and (flags.resume or flags.eval_only):
-        parser.error("--init-from is for new runs; --resume and --eval-only take the weights of the run")
+    other_text = flags.eval_only and not flags.resume and ("data" in flags or "val_data" in flags)
+    if getattr(flags, "init_from", "") and (flags.resume or (flags.eval_only and not other_text)):
+        parser.error("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")
     return flags
 
 
@@ -407,13 +409,16 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
 
 
 def evaluate_only(run: Run) -> None:
-    """Print the loss of the newest checkpoint."""
+    """Print the loss of the run's newest checkpoint, or of the model in `--init-from`, also as JSON."""
     with bad_input(), distributed.raise_on_all_ranks():
-        checkpoint, model, _ = open_checkpoint(run.folder, run.device)
-        require(model.config == run.model_config, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
+        checkpoint = find_checkpoint(run.folder if run.earlier else run.config.init_from)
+        same = not run.earlier or read_config(checkpoint)[0] == run.model_config
+        require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
+        model = read_model(checkpoint, run.model_config).to(run.device).eval()
     val_loss, val_bpb = evaluate(model, run)
     if distributed.is_main():
         print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
+        print(json.dumps({"checkpoint": str(checkpoint), "val_loss": val_loss, "val_bpb": val_bpb}))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A corpus: documents from one or several sources, each split into training and validation text.
+"""A corpus: documents from one or several sources, split into training and validation text.
 
-Documents are streamed in chunks of about 1 MiB, cut at line ends where possible, so the text need not fit in memory.
-Memory grows only with file paths and by 24 bytes per document.
+Documents are streamed in chunks of about 1 MiB, so the text need not fit in memory. Memory grows only with file paths
+and by 32 bytes per document.
 """
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -14,75 +14,111 @@ import numpy as np
 from tqdm import tqdm
 
 from data.sources import find_files, read_documents, short_name
+from files import warn
 
 SPLITS = ("train", "val")
-FEW = 20  # documents, of which one may be most of the text
+RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
+HELD_OUT = 0.1  # of the bytes
+MOST_HELD_OUT = 100_000_000  # bytes
+LONG = 0.1  # of the validation text: longer documents are split, shorter ones are held out as a whole or not at all
 
 
 class Corpus:
-    """A list of documents, some of them held out for validation.
+    """A list of documents, a tenth of whose bytes (at most 100 MB) are held out for validation.
 
-    The documents whose SHA-256 is in the lowest tenth of all possible hashes are held out, or the one with the lowest
-    hash if these would be none or all. Of fewer than 20 documents, the last tenth of each is. So the split does not
-    depend on the order of the documents, and copies of a document are on the same side.
+    A document longer than a hundredth of the corpus gives its own last tenth. Of the others, whole ones are held out in
+    the order of their SHA-256, until that is a tenth of their bytes. Copies of a text count together and are treated
+    alike. So the split does not depend on the order of the documents. With `val_names`, those texts are the validation
+    text; their copies in the other text are left out.
 
     name: safe in folder names, at most 80 bytes long.
-    hash: SHA-256 of the documents' hashes, in hex.
+    hash: SHA-256 of the rules, the documents' hashes, and which are named for validation, in hex.
     sizes: UTF-8 bytes of each split, plus one per document for its end. If a document is split, the size may be off
     by one character.
     """
 
-    def __init__(self, names: list[str], cache_dir: Path):
+    def __init__(self, names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text"):
         """Find the text behind `names` (`python`, `shakespeare`, or paths) and read it once, to hash and split it.
 
-        Downloads are kept in `cache_dir`. Raises ValueError, in one line, for text that is missing, empty, damaged, or
-        not UTF-8.
+        Downloads are kept in `cache_dir`. `column` is the key or column of the text in JSON lines and .parquet files.
+        Raises ValueError, in one line, for text that is missing, empty, damaged, or not UTF-8.
         """
-        self.names = names
-        self.name = "+".join(map(short_name, names)).encode()[:80].decode(errors="ignore")
-        sources = [(name, find_files(name, cache_dir)) for name in names]
-        self._files = [file for _, files in sources for file in files]
-        corpus_hash, hashes, lengths = hashlib.sha256(), array("Q"), array("q")
+        self.names, self.val_names, self.column = names, val_names, column
+        self.name = "+".join(map(short_name, names or val_names)).encode()[:80].decode(errors="ignore")
+        named = [("--data", name) for name in names] + [("--val-data", name) for name in val_names]
+        sources = [(flag, name, find_files(name, cache_dir, flag)) for flag, name in named]
+        self._files = [file for _, _, files in sources for file in files]
+        corpus_hash, hashes, lengths, for_training = hashlib.sha256(RULES.encode()), array("Q"), array("q"), 0
         with tqdm(unit="B", unit_scale=True, desc="reading text", delay=1, leave=False, disable=None) as bar:
-            for source, files in sources:
+            for flag, name, files in sources:
                 first = len(lengths)
-                for document in chain.from_iterable(map(read_documents, files)):
+                for document in self._read(files):
                     digest, length = hashlib.sha256(), 0
                     for data in map(str.encode, document):
                         digest.update(data)
                         length += len(data)
                         bar.update(len(data))
-                    corpus_hash.update(digest.digest())
+                    corpus_hash.update(flag.encode() + digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
                 if not any(lengths[first:]):
-                    raise ValueError(f"--data {source}: contains no text")
-        sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
-        different = len(np.unique(digests[sizes > 0]))
-        offsets = sizes - sizes // 10 if different < FEW else _split_offsets(digests, sizes)
-        if 1 < different < FEW:
-            corpus_hash.update(b"the last tenth of each is held out")  # once, whole documents were
+                    raise ValueError(f"{flag} {name}: contains no text")
+                for_training += (len(lengths) - first) * (flag == "--data")
         self.hash = corpus_hash.hexdigest()
-        self._lengths, self._split_offsets = sizes, offsets  # lists would be 5 times as large
-        parts = {"train": offsets, "val": sizes - offsets}
+        sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
+        # Of each document, the bytes before the first of these are for training, and those from the second on for
+        # validation. Lists would be 5 times as large.
+        self._lengths, self._train_ends, self._val_starts = (
+            sizes,
+            *(_named(digests, sizes, for_training) if val_names else _split(digests, sizes)),
+        )
+        parts = {"train": self._train_ends, "val": sizes - self._val_starts}
         self.sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
 
-    def documents(self, split: str) -> Iterator[Iterator[str]]:
-        """The documents of a split in order, each an iterator of chunks. Read each one before advancing to the next."""
-        documents = chain.from_iterable(map(read_documents, self._files))
-        for document, length, cut in zip(documents, self._lengths, self._split_offsets, strict=False):
-            start, stop = (0, cut) if split == "train" else (cut, length)
+    def documents(self, split: str) -> Iterator[tuple[bool, Iterator[str]]]:
+        """The documents of a split in order: whether the text is the beginning of a document, and its chunks.
+
+        Read each one before advancing to the next.
+        """
+        cuts = zip(self._lengths, self._train_ends, self._val_starts, strict=True)
+        for document, (length, train_end, val_start) in zip(self._read(self._files), cuts, strict=False):
+            start, stop = (0, train_end) if split == "train" else (val_start, length)
             if start < stop:
-                yield document if stop - start == length else _byte_slice(document, start, stop)
+                yield start == 0, document if stop - start == length else _byte_slice(document, start, stop)
+
+    def chunks(self, split: str) -> Iterator[str]:
+        """The text of a split, without the borders of its documents."""
+        return chain.from_iterable(chunks for _, chunks in self.documents(split))
+
+    def _read(self, files: list[Path]) -> Iterator[Iterator[str]]:
+        return chain.from_iterable(read_documents(file, self.column) for file in files)
 
 
-def _split_offsets(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The byte offset at which each document's validation text begins: 0 or its end."""
-    nonempty = lengths > 0
-    held_out = hashes < 2**64 // 10
-    if not held_out[nonempty].any() or held_out[nonempty].all():
-        held_out = hashes == hashes[nonempty].min()
-    return np.where(held_out, 0, lengths)
+def _split(hashes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each document's training text ends and its validation text begins, by the rule of `Corpus`."""
+    total = lengths.sum()
+    share = min(HELD_OUT, MOST_HELD_OUT / total)
+    _, number, copies = np.unique(hashes, return_inverse=True, return_counts=True)  # texts in the order of their hashes
+    length = np.zeros(len(copies), np.int64)
+    length[number] = lengths
+    long = length > LONG * share * total
+    size = np.where(long, 0, length * copies)
+    # Many copies of a short text could be more than all that is wanted. They stay in the training text.
+    candidates = np.where(size <= 2 * LONG * share * total, size, 0)
+    held_out = (candidates > 0) & (candidates.cumsum() - candidates < share * size.sum())
+    if not (long.any() or held_out.any()):
+        long[:] = True
+    cuts = length - np.where(held_out, length, np.where(long, length * share, 0).astype(np.int64))
+    return cuts[number], cuts[number]
+
+
+def _named(hashes: np.ndarray, lengths: np.ndarray, for_training: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `_split`, where all documents after the first `for_training` are the validation text."""
+    for_validation = np.arange(len(lengths)) >= for_training
+    copies = np.isin(hashes, hashes[for_validation]) & (lengths > 0) & ~for_validation
+    if copies.any():
+        warn(f"documents of --data left out, because --val-data has them too: {copies.sum()}")
+    return np.where(copies | for_validation, 0, lengths), np.where(for_validation, 0, lengths)
 
 
 def _byte_slice(document: Iterator[str], start: int, stop: int) -> Iterator[str]:

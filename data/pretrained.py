@@ -6,8 +6,11 @@ Ids equal those of transformers, except that a special token typed as text is te
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data.tokenizer import Tokenizer, byte_level_alphabet, piece_bytes
 from files import read_json, write_atomically
@@ -25,7 +28,7 @@ class PretrainedTokenizer(Tokenizer):
     """
 
     kind = "pretrained"
-    encode_batch: Callable
+    _encode: Callable
 
     def __init__(self, directory: Path):
         """The end of a document is `eos_token` of tokenizer_config.json. A ValueError names an unusable file."""
@@ -73,7 +76,7 @@ class PretrainedTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.encode_batch = lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        self._encode = partial(tokenizer.encode_batch, add_special_tokens=False)
         start = tokenizer.encode("a")
         self.prompt_start = start.ids[: [*start.special_tokens_mask, 0].index(0)]  # what comes before the text
         alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
@@ -88,6 +91,17 @@ class PretrainedTokenizer(Tokenizer):
             piece = vocabulary[name] in self.encode(name) or (len(name) == 1 and name in model["vocab"])
             if piece and name != model.get("unk_token"):
                 raise ValueError(f"{name!r} is both a special token and an ordinary piece of text")
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [one.ids for one in self._encode(texts)]
+
+    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = []
+        for text, one in zip(texts, self._encode(texts), strict=True):
+            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # of the characters, in UTF-8
+            found.append((np.array(one.ids), (np.cumsum(sizes) - sizes)[[start for start, _ in one.offsets]]))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         text = super().decode(ids)

@@ -10,27 +10,40 @@ import sys
 import sysconfig
 import urllib.request
 import zlib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections import defaultdict
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
+from typing import Any, NoReturn
 
-from files import lock_file, one_line, sha256, write_atomically
+from files import lock_file, one_line, sha256, warn, write_atomically
 
 CHUNK_BYTES = 1 << 20
 PARQUET_ROWS = 64  # that are held in memory at a time
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+NAMED = 3  # files that are named of those left out for one reason
+LONGEST_LINE = 1 << 24  # bytes
+UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
+TO_JSON_LINES = (
+    'make JSON lines of it and pass --text-column: python -c "import csv, json, sys; '
+    '[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]" < FILE > FILE.jsonl'
+)
+# What is left out of a folder and refused under its own name, and how to make text of it.
+CONVERT = {"UTF-16": "iconv -f UTF-16 -t UTF-8 FILE > TEXT converts it", "CSV": TO_JSON_LINES, "TSV": TO_JSON_LINES}
+OTHER_COLUMN = "--text-column names another; a list, such as of messages, must be joined into one string first"
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def find_files(name: str, cache_dir: Path) -> list[Path]:
+def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
     """The files behind `python`, `shakespeare` or a path, in an order that is deterministic.
 
-    A folder is searched recursively. Names that begin with a dot are skipped, and so are binary files other than
-    .parquet: like git, it looks for a NUL in the first 8 KB. Raises ValueError if there is no such file.
+    A folder is searched recursively, links included. A line says how many files it has and which are left out. Raises
+    ValueError, naming the `flag`, if there is no such file, or if it is not text.
     """
     if name == "python":
         return _standard_library()
@@ -38,23 +51,58 @@ def find_files(name: str, cache_dir: Path) -> list[Path]:
         return [_download_shakespeare(cache_dir)]
     path = Path(name)
     if path.is_dir():
-        return [file for file in _walk(path) if file.suffix == ".parquet" or _looks_like_text(file)]
+        return _text_files(path, flag)
     if not path.is_file():  # the text is read twice, so a pipe does not do
-        raise ValueError(f"--data {name}: no such file or folder; pass python, shakespeare or a path")
+        raise ValueError(f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
+    if (problem := _not_text(path)) in CONVERT:
+        raise ValueError(f"{flag} {name} is {problem}, not text: {CONVERT[problem]}")
+    if _stem(path).endswith(".json") and not _is_json_lines(path):
+        warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
     return [path]
+
+
+def _text_files(root: Path, flag: str) -> list[Path]:
+    """The text files of a folder. Prints how many these are, and what is left out."""
+    taken: list[Path] = []
+    left_out: dict[str, list[Path]] = defaultdict(list)
+    for path in _walk(root, hidden=left_out["hidden"]):
+        problem = _not_text(path)
+        (left_out[problem] if problem else taken).append(path)
+    parts = [f"{len(paths)} {why} ({_first(root, paths)})" for why, paths in left_out.items() if paths]
+    warn(one_line(f"{flag} {root}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
+    return taken
+
+
+def _first(root: Path, paths: list[Path]) -> str:
+    names = [str(path.relative_to(root)) for path in paths]
+    return ", ".join(names[:NAMED] + [f"{len(names) - NAMED} more"] * (len(names) > NAMED))
+
+
+def _not_text(path: Path) -> str:
+    """What a file is if it is no text, or nothing. Like git, it looks for a NUL in the first 8 KB."""
+    if not path.is_file():
+        return "dangling" if path.is_symlink() else "special"
+    if path.suffix.lower() == ".parquet":
+        return ""
+    if _stem(path).endswith((".csv", ".tsv")):
+        return _stem(path)[-3:].upper()
+    with _open(path) as file:
+        start = file.read(8192)
+    return "UTF-16" if start.startswith(UTF16) else "binary" if b"\0" in start else ""
 
 
 def short_name(name: str) -> str:
     """A name for a source that is safe in a folder name."""
     file = "tinyshakespeare" if name == "shakespeare" else Path(name).resolve().name
-    stem = re.sub(r"(\.txt|\.jsonl|\.parquet)?(\.gz)?$", "", file)
+    stem = re.sub(r"(\.txt|\.jsonl|\.json|\.ndjson|\.parquet)?(\.gz)?$", "", file, flags=re.IGNORECASE)
     return re.sub(r"[^\w-]+", "_", stem) or "text"
 
 
 def _standard_library() -> list[Path]:
     """The source and documentation of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    sources = (file for file in _walk(root, SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
+    found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.is_file())
+    sources = (file for file in found if file.suffix in (".py", ".txt", ".rst"))
     files = [file for file in sources if not file.name.startswith("_sysconfigdata")]  # which depends on the build
     if not files:
         raise ValueError(f"--data python: no standard library source in {root}; pass --data FILE instead")
@@ -81,19 +129,37 @@ def _download_shakespeare(cache_dir: Path) -> Path:
     return target
 
 
-def read_documents(path: Path) -> Iterator[Iterator[str]]:
+def read_documents(path: Path, column: str = "text") -> Iterator[Iterator[str]]:
     """The documents of a file, each an iterator of chunks of about 1 MiB.
 
-    Each line of a .jsonl file is a document, the string under "text", and so is each row of a .parquet file, the string
-    in the column "text"; any other file is one document. Raises ValueError that names the file and the line, the row or
-    the byte offset of the error, counted in the decompressed text.
+    Each line of a file of JSON lines is a document, the string under the key `column`, and so is each row of a .parquet
+    file, the string in that column; any other file is one document. A line says how many rows have no text (null).
+    Raises ValueError that names the file and the line, the row or the byte offset of the error, counted in the
+    decompressed text.
     """
-    if path.name.removesuffix(".gz").endswith(".jsonl"):
-        yield from map(_chunks, _read_jsonl(path))
-    elif path.suffix == ".parquet":
-        yield from map(_chunks, _read_parquet(path))
+    if _is_json_lines(path):
+        yield from map(_chunks, _read_json_lines(path, column))
+    elif path.suffix.lower() == ".parquet":
+        yield from map(_chunks, _read_parquet(path, column))
     else:
         yield _read_text(path)
+
+
+def _is_json_lines(path: Path) -> bool:
+    """Whether each line of a file is a JSON object: by its name, or for .json if its first two lines are."""
+    if not _stem(path).endswith(".json"):
+        return _stem(path).endswith((".jsonl", ".ndjson", ".jsonlines"))
+    with _open(path) as file:
+        lines = [file.readline(LONGEST_LINE) for _ in range(2)]
+    try:
+        return all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _stem(path: Path) -> str:
+    """The name in lower case, without .gz."""
+    return path.name.lower().removesuffix(".gz")
 
 
 def _chunks(text: str) -> Iterator[str]:
@@ -103,7 +169,8 @@ def _chunks(text: str) -> Iterator[str]:
 
 def _read_text(path: Path) -> Iterator[str]:
     with _open(path) as file:
-        offset, rest = 0, b""
+        rest = file.read(len(BOM_UTF8)).removeprefix(BOM_UTF8)
+        offset = file.tell() - len(rest)
         while data := file.read(CHUNK_BYTES):
             data = rest + data
             # Without a line end, the last character is held back: the rest of it may be missing.
@@ -114,38 +181,56 @@ def _read_text(path: Path) -> Iterator[str]:
             yield _decode(rest, path, offset)
 
 
-def _read_jsonl(path: Path) -> Iterator[str]:
+def _read_json_lines(path: Path, column: str) -> Iterator[str]:
+    empty = 0
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
+            row: Any = None
             try:
-                text = json.loads(line)["text"]
-                text.encode()
+                row = json.loads(line)
+                text = row[column]
+                if text is not None:
+                    text.encode()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                wanted = 'a JSON object with a string under "text", in UTF-8'
-                raise ValueError(f"{path}: line {number} is not {wanted}") from None
-            yield text
+                problem = f'line {number} is not a JSON object with a string under "{column}", in UTF-8'
+                keys = f"; its keys are {', '.join(row)}; {OTHER_COLUMN}" if isinstance(row, dict) else ""
+                raise ValueError(f"{path}: {problem}{keys}") from None
+            if text is None:
+                empty += 1
+            else:
+                yield text
+    _print_empty(path, empty)
 
 
-def _read_parquet(path: Path) -> Iterator[str]:
+def _read_parquet(path: Path, column: str) -> Iterator[str]:
     try:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"{path}: Parquet files need the package pyarrow: pip install pyarrow") from None
+    empty = 0
     try:
         # With a buffer it reads a page at a time, not a whole row group.
         with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
             columns = {field.name: str(field.type) for field in file.schema_arrow}
-            if columns.get("text") not in ("string", "large_string"):
-                raise ValueError(f'{path}: no column "text" of strings; the columns are {columns}')
-            batches = file.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False)
-            for number, text in enumerate(chain.from_iterable(batch["text"].to_pylist() for batch in batches), 1):
+            if not re.match(r"(dictionary<values=)?(large_)?string", columns.get(column, "")):
+                found = f"the columns are {columns}; {OTHER_COLUMN}"
+                raise ValueError(f'{path}: no column "{column}" of strings; {found}')
+            batches = file.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
+            for text in chain.from_iterable(batch[column].to_pylist() for batch in batches):
                 if text is None:
-                    raise ValueError(f"{path}: the text of row {number} is null")
-                yield text
+                    empty += 1
+                else:
+                    yield text
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
+    _print_empty(path, empty)
+
+
+def _print_empty(path: Path, rows: int) -> None:
+    if rows:
+        warn(f"{path}: rows left out, because their text is null: {rows}")
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:
@@ -158,21 +243,28 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
 @contextmanager
 def _open(path: Path) -> Iterator[BufferedIOBase]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise ValueError(f"{path}: not a valid gzip file") from None
 
 
-def _walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
+def _walk(root: Path, skip: Set[str] = frozenset(), hidden: list[Path] | None = None) -> Iterator[Path]:
+    """The files below a folder in sorted order. Links are followed, each real folder once.
+
+    Names that begin with a dot are left out, and added to `hidden`.
+    """
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        if hidden is not None:
+            hidden += [Path(folder, name) for name in sorted(folders + files) if name.startswith(".")]
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
-        for name in sorted(files):
-            path = Path(folder, name)
-            if path.is_file() and not name.startswith("."):
-                yield path
+        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
 
 
-def _looks_like_text(path: Path) -> bool:
-    with _open(path) as file:
-        return b"\0" not in file.read(8192)
+def _raise(error: OSError) -> NoReturn:
+    raise error

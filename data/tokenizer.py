@@ -34,6 +34,9 @@ SENTENCEPIECE_CONFIG = {
 BYTE_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": "</s>"}
 
 
+Ids = Sequence[int] | np.ndarray
+
+
 class Tokenizer:
     """Text to ids and back.
 
@@ -57,9 +60,14 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         return np.array([len(piece) for piece in self.pieces])
 
-    def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
+    def encode_batch(self, texts: list[str]) -> Sequence[Ids]:
         """The ids of each text, computed on all CPUs."""
         raise NotImplementedError
+
+    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text, and the byte of the text at which each of them begins."""
+        encoded = (np.array(ids, np.int64) for ids in self.encode_batch(texts))
+        return [(ids, np.cumsum(self.token_bytes[ids]) - self.token_bytes[ids]) for ids in encoded]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises UnicodeEncodeError, a ValueError, for a lone surrogate."""
@@ -181,7 +189,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(_sample(texts)),
+            # U+2585 is the trainer's mark of the unknown: it drops a block that has one. NUL is unknown to it too.
+            sentence_iterator=(block.replace("\u2585", "\0") for block in _sample(texts)),
             model_writer=model,
             model_type="bpe",
             vocab_size=max(vocab_size, 3),  # below 3 it fails before it reports the minimum
@@ -190,8 +199,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            required_chars="\n",
-            user_defined_symbols=["\t"],  # the trainer reserves tabs for itself and never learns a piece with one
+            # Characters with a meaning of their own always have a piece, also where the text has none of them. The
+            # trainer reserves tabs for itself and never learns a piece with one.
+            required_chars="\n" + SPACE,
+            user_defined_symbols=["\t"],
             # No piece crosses a space or mixes letters with punctuation. Pieces like `    self.` and ` of the` would
             # give 10% fewer tokens but 10% more bits per byte: the same word would be segmented in many ways.
             split_by_whitespace=True,

@@ -78,6 +78,7 @@ def read_settings(folder: Path) -> dict[str, str]:
     if "weights_from" in run:
         settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
     settings["data"] = f"{run['corpus']['name']}@{run['corpus']['hash'][:6]}"
+    del settings["val_data"], settings["text_column"]  # the hash says what they lead to
     settings["tokenizer"] += f"@{run['tokenizer']['hash'][:6]}"
     return settings | {"folder": str(folder.parent.parent if folder.parent.name == "cells" else folder)}
 

@@ -14,8 +14,8 @@ from timeit import timeit
 import torch
 from torch import Tensor
 
+from files import warn
 from runtime.machine import check_capability, unused_gpu
-from runtime.process import warn
 
 FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
 # `torch.compile` takes about a minute, which shorter runs do not amortize.

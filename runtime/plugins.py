@@ -20,11 +20,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from config import ModelConfig, require
-from files import one_line, sha256
+from files import one_line, sha256, warn
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 from runtime import distributed
-from runtime.process import bad_input, warn
+from runtime.process import bad_input
 
 ROOT = Path(__file__).parents[1]
 IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record, for run.json and config.json, and the source

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
@@ -120,13 +119,6 @@ def write(text: str) -> None:
         if isinstance(error, BrokenPipeError):
             raise
         raise OSError(f"standard output cannot be written: {error.strerror}") from None
-
-
-@cache
-def warn(line: str) -> None:
-    """Print a line on standard error, once and on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
 
 
 # --- exit codes ------------------------------------------------------------------------------------------------------

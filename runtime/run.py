@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from config import FIELDS, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
+from config import FIELDS, MAX_SIZE, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
+from data.corpus import Corpus
 from data.prepare import Prepared, prepare
+from files import warn
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
@@ -24,7 +26,6 @@ from runtime.device import COMPILE_FLOPS, COMPILE_STEPS, describe, pick_device, 
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.machine import check_compile, missing_for_compile
 from runtime.plugins import ROOT, check_imported_norm, import_records, warn_of_imports
-from runtime.process import warn
 from runtime.run_dir import (
     RUNS_FOLDER,
     check_not_in_use,
@@ -58,7 +59,7 @@ def resolve_run(flags: argparse.Namespace) -> Run:
     with distributed.raise_on_all_ranks():
         run = resolve_settings(flags, launch)
     run.config, run.dtype = distributed.from_main(lambda: (run.config, run.dtype))  # where ranks timed differently
-    if run.earlier is None:
+    if run.earlier is None and not flags.eval_only:
         out = run.folder if getattr(flags, "out", "") else None
         run.folder = distributed.from_main(make_run_dir, out, run.folder.name)
     torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
@@ -73,7 +74,8 @@ def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
     out = Path(flags.out) if getattr(flags, "out", "") else None
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     require(out or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
-    existing = flags.resume or flags.eval_only
+    other_text = flags.eval_only and (getattr(flags, "val_data", []) or getattr(flags, "data", []))
+    existing = flags.resume or (flags.eval_only and not getattr(flags, "init_from", ""))
     if existing:
         require(not (flags.preset or (flags.config and out)), "--preset and --config are for new runs; leave them out")
         out = out or (Path(flags.config).parent if flags.config else newest_run())
@@ -87,16 +89,23 @@ def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
     model_config, config = resolve(flags, earlier)
     changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
     above = (out or RUNS_FOLDER / "new").resolve().parents
-    inside = any(Path(name).resolve() in above for name in config.data if name not in ("python", "shakespeare"))
+    paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
+    inside = any(Path(path).resolve() in above for path in paths)
     require(not inside, f"--data contains {out or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
+    names, val_names, cache, column = config.data, config.val_data, Path(config.cache_dir), config.text_column
+    if other_text and earlier and Corpus(names, cache, val_names, column).hash == earlier["corpus"]["hash"]:
+        other_text = []  # it is the run's own, perhaps in another place
     tokenizer = None
-    if config.init_from:
+    if config.init_from or other_text:
         saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
-        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
-    cache, context = Path(config.cache_dir), model_config.context
-    data = prepare(config.data, config.tokenizer, model_config.vocab_size, cache, context, tokenizer)
+        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or out))
+    if other_text:
+        names, val_names = [], other_text
+        config = replace(config, eval_tokens=getattr(flags, "eval_tokens", MAX_SIZE))
+    vocab_size, context = model_config.vocab_size, model_config.context
+    data = prepare(names, config.tokenizer, vocab_size, cache, context, tokenizer, val_names, column)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        same = not earlier or earlier[name]["hash"] == here
+        same = other_text or not earlier or earlier[name]["hash"] == here
         require(same, f"the run in {out} was trained with another {name}; start a new run for this one")
     if changed and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)

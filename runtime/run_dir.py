@@ -12,7 +12,7 @@ from files import digest, explained, lock_file, read_json, write_atomically
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # in a folder that one process at a time may write to
-FORMAT = 1  # of run.json; increase it whenever its fields change
+FORMAT = 2  # of run.json; increase it whenever its fields change, or what they mean
 CHECKSUM = "sha256"  # of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
 Tracker = Callable[[dict[str, Any]], None]
@@ -66,7 +66,8 @@ def write_run_file(path: Path, run: dict[str, Any]) -> None:
 def read_run_file(path: Path) -> dict[str, Any]:
     """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
     run = read_json(path, dict)
-    require(run.get("format") == FORMAT, f"{path} was written by another version: its format is not {FORMAT}")
+    other = f"{path} is of another version (format {run.get('format')}, not {FORMAT})"
+    require(run.get("format") == FORMAT, f"{other}; commit {run.get('commit')} can read it")
     found = run.pop(CHECKSUM, None)
     require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")
     check_fields(run["model"] | run["training"], str(path))

@@ -1,11 +1,17 @@
 """A run that an earlier commit trained, kept as files in tests/earlier/COMMIT: what still works and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import ablate
+import train
+from experiments.claims import command as claims
+from experiments.claims.claim import Claim, Protocol
+from experiments.claims.trained import tuned
 from runtime.checkpoint import load_pretrained, save_pretrained
 
 EARLIER = Path(__file__).parent / "earlier/b246c92"
@@ -36,3 +42,30 @@ def test_its_checkpoint_is_exported(tmp_path):
             torch.testing.assert_close(theirs(tokens).logits, model.double()(tokens), rtol=0, atol=1e-5)
         in_transformers = transformers.AutoTokenizer.from_pretrained(directory)
         assert in_transformers(EXPECTED["texts"][0])["input_ids"] == EXPECTED["ids"][0]
+
+
+def test_its_run_and_an_ablation_of_it_are_refused_in_one_line(tmp_path, refused, text):
+    """Its text was split by another rule: it would be trained on what was its validation text."""
+    shutil.copytree(EARLIER, tmp_path / "run")
+    shutil.copytree(EARLIER, tmp_path / "ablation/cells/rmsnorm-pre-lr0.05-seed0")
+    sizes = "--dim 8 --layers 1 --heads 2 --hidden-dim 16 --context 16 --vocab-size 300 --steps 6 --lr 0.05"
+    shared = f"{sizes} --batch-size 4 --device cpu --dtype float32 --eval-every 3 --eval-tokens 1024 --data {text}"
+    for command, flags in {
+        train.main: f"--resume --out {tmp_path}/run --data {text}",
+        ablate.main: f"{shared} --cache-dir {tmp_path}/cache --norms rmsnorm --seeds 1 --out {tmp_path}/ablation",
+    }.items():
+        said = refused(command, flags.split())
+        assert "is of another version (format 1, not 2); commit b246c92b927e can read it" in said
+    said = refused(ablate.main, ["compare", str(tmp_path / "run"), str(EARLIER)])
+    assert "is of another version" in said
+
+
+def test_results_of_a_claim_on_its_text_are_not_replaced(tmp_path, refused, monkeypatch):
+    claim = Claim("made-up", (), {"S": Protocol(1, "--steps 2", {"a": tuned("muon")})})
+    monkeypatch.setattr(claims, "CLAIMS", {"made-up": claim})
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "results/claims/made-up.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"S": {"environment": {"protocol": claim.hash("S")}, "measured": {}}}))
+    said = refused(ablate.main, ["claim", "made-up"])
+    assert "made-up.json has results on text that other rules split (scale S); name another --out" in said

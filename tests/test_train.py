@@ -361,6 +361,36 @@ def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_it
         assert excinfo.value.code == 2 and "was trained with another corpus; start a new run" in capsys.readouterr().err
 
 
+def test_a_model_is_evaluated_on_all_of_another_text(command, capsys, tmp_path, text):
+    """With its own tokenizer, in its own context; a run, or a directory named with --init-from."""
+    run = command("--steps 3 --tokenizer sentencepiece --vocab-size 320 --eval-tokens 64")
+    model, tokenizer = load_pretrained(run)
+    other, part = tmp_path / "other.jsonl", tmp_path / "part.txt"
+    texts = ["a bird hears the dog. " * 9, "short", text.read_text()[:5000]]
+    other.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    part.write_text("cats\n")
+    ids = torch.tensor([id for text in texts for id in (*tokenizer.encode(text), tokenizer.end_of_document)])
+    nats = 0.0
+    for start in range(0, len(ids) - 1, 32):
+        window = ids[start : start + 33]
+        log_probabilities = model(window[None, :-1])[0].detach().double().log_softmax(-1)
+        nats -= float(log_probabilities.gather(1, window[1:, None]).sum())
+    expected = {"val_loss": nats / (len(ids) - 1)}
+    expected["val_bpb"] = nats / math.log(2) / int(tokenizer.token_bytes[ids[1:]].sum())
+    before = sorted(tmp_path.rglob("runs/*"))
+    for where in (f"--out {run}", f"--init-from {find_checkpoint(run)}"):
+        for flag in ("--data", "--val-data"):
+            capsys.readouterr()
+            common = f"--eval-only {where} --cache-dir {tmp_path / 'cache'} --device cpu --dtype float32"
+            train.main(f"{common} {flag} {other} --text-column content".split())
+            line, result = capsys.readouterr().out.splitlines()
+            found = json.loads(result)
+            assert line.startswith(f"{found.pop('checkpoint')}: val_loss {expected['val_loss']:.4f}, val_bpb ")
+            assert found == pytest.approx(expected, rel=1e-6), flag
+    train.main(f"{common} --data {part}".split())  # shorter than the context
+    assert sorted(tmp_path.rglob("runs/*")) == before, "no run begins"
+
+
 def test_a_run_that_was_killed_can_end_at_its_last_checkpoint(command, capsys):
     """The rows after it are dropped, and run.json has the new number of steps."""
     run = command("--steps 4 --save-every 2 --eval-every 2 --warmup 0")
@@ -473,6 +503,22 @@ def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path, fing
     capsys.readouterr()
     train.main(["--eval-only", "--config", str(first / "run.json")])
     assert str(first) in capsys.readouterr().out
+
+
+def test_a_validation_text_of_ones_own(command, tmp_path, text, capsys):
+    (tmp_path / "val.txt").write_text("the dog sleeps and a bird sings.\n" * 40)
+    run = command(f"--steps 2 --val-data {tmp_path / 'val.txt'}")
+    recorded = read_run_file(run / "run.json")
+    assert recorded["training"]["val_data"] == [str(tmp_path / "val.txt")]
+    assert read_samples(run)[-1][1].startswith("the dog sleeps a")
+    command("--resume --steps 3")
+    (tmp_path / "val.txt").write_text("another text\n" * 40)
+    with pytest.raises(SystemExit):
+        command("--resume --steps 4")
+    assert "was trained with another corpus" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command("--val-data nowhere", "other")
+    assert "error: --val-data nowhere: no such file or folder" in capsys.readouterr().err
 
 
 def test_default_run_folders_are_numbered(text, tmp_path, monkeypatch):

@@ -37,7 +37,16 @@ from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_f
 from runtime.watch import plot_watch
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms", "lr": "--lrs", "seed": "--seeds"}
-SHARED = NOT_COMPARED | {"data", "tokenizer", "vocab_size", "eval_tokens", "device", "shard"}  # by all arms
+SHARED = NOT_COMPARED | {
+    "data",
+    "val_data",
+    "text_column",
+    "tokenizer",
+    "vocab_size",
+    "eval_tokens",
+    "device",
+    "shard",
+}  # by all arms
 
 
 @dataclass(frozen=True)
@@ -95,17 +104,20 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in settings.items()}
     folder = Path(getattr(flags, "out", "") or RUNS_FOLDER / f"ablation-{settings_digest(as_asked)}")
     check_not_in_use(folder)
-    started = next(folder.glob("cells/*/run.json"), None)
+    started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
     if started and dtype == "auto":  # a measurement, which might come out differently now
-        settings = resolve_arms(arms, [*on_device, "--dtype", read_run_file(started)["training"]["dtype"]])
+        settings = resolve_arms(arms, [*on_device, "--dtype", started[0]["training"]["dtype"]])
     model_config, config = next(iter(settings.values()))
     context = max(model_config.context for model_config, _ in settings.values())
+    cache, val_names, column = Path(config.cache_dir), config.val_data, config.text_column
     most = max(1, torch.get_num_threads() // flags.threads) if config.device == "cpu" else 1
     grid = Grid(
         folder=folder,
         settings=settings,
         train_flags=train_flags,
-        data=prepare(config.data, config.tokenizer, model_config.vocab_size, Path(config.cache_dir), context),
+        data=prepare(
+            config.data, config.tokenizer, model_config.vocab_size, cache, context, val_names=val_names, column=column
+        ),
         jobs=flags.jobs or most,
         threads=flags.threads,
         devices=devices,

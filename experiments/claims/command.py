@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from config import DEVICES, Parser, check_sizes, require
+from data.corpus import RULES
 from experiments.ablation.grid import resolve_devices
 from experiments.claims import initial, trained
 from experiments.claims.claim import Claim
@@ -71,11 +72,18 @@ def main(arguments: list[str]) -> None:
 def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
     """Measure a claim at a scale, and add it to its results."""
     protocol, started = claim.protocols[scale], time.process_time()
+    file = results / f"{claim.name}.json"
+    with bad_input():
+        content = read_json(file, dict) if file.exists() else {}
+        earlier = content.get(scale, {}).get("environment", {}).get("rules", RULES if not protocol.arms else None)
+        same = scale not in content or earlier == RULES
+        require(same, f"{file} has results on text that other rules split (scale {scale}); name another --out")
     measured = (train if protocol.arms or not claim.measure else claim.measure)(protocol, lab)
     rows = measured["runs"] + measured.get("search", [])
     seconds = sum(row.get("seconds") or 0 for row in rows)
     environment = {
         "protocol": claim.hash(scale),
+        "rules": RULES,
         "commits": sorted({row.get("commit", commit()) or "unknown" for row in rows}),
         "device": describe(torch.device(lab.devices[0] if protocol.arms else "cpu")),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
@@ -83,8 +91,6 @@ def run_claim(claim: Claim, scale: str, lab: Lab, results: Path) -> None:
         "python": platform.python_version(),
         "hours": round((time.process_time() - started + seconds) / 3600, 3),
     }
-    file = results / f"{claim.name}.json"
-    content = read_json(file, dict) if file.exists() else {}
     content[scale] = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
     write_atomically(file, json.dumps(content) + "\n")
 

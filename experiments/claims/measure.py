@@ -77,12 +77,13 @@ def train(protocol: Protocol, lab: Lab) -> Measured:
 
 def make_grid(flags: str, factors: list[Factors], data: str, lab: Lab) -> Grid:
     """The runs on one text. Claims with the same shared flags share a folder, and so their runs."""
-    source = str(excerpt(int(data), lab)) if data.isdigit() else data
-    shared = [*flags.split(), "--data", source, "--device", lab.devices[0], "--cache-dir", lab.cache_dir]
+    source = excerpt(int(data), lab) if data.isdigit() else ["--data", data]
+    shared = [*flags.split(), *source, "--device", lab.devices[0], "--cache-dir", lab.cache_dir]
     base = resolve_arms([Factors(())], shared)
     ((model, config),) = base.values()
     torch.set_num_threads(THREADS)  # a run's description of its device includes them
-    text = prepare([source], config.tokenizer, model.vocab_size, Path(lab.cache_dir), model.context)
+    cache = Path(lab.cache_dir)
+    text = prepare(config.data, config.tokenizer, model.vocab_size, cache, model.context, val_names=config.val_data)
     folder = lab.folder / settings_digest(base)
     return Grid(folder, resolve_arms(factors, shared), shared, text, lab.jobs, THREADS, lab.devices)
 
@@ -113,17 +114,19 @@ def to_row(grid: Grid, cell: Cell, outcome: Outcome, arm: str) -> Row:
     }
 
 
-def excerpt(size: int, lab: Lab) -> Path:
-    """A file with `size` bytes of the default corpus's training documents, and all of those for validation."""
+def excerpt(size: int, lab: Lab) -> list[str]:
+    """Flags for `size` bytes of the default corpus's training documents, with all of its validation documents."""
     corpus = Corpus(["python"], Path(lab.cache_dir))
-    kept = []
-    path = lab.folder / f"python-{corpus.hash[:8]}-{size}.jsonl"
-    if not path.exists():
-        for document in corpus.documents("train"):
-            text = "".join(document)
-            if (length := len(text.encode())) <= size:
-                kept.append(text)
-                size -= length
-        kept.extend(map("".join, corpus.documents("val")))
-        write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in kept))
-    return path
+    flags = []
+    for flag, split, most in (("--data", "train", size), ("--val-data", "val", math.inf)):
+        path = lab.folder / f"python-{corpus.hash[:8]}-{most}.jsonl"
+        if not path.exists():
+            kept = []
+            for _, chunks in corpus.documents(split):
+                text = "".join(chunks)
+                if (length := len(text.encode())) <= most:
+                    kept.append(json.dumps({"text": text}) + "\n")
+                    most -= length
+            write_atomically(path, "".join(kept))
+        flags += [flag, str(path)]
+    return flags

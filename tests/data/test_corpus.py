@@ -4,11 +4,13 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data import corpus as splitting
 from data.corpus import Corpus
 
-TEXTS = [f"document {number} é\n" * (number % 7 + 1) for number in range(300)]
+TEXTS = [f"document {number} é\n" * (number % 7 + 1) for number in range(900)]
 
 
 def jsonl(path: Path, texts: list[str]) -> str:
@@ -16,20 +18,24 @@ def jsonl(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def texts_of(corpus: Corpus, split) -> list[str]:
-    return ["".join(document) for document in corpus.documents(split)]
+def texts_of(corpus: Corpus, split: str) -> list[str]:
+    return ["".join(chunks) for _, chunks in corpus.documents(split)]
 
 
-def held_out(text: str) -> bool:
-    """The rule for holding out documents, computed with all 256 bits."""
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16) < 2**256 // 10
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_documents_in_the_lowest_tenth_of_hashes_are_held_out_with_their_copies(tmp_path):
-    corpus = Corpus([jsonl(tmp_path / "a.jsonl", TEXTS * 2)], tmp_path)
-    assert texts_of(corpus, "val") == [text for text in TEXTS * 2 if held_out(text)]
-    assert texts_of(corpus, "train") == [text for text in TEXTS * 2 if not held_out(text)]
-    assert 30 < len(texts_of(corpus, "val")) < 100
+def test_whole_documents_are_held_out_in_the_order_of_their_hashes_with_their_copies(tmp_path):
+    corpus = Corpus([jsonl(tmp_path / "a.jsonl", ["", *TEXTS * 2])], tmp_path)
+    expected, size = set(), 0
+    for text in sorted(TEXTS, key=sha256):
+        if size < sum(len(text.encode()) for text in TEXTS) / 10:
+            expected.add(text)
+            size += len(text.encode())
+    assert texts_of(corpus, "val") == [text for text in TEXTS * 2 if text in expected]
+    assert texts_of(corpus, "train") == [text for text in TEXTS * 2 if text not in expected]
+    assert all(begins for split in ("train", "val") for begins, _ in corpus.documents(split))
     for split in ("train", "val"):
         assert corpus.sizes[split] == sum(len(text.encode()) + 1 for text in texts_of(corpus, split))
 
@@ -55,15 +61,6 @@ def test_the_name_of_many_sources_fits_in_a_file_name(tmp_path):
     assert Corpus(names, tmp_path).name == f"{'語' * 20}0+" + "語" * 6, "80 bytes, three per character"
 
 
-@pytest.mark.parametrize("lowest_tenth", [True, False])
-def test_if_none_or_all_would_be_held_out_the_lowest_hash_is(tmp_path, lowest_tenth):
-    texts = [text for text in TEXTS if held_out(text) == lowest_tenth][:20]
-    corpus = Corpus([jsonl(tmp_path / "a.jsonl", ["", *texts * 2])], tmp_path)
-    lowest = min(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
-    assert texts_of(corpus, "val") == [lowest] * 2, "the document with the lowest hash and its copy"
-    assert texts_of(corpus, "train") == [text for text in texts * 2 if text != lowest]
-
-
 @pytest.mark.parametrize("unit", ["a", "é", "😀語a\n", "one line\n"])
 @pytest.mark.parametrize("units", [10, 1009, 125_000, 300_000])  # the third is cut in the first of its two chunks
 def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, unit, units):
@@ -74,23 +71,80 @@ def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, unit, units):
     assert train + val == text
     assert 0 <= len(train.encode()) - (len(text.encode()) - len(text.encode()) // 10) <= 3
     assert abs(corpus.sizes["val"] - len(val.encode()) - 1) <= 3
-    twenty = Corpus([jsonl(tmp_path / "a.jsonl", [text] * 20)], tmp_path)
-    assert texts_of(twenty, "train") == [train] * 20 and texts_of(twenty, "val") == [val] * 20
+    assert [begins for split in ("train", "val") for begins, _ in corpus.documents(split)] == [True, False]
+    copies = Corpus([jsonl(tmp_path / "a.jsonl", [text] * 20)], tmp_path)
+    assert texts_of(copies, "train") == [train] * 20 and texts_of(copies, "val") == [val] * 20
 
 
-def test_the_last_tenth_of_each_of_a_few_documents_is_held_out(tmp_path):
-    texts = ["a long text " * 1000, *(f"note {number}\n" * 10 for number in range(18))]
-    corpus = Corpus([jsonl(tmp_path / "a.jsonl", texts)], tmp_path)
-    cuts = [len(text) - len(text) // 10 for text in texts]
-    assert texts_of(corpus, "train") == [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
-    assert texts_of(corpus, "val") == [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
-    digests = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
-    assert corpus.hash != hashlib.sha256(digests).hexdigest(), "as when whole documents were"
+def test_a_long_document_gives_its_last_tenth_and_short_ones_are_whole(tmp_path):
+    """A document is long if it has more than a hundredth of all bytes, here 1,000 of 100,000."""
+    long = ["one long text " * 3000, "x" * 1001]
+    short = ["y" * 1000, *(f"note {number:03}" * 8 for number in range(874)), "rest"]
+    corpus = Corpus([jsonl(tmp_path / "a.jsonl", [*long, *short, "z" * 59])], tmp_path)
+    assert sum(corpus.sizes.values()) == 100_000 + len(long) * 2 + len(short) + 1
+    held_out, trained = texts_of(corpus, "val"), texts_of(corpus, "train")
+    assert trained[:2] == [text[: len(text) - len(text) // 10] for text in long]
+    assert held_out[:2] == [text[len(text) - len(text) // 10 :] for text in long]
+    assert sorted(trained[2:] + held_out[2:]) == sorted([*short, "z" * 59])
+    assert 0 <= sum(map(len, held_out[2:])) - sum(map(len, short)) / 10 <= 1000
 
 
-@pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
+@pytest.mark.parametrize("copies", [3, 500])
+def test_copies_of_one_text_alone_all_give_their_last_tenth(tmp_path, copies):
+    corpus = Corpus([jsonl(tmp_path / "a.jsonl", ["twenty characters..."] * copies)], tmp_path)
+    assert texts_of(corpus, "val") == [".."] * copies
+
+
+def test_a_tenth_of_the_bytes_is_held_out_of_any_corpus():
+    """2,000 corpora: sizes from Zipf's law, with a few long texts and with copies. More than 1 GB is capped."""
+    draw = np.random.default_rng(0)
+    for _ in range(2000):
+        count = int(10 ** draw.uniform(0, 3.7))
+        lengths = np.minimum(draw.zipf(draw.uniform(1.1, 3), count), 10**6) * int(10 ** draw.uniform(0, 3))
+        long = int(draw.integers(4))
+        lengths[:long] = (10 ** draw.uniform(2, 9.5, long)).astype(int)[:count]
+        lengths += max(0, 100_000 - lengths.sum()) // count + 1
+        texts = np.concatenate([np.arange(count), draw.integers(count, size=draw.integers(count + 1))])
+        names = draw.integers(2**64 - 1, size=count, dtype=np.uint64)
+        order = draw.permutation(len(texts))
+        cuts = splitting._split(names[texts], lengths[texts])[0]
+        assert np.array_equal(splitting._split(names[texts[order]], lengths[texts[order]])[0], cuts[order])
+        assert np.array_equal(cuts, cuts[:count][texts]), "copies are cut alike"
+        total, copied = lengths[texts].sum(), np.bincount(texts) * lengths
+        share, wanted = (lengths[texts] - cuts).sum() / total, min(0.1, 1e8 / total)
+        if not ((copied > 0.12 * total) & (lengths <= total / 100)).any():
+            assert 0.8 * wanted <= share <= 1.2 * wanted
+
+
+# --- validation text of one's own -------------------------------------------------------------------------------------
+
+
+def test_named_validation_text_is_all_of_it_and_its_copies_are_not_trained_on(tmp_path, capsys):
+    data, val = jsonl(tmp_path / "data.jsonl", TEXTS), jsonl(tmp_path / "val.jsonl", ["new", TEXTS[5], TEXTS[7]])
+    corpus = Corpus([data], tmp_path, [val])
+    assert texts_of(corpus, "val") == ["new", TEXTS[5], TEXTS[7]]
+    assert texts_of(corpus, "train") == [text for text in TEXTS if text not in (TEXTS[5], TEXTS[7])]
+    assert "documents of --data left out, because --val-data has them too: 2\n" in capsys.readouterr().err
+    both = Corpus([data, val], tmp_path)
+    assert len({corpus.hash, both.hash, Corpus([data], tmp_path).hash, Corpus([], tmp_path, [data, val]).hash}) == 4
+    with pytest.raises(ValueError, match=r"^--val-data nowhere: no such file"):
+        Corpus([data], tmp_path, ["nowhere"])
+
+
+def test_the_hash_says_by_which_rules_text_is_split_and_encoded(tmp_path, monkeypatch):
+    name = jsonl(tmp_path / "a.jsonl", TEXTS)
+    before = Corpus([name], tmp_path).hash
+    assert before != hashlib.sha256(b"".join(bytes.fromhex(sha256(text)) for text in TEXTS)).hexdigest(), "at b246c92"
+    monkeypatch.setattr(splitting, "RULES", "others")
+    assert Corpus([name], tmp_path).hash != before
+
+
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n', '{"text": null}\n'])
 def test_a_source_without_text_is_refused(tmp_path, content):
     (tmp_path / "empty.jsonl").write_text(content)
     (tmp_path / "full.txt").write_text("text")
+    full, empty = str(tmp_path / "full.txt"), str(tmp_path / "empty.jsonl")
     with pytest.raises(ValueError, match=r"^--data .*empty.jsonl: contains no text$"):
-        Corpus([str(tmp_path / "full.txt"), str(tmp_path / "empty.jsonl")], tmp_path)
+        Corpus([full, empty], tmp_path)
+    with pytest.raises(ValueError, match=r"^--val-data .*empty.jsonl: contains no text$"):
+        Corpus([full], tmp_path, [empty])

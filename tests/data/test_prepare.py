@@ -45,10 +45,10 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     monkeypatch.setattr(preparing, "BATCH_CHARS", batch)
     prepared = prepare_from(source, kind)
     corpus, tokenizer = Corpus([str(source)], source.parent), prepared.tokenizer
-    expected = ByteTokenizer() if kind == "bytes" else train_tokenizer(map("".join, corpus.documents("train")), 350)
+    expected = ByteTokenizer() if kind == "bytes" else train_tokenizer(corpus.chunks("train"), 350)
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.hash) == (kind, expected.vocab_size, expected.hash)
     for split, tokens in zip(SPLITS, (prepared.train, prepared.val), strict=True):
-        texts = ["".join(document) for document in corpus.documents(split)]
+        texts = ["".join(chunks) for _, chunks in corpus.documents(split)]
         assert tokens.dtype == np.uint16 and isinstance(tokens, np.memmap)
         ids = [[*expected.encode(text), expected.end_of_document] for text in texts]
         assert tokens.tolist() == list(chain.from_iterable(ids))
@@ -57,14 +57,37 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
 
 
-def test_a_document_in_several_chunks_has_one_end_token(tmp_path):
-    """Its training text ends in the first of two chunks, and there is nothing of it in the second."""
-    text = "one line\n" * 125_000
-    (tmp_path / "a.txt").write_text(text)
-    prepared = prepare([str(tmp_path / "a.txt")], "bytes", 257, tmp_path / "cache", 16)
-    for tokens in (prepared.train, prepared.val):
-        assert np.flatnonzero(tokens == prepared.tokenizer.end_of_document).tolist() == [len(tokens) - 1]
-    assert prepared.tokenizer.decode([*prepared.train, *prepared.val]) == text
+LONG = "".join(sorted(TEXTS)) + "no line end, 日本語 " * 90_000 + "\n\n\nx" * 90_000 + "the end"  # 2.5 MB, in chunks
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_the_ids_of_a_document_are_those_of_its_text(tmp_path, kind):
+    """Without marks of the chunks in which it is read, whether it has line ends or not. Its tail is held out."""
+    write(tmp_path / "a.txt", LONG)
+    tokenizer = ByteTokenizer() if kind == "bytes" else train_tokenizer([LONG[:100_000]], 400)
+    prepared = prepare([str(tmp_path / "a.txt")], kind, 0, tmp_path / "cache", 16, tokenizer)
+    corpus = Corpus([str(tmp_path / "a.txt")], tmp_path)
+    for split, tokens in zip(SPLITS, (prepared.train, prepared.val), strict=True):
+        text = "".join(corpus.chunks(split))
+        assert tokens.tolist() == [*tokenizer.encode(text), tokenizer.end_of_document], split
+
+
+@pytest.mark.parametrize("whole", [100, 1 << 14])
+def test_a_document_too_long_for_one_text_is_encoded_in_windows_that_overlap(tmp_path, monkeypatch, whole):
+    for name, size in {"WHOLE": whole, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "WINDOWS": 3}.items():
+        monkeypatch.setattr(preparing, name, size)
+    text = LONG[:300_000] + LONG[-300_000:]
+    write(tmp_path / "a.txt", text)
+    tokenizer = train_tokenizer([LONG], 400)
+    prepared = prepare([str(tmp_path / "a.txt")], "", 0, tmp_path / "cache", 16, tokenizer)
+    train, val = prepared.train[:-1], prepared.val[:-1]
+    assert tokenizer.decode(train) + tokenizer.decode(val) == text
+    expected = tokenizer.encode(tokenizer.decode(train))
+    assert len(train) < 1.001 * len(expected), "windows add nothing where they meet"
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, newline="")
 
 
 def test_large_vocabularies_use_uint32(source, tmp_path):
@@ -151,6 +174,10 @@ def test_a_split_shorter_than_one_window_is_refused(source):
     assert prepare_from(source, context=length - 1)
     with pytest.raises(ValueError, match=rf"^--data {source}: the validation text .* --context {length} needs .*"):
         prepare_from(source, context=length)
+    (source.parent / "val.txt").write_text("short")
+    with pytest.raises(ValueError, match=rf"^--val-data {source.parent}/val.txt: the validation text has at most 6 "):
+        prepare([str(source)], "bytes", 0, source.parent, 16, val_names=[str(source.parent / "val.txt")])
+    assert len(prepare([], "bytes", 0, source.parent, 16, val_names=[str(source)]).val) > 10 * length
 
 
 def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path, monkeypatch):
@@ -166,17 +193,19 @@ def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path, monkeypatch)
         return train_tokenizer(*arguments)
 
     monkeypatch.setattr(preparing, "train_tokenizer", grow)
-    with pytest.raises(ValueError, match=rf"^--data {source} changed while it was read; run the command again$"):
+    with pytest.raises(ValueError, match=r"^the text of code changed while it was read; run the command again$"):
         prepare_from(source)
     assert not folders(source)
 
 
-def test_memory_does_not_grow_with_the_text(tmp_path):
+def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     """15 MB of text, in lines of 120 KB."""
+    for name, size in {"WHOLE": 1 << 18, "WINDOW": 1 << 15, "OVERLAP": 1 << 10}.items():
+        monkeypatch.setattr(preparing, name, size)
     (tmp_path / "large").write_text(("some text, 日本語 " * 6000 + "\n") * 124)
     tracemalloc.start()
     try:
         prepare([str(tmp_path / "large")], "bytes", 0, tmp_path, 256)
-        assert tracemalloc.get_traced_memory()[1] < 22e6
+        assert tracemalloc.get_traced_memory()[1] < 28e6  # the text has 31 MB of characters
     finally:
         tracemalloc.stop()

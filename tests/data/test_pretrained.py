@@ -14,6 +14,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from data import prepare as preparing
+from data.corpus import Corpus
+from data.prepare import prepare
 from data.pretrained import PretrainedTokenizer
 from data.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
 
@@ -135,6 +138,42 @@ def test_a_prompt_can_begin_with_the_token_that_ends_a_document(directories, tmp
     shutil.copy(directories["byte-level"] / "tokenizer_config.json", tmp_path)
     ours = PretrainedTokenizer(tmp_path)
     assert ours.encode_prompt("once") == theirs.encode("once").ids == [end, *ours.encode("once")]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_documents_begin_as_prompts_do_and_a_held_out_tail_does_not(directories, tmp_path, begins):
+    shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
+    fields = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "bos_token": "<s>", "add_bos_token": begins}
+    write(tmp_path / "tokenizer_config.json", **fields)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    ours, texts = PretrainedTokenizer(tmp_path), [TEXT[:9000], *(f"a note {number}" for number in range(60))]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    prepared = prepare([str(tmp_path / "a.jsonl")], "", 0, tmp_path / "cache", 16, ours)
+    head, tail = ours.encode_prompt(TEXT[:8100]), ours.encode(TEXT[8100:9000])
+    assert prepared.train[: len(head)].tolist() == head and (head[0] == 1) == begins
+    assert prepared.val[: len(tail)].tolist() == tail and tail[0] != 1
+    corpus = Corpus([str(tmp_path / "a.jsonl")], tmp_path)
+    for split, first, tokens in (("train", head, prepared.train), ("val", tail, prepared.val)):
+        _, *notes = ("".join(chunks) for _, chunks in corpus.documents(split))
+        ids = [first, *map(ours.encode_prompt, notes)]
+        assert tokens.tolist() == [token for one in ids for token in (*one, ours.end_of_document)] and len(notes) > 3
+
+
+@pytest.mark.parametrize("name", ["byte-level", "llama"])
+def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, monkeypatch, name):
+    """No space is put in front of a window, and no merge is lost between two."""
+    for constant, size in {"WHOLE": 1000, "WINDOW": 4000, "OVERLAP": 400}.items():
+        monkeypatch.setattr(preparing, constant, size)
+    ours, text = PretrainedTokenizer(directories[name]), TEXT[:30_000] + "日本語 😀é" * 900 + "no line end " * 900
+    (tmp_path / "a.txt").write_text(text)
+    prepared = prepare([], "", 0, tmp_path / "cache", 16, ours, [str(tmp_path / "a.txt")])
+    assert prepared.val.tolist() == [*ours.encode(text), ours.end_of_document]
+    for constant, size in {"WINDOW": 40, "OVERLAP": 20}.items():
+        monkeypatch.setattr(preparing, constant, size)
+    (tmp_path / "a.txt").write_text(text + "a" * 5000 + "\n\n" * 500)
+    prepared = prepare([], "", 0, tmp_path / "cache", 16, ours, [str(tmp_path / "a.txt")])
+    assert ours.decode(prepared.val).replace(" ", "") == (text + "a" * 5000 + "\n\n" * 500).replace(" ", "")
 
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,9 +33,11 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def test_a_text_file_is_one_document_with_every_byte_kept(tmp_path):
-    text = "\ufeffone\r\ntwo\rthree\n\n\0 é\u2028"
-    assert text_of(write(tmp_path / "a.txt", text)) == [text]
-    assert text_of(write(tmp_path / "a.txt.gz", gzip.compress(text.encode()))) == [text]
+    text = "one\r\ntwo\ufeff\rthree\n\n\0 é\u2028"
+    for start in ("", "\ufeff"):  # a byte order mark is no part of the text
+        for rest in (text, "", "a", "\ufeff" + text):
+            assert text_of(write(tmp_path / "a.txt", start + rest)) == [rest.removeprefix("\ufeff" * (not start))]
+        assert text_of(write(tmp_path / "a.txt.GZ", gzip.compress((start + text).encode()))) == [text]
 
 
 @pytest.mark.parametrize("unit", ["x" * 79 + "\n", "é", "a" + "😀" * 1000, "ab\n" + "語" * (CHUNK // 2)])
@@ -52,30 +55,98 @@ def test_jsonl_has_one_document_per_line_and_parquet_one_per_row(tmp_path):
     assert text_of(write(tmp_path / "a.jsonl", lines)) == TEXTS
     assert text_of(write(tmp_path / "a.jsonl.gz", gzip.compress(lines.encode()))) == TEXTS
     assert max(len(chunk) for document in read_documents(tmp_path / "a.jsonl") for chunk in document) == CHUNK
-    for kind in (pyarrow.string(), pyarrow.large_string()):
-        table = pyarrow.table({"id": list(range(len(TEXTS))), "text": pyarrow.array(TEXTS, kind)})
-        pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=90)
-        assert text_of(tmp_path / "a.parquet") == TEXTS
+    strings = pyarrow.string()
+    for kind in (strings, pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), strings)):
+        table = pyarrow.table({"id": list(range(len(TEXTS))), "text": pyarrow.array(TEXTS, strings).cast(kind)})
+        pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=90)
+        assert text_of(tmp_path / "a.PARQUET") == TEXTS, kind
+
+
+def test_rows_whose_text_is_null_are_left_out_and_counted_and_the_column_can_be_named(tmp_path, capsys):
+    texts = ["one", None, "", *map(str, range(100)), None]
+    lines = "\n".join(json.dumps({"text": 1, "content": text}) for text in texts)
+    for path in (
+        write(tmp_path / "a.jsonl", lines),
+        write(tmp_path / "a.parquet", parquet(text=[1] * len(texts), content=texts)),
+    ):
+        assert ["".join(document) for document in read_documents(path, "content")] == ["one", "", *map(str, range(100))]
+        assert capsys.readouterr().err == f"{path}: rows left out, because their text is null: 2\n"
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonlines", "a.json", "a.JSON.gz"])
+def test_json_lines_have_several_names(tmp_path, name):
+    content = b"\xef\xbb\xbf" * (name != "a.json") + b'{"text": "one"}\n{"text": "two"}'
+    assert text_of(write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"a": 1}', '{\n"a": 1}\n', '[{"text": "a"},\n{"text": "b"}]', "", "{}\n[]\n", "{}{}"]
+)
+def test_other_json_is_text(tmp_path, content, capsys):
+    path = write(tmp_path / "a.json", content)
+    assert text_of(path) == [content]
+    assert find_files(str(path), tmp_path) == [path]
+    assert f"--data {path} is read as one text" in capsys.readouterr().err
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_gives_its_text_files_in_sorted_order(tmp_path):
-    for name in ("b.md", "z/1", "y/1", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz"):
-        write(tmp_path / name, gzip.compress(b"x") if name.endswith("gz") else "{}")
+def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
+    for name in ("b.md", "z/1", "y/1", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz", "empty"):
+        write(tmp_path / name, gzip.compress(b"x") if name.endswith("gz") else "{}" * (name != "empty"))
     for name, content in (("image.png", b"\x89PNG\0"), (".hidden", "x"), (".git/config", "x"), ("e.parquet", b"\0")):
         write(tmp_path / name, content)
+    for number in range(5):
+        write(tmp_path / f"x/{number}.csv", "a,b\n1,2\n")
+    write(tmp_path / "a/old.txt", "語".encode("utf-16"))
+    write(tmp_path / "a/be.txt", b"\xfe\xff" + "text".encode("utf-16-be"))
     (tmp_path / "link").symlink_to("missing")
+    os.mkfifo(tmp_path / "z/pipe")
     found = [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path), tmp_path)]
-    assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
+    taken = ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
+    assert found == taken
+    left_out = "2 hidden (.git, .hidden), 1 binary (image.png), 1 dangling (link), 2 UTF-16 (a/be.txt, a/old.txt), "
+    left_out += "5 CSV (x/0.csv, x/1.csv, x/2.csv, 2 more), 1 special (z/pipe)"
+    assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
+
+
+def test_links_are_followed_and_each_real_folder_is_taken_once(tmp_path, capsys):
+    write(tmp_path / "elsewhere/deep/a.txt", "a")
+    write(tmp_path / "notes/b.txt", "b")
+    (tmp_path / "notes/again").symlink_to(tmp_path / "elsewhere/deep")
+    (tmp_path / "notes/c.txt").symlink_to(tmp_path / "elsewhere/deep/a.txt")
+    (tmp_path / "notes/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "notes/loop").symlink_to(tmp_path / "notes")
+    found = [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path / "notes"), tmp_path)]
+    assert found == ["notes/b.txt", "notes/c.txt", "notes/again/a.txt"]
+    assert capsys.readouterr().err == f"--data {tmp_path}/notes: 3 files\n"
+    (tmp_path / "through").symlink_to(tmp_path / "notes")
+    assert len(find_files(str(tmp_path / "through"), tmp_path)) == 3
 
 
 def test_names_that_are_no_text_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for name, problem in {"pipe": "no such file", "x": "no such file"}.items():
-        with pytest.raises(ValueError, match=f"^--data {tmp_path / name}: {problem}"):
+    for name in ("pipe", "x"):
+        with pytest.raises(ValueError, match=f"^--data {tmp_path / name}: no such file"):
             find_files(str(tmp_path / name), tmp_path)
+
+
+def test_a_table_and_utf_16_are_refused_with_the_way_to_convert_them(tmp_path):
+    table = write(tmp_path / "a.csv", 'id,content\n1,"first, é\nline"\n2,second\n')
+    with pytest.raises(ValueError, match=f"^--val-data {table} is CSV, not text: .*--text-column") as error:
+        find_files(str(table), tmp_path, "--val-data")
+    command = str(error.value).partition("--text-column: ")[2]
+    assert "\n" not in command
+    command = command.replace("python", sys.executable, 1).replace("FILE", str(table))
+    subprocess.run(command, shell=True, check=True, env={"PYTHONUTF8": "1"})
+    converted = list(read_documents(tmp_path / "a.csv.jsonl", "content"))
+    assert ["".join(document) for document in converted] == ["first, é\nline", "second"]
+    for name in ("b.tsv", "c.CSV.gz"):
+        with pytest.raises(ValueError, match=r" is .SV, not text"):
+            find_files(str(write(tmp_path / name, b"")), tmp_path)
+    with pytest.raises(ValueError, match=r"b.txt is UTF-16, not text: iconv -f UTF-16 -t UTF-8"):
+        find_files(str(write(tmp_path / "b.txt", "語".encode("utf-16"))), tmp_path)
 
 
 def test_short_names_are_safe_in_folder_names(tmp_path, monkeypatch):
@@ -105,6 +176,7 @@ PACKED = gzip.compress("".join(hashlib.sha256(bytes([number])).hexdigest() for n
 LINE = b'{"text": "fine"}\n\n'
 NOT_AN_OBJECT = 'line 3 is not a JSON object with a string under "text", in UTF-8'
 NOT_GZIP, NO_COLUMN, NO_PARQUET = "not a valid gzip file$", 'no column "text" of strings', "not a valid Parquet file"
+CHAT = LINE + b'{"id": 1, "messages": [{"role": "user", "content": "hi"}]}\n'
 BAD_LINES = [b"{", b"[]", b"{}", b'{"text": 3}', b'{"text": "\\ud800"}', b"[" * 100_000, b'{"text": "\xe9"}']
 
 
@@ -125,7 +197,12 @@ WHOLE = parquet(text=["some text"] * 100)
         ("short.txt.gz", PACKED[:-20], NOT_GZIP),
         ("text.txt.gz", b"plain", NOT_GZIP),
         ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ".*'content': 'string', 'n': 'int64'"),
-        ("null.parquet", parquet(text=["a"] * 70 + [None]), "the text of row 71 is null"),
+        ("list.parquet", parquet(text=[["a"]]), NO_COLUMN + ".*--text-column names another"),
+        (
+            "chat.jsonl",
+            CHAT,
+            f"{NOT_AN_OBJECT}; its keys are id, messages; --text-column names another; a list, such as",
+        ),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
         ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),
     ],

@@ -2,6 +2,7 @@
 
 import re
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,49 @@ def test_awkward_strings_every_character_and_long_lines_round_trip(tokenizer):
     assert_lossless(tokenizer, "abc é😀" * 20_000)
 
 
+# Texts of one kind of character, without spaces, without line ends; of marks that SentencePiece takes for its own.
+ODD = [
+    "GATTACA\n",
+    "a",
+    " ",
+    "\t",
+    "\u2581",
+    "\u2585",
+    "今天天气很好",
+    "▁▂▃▄▅▆▇█\n",
+    "load ▅▅ ok\n",
+    "one\ntwo\n",
+    "a\0b",
+    "😀😃",
+]
+ODD += ["\ufeffabc", "\ufffd x", "a\xa0b", "CC(=O)OC1=CC\n", "<0x0A><s></s>", " ⁇ ", "x\r\n", "\n\n\n\na"]
+
+
+@pytest.mark.parametrize("unit", [unit for unit in ODD if unit != "\u2585"])
+def test_a_tokenizer_of_any_text_is_lossless(unit):
+    """Of any text that it can be trained on, at the smallest and the largest vocabulary."""
+    for size in (1, 60_000):
+        with pytest.raises(ValueError, match=r"use at (least|most) \d+$") as error:
+            train_tokenizer([unit * 3000], size)
+        tokenizer = train_tokenizer([unit * 3000], int(str(error.value).split()[-1]))
+        for text in ["A B", unit * 3, *ODD, *RESERVED, *AWKWARD]:
+            for around in ("{}", " {}  ", "a{}b", "\n{}\n"):
+                assert_lossless(tokenizer, around.format(text))
+
+
+def test_a_block_with_the_trainers_mark_of_the_unknown_is_learned_from():
+    """U+2585 is in bar charts. The trainer would drop the 4 kB around it."""
+    tokenizer = train_tokenizer(["the cat sat on the mat ▅▅█ ok\n"] * 300, 290)
+    assert len(tokenizer.encode("the cat sat on the mat")) <= 6
+
+
 def test_a_batch_has_the_ids_of_its_texts(tokenizer):
     texts = ["", *RESERVED, *AWKWARD, "line\n" * 9000]
     assert [list(ids) for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
     assert tokenizer.encode_prompt("a b") == tokenizer.encode("a b")
+    for text, (ids, starts) in zip(texts, tokenizer.encode_with_starts(texts), strict=True):
+        parts = [text.encode()[start:end] for start, end in pairwise([*starts.tolist(), len(text.encode())])]
+        assert parts == [tokenizer.decode_bytes([token]) for token in ids]
     with pytest.raises(ValueError, match="surrogates not allowed"):
         tokenizer.encode("abc\ud800")
 

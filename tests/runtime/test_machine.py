@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import files
 import train
 from config import ModelConfig, TrainConfig
-from runtime import machine, process, run
+from runtime import machine, run
 from runtime.device import pick_device, pick_dtype
 from runtime.machine import unused_gpu
 
@@ -32,7 +33,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    process.warn.cache_clear()
+    files.warn.cache_clear()
     machine.nvidia_driver.cache_clear()
     return add
 
@@ -138,7 +139,7 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     flags, line = f"--device {device} --dtype float32 --preset small", "not compiled: torch.compile needs "
 
     def resolved(steps: int) -> tuple[bool | None, str]:
-        process.warn.cache_clear()
+        files.warn.cache_clear()
         return run.resolve(train.parse(f"{flags} --steps {steps}".split()))[1].compile, capsys.readouterr().err
 
     assert resolved(2000)[1].startswith(f"{line}a compiler: ") and resolved(9) == (False, "")

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import ablate
+import files
 import generate
 import train
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS
-from runtime import plugins, process
+from runtime import plugins
 from runtime.checkpoint import find_checkpoint, load_pretrained
 
 TOY = "--data text.txt --tokenizer bytes --dim 16 --layers 2 --heads 2 --context 16 --device cpu --dtype float32 "
@@ -52,7 +53,7 @@ def forget() -> None:
     for module in [name for name in sys.modules if name.startswith("imported_")]:
         del sys.modules[module]
     plugins.IMPORTED.clear()
-    process.warn.cache_clear()
+    files.warn.cache_clear()
 
 
 def call(command: str) -> None:

@@ -10,7 +10,7 @@ from config import FIELDS
 from files import explained, write_atomically
 from runtime.run_dir import Log, make_tracker, read_rows, read_run_file, write_run_file
 
-RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}}
+RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}, "commit": "0123abc"}
 
 
 def test_a_file_is_replaced_and_not_overwritten(tmp_path):
@@ -33,7 +33,7 @@ def test_a_full_disk_is_explained_where_not_even_the_folder_can_be_made(tmp_path
     "old, new, message",
     [
         ("16", "17", "is damaged or was edited; pass changed options as flags instead"),
-        ('"format": 1', '"format": 2', "was written by another version: its format is not 1"),
+        ('"format": 2', '"format": 1', r"is of another version \(format 1, not 2\); commit 0123abc can read it"),
         ('"model"', "model", "is missing or damaged"),
         ("{", "[" * 10**6, "is missing or damaged"),
     ],
@@ -41,7 +41,7 @@ def test_a_full_disk_is_explained_where_not_even_the_folder_can_be_made(tmp_path
 def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
     path = tmp_path / "run.json"
     write_run_file(path, RUN)
-    assert read_run_file(path) == RUN | {"format": 1}
+    assert read_run_file(path) == RUN | {"format": 2}
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ValueError, match=f"^{path} {message}"):
         read_run_file(path)

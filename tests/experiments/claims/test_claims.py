@@ -231,11 +231,12 @@ def test_a_measurement_continues_and_shares_runs_with_others(lab, undrawn):
 
 
 def test_an_excerpt_has_less_training_text_and_the_same_validation_text(lab):
-    whole = Corpus([lab.text], Path(lab.lab.cache_dir))
-    part = Corpus([str(excerpt(3000, lab.lab))], Path(lab.lab.cache_dir))
+    cache, flags = Path(lab.lab.cache_dir), excerpt(3000, lab.lab)
+    assert flags[::2] == ["--data", "--val-data"]
+    whole, part = Corpus([lab.text], cache), Corpus([flags[1]], cache, [flags[3]])
     assert 2900 < part.sizes["train"] < 3100 < whole.sizes["train"]  # with the ends of documents
-    texts = [["".join(document) for document in corpus.documents("val")] for corpus in (whole, part)]
-    assert sorted(texts[0]) == sorted(texts[1])
+    texts = [["".join(chunks) for _, chunks in corpus.documents("val")] for corpus in (whole, part)]
+    assert texts[0] == texts[1]
 
 
 # --- the command and what is committed -------------------------------------------------------------------------------
