@@ -73,6 +73,8 @@ def read_settings(folder: Path) -> dict[str, str]:
     for kind in ("norm", "placement"):
         imported = [record["sha256"][:6] for record in run["imports"] if settings[kind] in record[f"{kind}s"]]
         settings[kind] = "@".join([settings[kind], *imported])
+    changed = [f"{record['file']}@{record['sha256'][:6]}" for record in run["imports"] if record.get("changes")]
+    settings["imports"] = " ".join(changed) or "none"
     if norm_args := settings.pop("norm_args"):
         settings["norm"] += ":" + norm_args.replace(" ", ",")
     if "weights_from" in run:

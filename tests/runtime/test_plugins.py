@@ -42,10 +42,31 @@ class Third(PreNorm):
 
 register_placement("third", Placement(Third))
 """
+PATCH = """
+import model
+from norms.placement import PreNorm
+from norms.rmsnorm import RMSNorm
+
+def forward(self, x, *args):
+    return x
+
+model.SwiGLU.forward = forward
+"""
+COMMANDS = [
+    "generate.py --checkpoint copy --tokens 2",
+    "train.py --eval-only --out run",
+    "train.py --config run/run.json --out other --steps 2",
+    "ablate.py --config run/run.json --out other",
+]
+RESUME = "train.py --resume --out run --steps 4"
+ORIGINAL = [(owner, {**vars(owner)}) for owner in plugins.definitions()]
 
 
 def forget() -> None:
     """As in a new process: nothing is imported."""
+    for owner, was in ORIGINAL:
+        for name in [name for name, value in vars(owner).items() if callable(value) and value is not was.get(name)]:
+            setattr(owner, name, was[name]) if name in was else delattr(owner, name)
     for name in {*KINDS, *PLACEMENTS} & {"mynorm", "third"}:
         for table in (KINDS, TRAITS, PLACEMENTS):
             table.pop(name, None)  # type: ignore[attr-defined]
@@ -87,7 +108,7 @@ def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def test_a_run_keeps_name_hash_and_a_copy_that_is_never_executed():
     record = json.loads(Path("run/run.json").read_text())["imports"][1]
     digest = hashlib.sha256(NORM.encode()).hexdigest()
-    assert record == {"file": "mynorm.py", "sha256": digest, "norms": ["mynorm"], "placements": []}
+    assert record == {"file": "mynorm.py", "sha256": digest, "norms": ["mynorm"], "placements": [], "changes": []}
     copy = Path(f"run/imports/mynorm-{digest[:8]}.py")
     assert copy.read_text() == NORM
     copy.write_text("raise SystemExit('executed')")
@@ -97,15 +118,7 @@ def test_a_run_keeps_name_hash_and_a_copy_that_is_never_executed():
     assert type(model.layers[0].attention_residual).__name__ == "Third"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "generate.py --checkpoint copy --tokens 2",
-        "train.py --eval-only --out run",
-        "train.py --config run/run.json --out other --steps 2",
-        "ablate.py --config run/run.json --out other",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_asks_for_the_file_again(command, capsys, refused):
     """Also for a checkpoint that was copied alone. A file that has changed since is one warning."""
     shutil.copytree("run/checkpoints/step-000003", "copy")
@@ -117,6 +130,61 @@ def test_a_run_asks_for_the_file_again(command, capsys, refused):
         digest = hashlib.sha256(NORM.encode()).hexdigest()
         warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
         assert warnings == [f"warning: this run was trained with another mynorm.py (SHA-256 {digest[:8]}...)"]
+
+
+def train_rmsnorm(file: str) -> None:
+    """The run, and the copy of its checkpoint, is one of RMSNorm with `file` imported."""
+    shutil.rmtree("run")
+    call(f"train.py --import {file} --out run {TOY}")
+    shutil.copytree("run/checkpoints/step-000003", "copy")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS[:3], RESUME])
+def test_a_file_whose_norm_is_not_used_is_asked_for_in_a_line(command, capsys):
+    Path("extra.py").write_text(NORM)
+    train_rmsnorm("extra.py")
+    capsys.readouterr()
+    call(command)
+    missing = "this run was trained with extra.py, which is not imported now: add --import PATH/extra.py"
+    assert capsys.readouterr().err.splitlines().count(f"warning: {missing}") == 1
+    Path("extra.py").write_text(NORM + "# changed\n")
+    call(f"{command} --import extra.py".replace("other", "another"))
+    assert "warning: this run was trained with another extra.py (SHA-256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line, changed",
+    {
+        "": "SwiGLU.forward",
+        "model.rotate = forward": "SwiGLU.forward, model.rotate",
+        "model.Linear.forward = forward": "Linear.forward, SwiGLU.forward",  # inherited before
+        "model.SwiGLU = type('SwiGLU', (model.SwiGLU,), {})": "SwiGLU.forward, model.SwiGLU",
+        "RMSNorm.forward = PreNorm.forward = forward": "PreNorm.forward, RMSNorm.forward, SwiGLU.forward",
+        "import norms.modules": "SwiGLU.forward",
+    }.items(),
+)
+def test_what_a_file_changes_in_the_model_is_recorded(line, changed):
+    Path("patch.py").write_text(NORM + PATCH + line)
+    forget()
+    plugins.import_files(["patch.py"])
+    assert ", ".join(plugins.import_records()[0]["changes"]) == changed
+
+
+def test_a_file_that_changes_the_model_is_needed_and_no_architecture_of_others_is_claimed(refused, capsys):
+    """Even if its norm is not used."""
+    Path("patch.py").write_text(NORM + PATCH)
+    train_rmsnorm("patch.py")
+    described = json.loads(Path("copy/config.json").read_text())
+    changes = "patch.py changes SwiGLU.forward"
+    assert (described["model_type"], described["not_in_transformers"]) == ("normal-llama", changes)
+    for command in (*COMMANDS, RESUME, f"train.py --init-from copy --out tuned {TOY}"):
+        assert refused(call, command).endswith("this run uses patch.py: add --import PATH/patch.py\n")
+        if not command.startswith("ablate.py"):
+            call(f"{command} --import patch.py")
+            assert "warning" not in capsys.readouterr().err
+    call(f"train.py --out plain {TOY}")
+    call("train.py --eval-only --out plain --import patch.py")
+    assert f"warning: this run was trained without patch.py, which {changes[9:]}\n" in capsys.readouterr().err
 
 
 def test_a_file_that_changes_while_python_runs_is_refused():
