@@ -273,7 +273,7 @@ class Trainer:
             description["weights_from"] = weight_hashes(config.init_from)
         write_run_file(folder / "run.json", description)
         keep_copies(folder)
-        self.log = Log(folder, self.step, make_tracker(config.log, folder, description))
+        self.log = Log(folder, self.step, make_tracker(config.log, folder, description, self.step))
         compiled = ", with torch.compile" if config.compile else ""
         with tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(

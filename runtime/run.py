@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import platform
+import secrets
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -200,6 +201,7 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "ranks": distributed.world_size(),
         "launch": distributed.launch(),
         "command": run.command,
+        "id": secrets.token_hex(4),  # Weights & Biases knows the run by it, also when it is resumed
     }
 
 

@@ -8,9 +8,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -395,6 +397,26 @@ def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(comm
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if "last digits" in line]
     before, now = warning.split(", now ")
     assert f"{threads} threads), " in before and f"{threads + 1} threads), " in now
+
+
+def test_a_tracker_continues_with_the_run(command, monkeypatch):
+    """TensorBoard from the checkpoint on, Weights & Biases under one id. Another run with the same options has its own.
+
+    The packages are stand-ins. `test_run_dir.py` has the rows.
+    """
+    board, wandb = Mock(), Mock(__spec__="found")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "tensorboard", wandb)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = command("--steps 2 --log wandb")
+    command("--steps 3 --resume")
+    command(f"--config {run / 'run.json'}", "other")
+    first, again, other = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["id"] == again["id"] == read_run_file(run / "run.json")["id"] != other["id"]
+    assert first["resume"] == "allow" and (first["config"]["training"]["steps"], first["name"]) == (2, "run")
+    shutil.rmtree(run / "checkpoints/step-000003")
+    command("--steps 4 --resume --log tensorboard")
+    board.SummaryWriter.assert_called_once_with(str(run / "tensorboard"), purge_step=3)
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------
