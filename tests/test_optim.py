@@ -1,6 +1,8 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.optim import AdamW
 
 from config import ModelConfig, TrainConfig
 from model import Llama
-from optim import Muon, make_optimizers
+from optim import Muon, make_optimizers, rate_jump
 
 STEPS = 4
 
@@ -98,6 +100,36 @@ def test_weight_decay_and_optimizer_of_each_parameter():
         by_kind = {names[id(w)]: type(each) for each in optimizers for g in each.param_groups for w in g["params"]}
         for name, kind in by_kind.items():
             assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
+
+
+JUMPS: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [  # a run of 100 steps, where it is resumed, and how
+    ({}, 50, {"steps": 200}, "0.00789 to 0.0118"),
+    ({}, 100, {"steps": 200}, "0.000158 to 0.00789"),
+    ({}, 50, {"steps": 60}, "0.00789 to 0.00263"),
+    ({}, 50, {"lr": 0.001}, "0.00789 to 0.000526"),
+    ({}, 90, {"schedule": "cosine"}, "0.00158 to 0.000406"),
+    ({}, 2, {"steps": 200}, "0.009 to 0.0045"),  # the warm-up follows --steps
+    ({}, 50, {"warmup": 80}, "0.00789 to 0.00956"),
+    ({"schedule": "wsd"}, 100, {"steps": 200}, "0.00075 to 0.015"),
+    ({"schedule": "wsd"}, 70, {"steps": 200}, ""),  # before it decays
+    ({"schedule": "constant"}, 100, {"steps": 200}, ""),
+    ({}, 50, {"eval_every": 7, "clip": 0.0}, ""),
+    ({}, 0, {"steps": 200}, ""),
+    ({}, 50, {"steps": 50}, ""),  # it has ended
+]
+
+
+@pytest.mark.parametrize("options, step, changes, rates", JUMPS)
+def test_a_jump_of_the_learning_rate_is_said_and_its_advice_avoids_it(options, step, changes, rates):
+    before = TrainConfig(steps=100, lr=0.015, **options)
+    options = {"steps": 100, "lr": 0.015} | options | changes
+    line = rate_jump(before, TrainConfig(**options), step)
+    assert line.startswith(f"the learning rate goes from {rates} at step {step}: the ") if rates else line == ""
+    if rates:
+        flags = re.search("; --schedule constant --lr (\\S+)( --warmup 0)? would continue", line)
+        assert flags
+        options |= {"schedule": "constant", "lr": float(flags[1])} | ({"warmup": 0} if flags[2] else {})
+        assert rate_jump(before, TrainConfig(**options), step) == ""
 
 
 def test_weights_without_grad_are_not_updated():

@@ -473,6 +473,9 @@ def test_resuming_prints_the_options_that_change(command, capsys):
         "changed: --steps 1 -> 40, --micro-batch-size 8 -> 4, --lr 0.015 -> 0.01, --warmup 0 -> 2, "
         "--weight-decay 0.1 -> 0.0, --recompute false -> true, --eval-tokens 131072 -> 64, --keep 2 -> 1"
     ]
+    command("--resume --steps 8 --lr 0.02")
+    jump = "the learning rate goes from 0.015 to 0.0175 at step 1: the linear schedule ends at step 8; "
+    assert f"\n{jump}--schedule constant --lr 0.015 would continue without a jump\n" in capsys.readouterr().err
 
 
 def test_evaluation_is_shortened_by_a_flag(command, monkeypatch):
