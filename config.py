@@ -12,7 +12,7 @@ from typing import Any, get_origin
 import torch
 
 from files import BadInput, is_a, one_line
-from norms import KINDS, build_norm, parse_norm_args
+from norms import KINDS, TRAITS, build_norm, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats use 32-bit integers
@@ -349,7 +349,8 @@ def configs_from(
     of_run: the options in a run.json, of `--config` or `--resume`.
     pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
         repeat them, shorten the context or change the dropout.
-    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
+    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved. Norms whose statistics are over the
+        batch have no micro-batches unless asked for.
 
     Raises ValueError for values that are incompatible.
     """
@@ -388,8 +389,10 @@ def configs_from(
         size = by_flag.get("vocab_size", 257)
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
         given["vocab_size"] = 257
-    model = {name: given.pop(name) for name in ModelConfig.__annotations__ if name in given}
-    return ModelConfig(**model), TrainConfig(**given)
+    model = ModelConfig(**{name: given.pop(name) for name in ModelConfig.__annotations__ if name in given})
+    if not (of_run or "micro_batch_size" in by_flag or TRAITS[model.norm].per_token):
+        given.pop("micro_batch_size", None)  # the statistics would be those of the preset's micro-batches
+    return model, TrainConfig(**given)
 
 
 def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None:

@@ -155,6 +155,9 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     if not TRAITS[norm].per_token:
         require(not config.recompute, f"--recompute does not support --norm {norm}: it would update statistics twice")
         require(ranks == 1, f"--norm {norm} supports only one rank: its statistics are not synchronized")
+        if config.micro_batch_size < config.batch_size:
+            parts = f"each micro-batch of {config.micro_batch_size}, not over the batch of {config.batch_size}"
+            warn(f"warning: --norm {norm} computes its statistics over {parts}; --micro-batch-size changes that")
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):

@@ -26,7 +26,7 @@ from norms.placement import PLACEMENTS
 from optim import learning_rate
 from runtime import distributed
 from runtime.checkpoint import find_checkpoint, load_pretrained
-from runtime.process import NotFinite
+from runtime.process import NotFinite, warn
 from runtime.run import resolve_run
 from runtime.run_dir import read_run_file, read_samples
 
@@ -113,6 +113,20 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
     for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
         for name in expected.keys() & {"train_loss", "grad_norm", "val_loss", "tokens"}:
             assert expected[name] == pytest.approx(actual[name], rel=1e-4)
+
+
+def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys, tmp_path):
+    """Also resumed, and with --config. Other norms are silent, and so is the whole batch."""
+    config = f"--config {tmp_path / 'run/run.json'}"
+    cases = {"--norm batchnorm --micro-batch-size 4": "run", "--resume --steps 2": "run", config: "again"}
+    cases |= {f"{config} --norm rmsnorm": "other", f"{config} --micro-batch-size 8": "whole"}
+    said = "--norm batchnorm computes its statistics over each micro-batch of 4, not over the batch of 8"
+    lines = []
+    for flags, out in cases.items():
+        warn.cache_clear()
+        command(f"--steps 1 {flags}", out)
+        lines.append(capsys.readouterr().err.count(said))
+    assert lines == [1, 1, 1, 0, 0]
 
 
 def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):

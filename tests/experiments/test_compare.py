@@ -86,6 +86,18 @@ def test_other_text_is_warned_of_and_never_paired(make):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_micro_batches_and_imports_make_another_arm_where_they_change_the_model(make):
+    """Statistics over a batch do. BatchNorm does not get the micro-batches of a preset, and RMSNorm does."""
+    runs = [make("a", 2.0, micro_batch_size=4), make("b", 2.5, norm="batchnorm")]
+    assert "| run | seed | norm | step |" in compared(*runs)
+    runs.append(make("c", 2.5, norm="batchnorm", micro_batch_size=4))
+    assert "; batchnorm micro_batch_size=4 ended 0.5" in compared(*runs)
+    patch = {"file": "p.py", "sha256": "1" * 8, "norms": ["mine"], "placements": [], "changes": ["SwiGLU.forward"]}
+    page = compared("a", make("d", 2.0, imports=[patch]), make("e", 2.0, seed=1, imports=[patch | {"changes": []}]))
+    assert "| run | seed | imports | step |" in page and "| p.py@111111 |" in page
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_runs_without_a_result_and_a_single_seed(make):
     runs = [make("a", 2.0), make("b", 2.5, lr=0.1), make("c", lr=0.2)]
     page = compared(*runs, make("d", last={"step": 3, "not_finite": True}, lr=0.3))
