@@ -184,6 +184,7 @@ class TrainConfig:
     micro_batch_size: int = option(None, "maximum sequences per forward pass; must divide --batch-size (default: all)")
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
+    min_lr: float = option(0.0, "learning rate at which the schedules linear, cosine and wsd end")
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
     weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; other weights have none")
     optimizer: str = option(
@@ -222,6 +223,7 @@ class TrainConfig:
             require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
         require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
+        require(0 <= self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
         require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
         require(
             self.batch_size % self.micro_batch_size == 0,
@@ -230,6 +232,7 @@ class TrainConfig:
 
 
 FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
+DEFAULTS = {name: f.default_factory() if callable(f.default_factory) else f.default for name, f in FIELDS.items()}
 
 # What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
 # needs dropout: without, it overfits (results/overfitting.md).

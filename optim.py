@@ -43,16 +43,16 @@ def hidden_matrices(model: Llama) -> list[Tensor]:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of `step`, counted from 0: linear warmup, then the schedule."""
+    """Learning rate of `step`, counted from 0: linear warmup, then the schedule, from `lr` down to `min_lr`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    progress, fall = (step - config.warmup) / max(1, config.steps - config.warmup), config.lr - config.min_lr
     if config.schedule == "cosine":
-        return config.lr * (1 + math.cos(math.pi * progress)) / 2
+        return config.min_lr + fall * (1 + math.cos(math.pi * progress)) / 2
     if config.schedule == "linear":
-        return config.lr * (1 - progress)
+        return config.min_lr + fall * (1 - progress)
     if config.schedule == "wsd":
-        return config.lr * min(1.0, (config.steps - step) / (WSD_DECAY * config.steps))
+        return config.min_lr + fall * min(1.0, (config.steps - step) / (WSD_DECAY * config.steps))
     return config.lr
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from config import FIELDS, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
+from config import DEFAULTS, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
 from data.prepare import Prepared, prepare
 from norms import TRAITS
 from runtime import distributed
@@ -169,7 +169,7 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     """Options that differ. Raises ValueError if they cannot change, or if the checkpoints are missing."""
     fixed, changed, there = [], [], run["model"] | run["training"]
     for name, here in (asdict(model_config) | asdict(config)).items():
-        before = there.get(name, FIELDS[name].default)
+        before = there.get(name, DEFAULTS[name])
         flag = f"{flag_name(name)} {shown(before)}"
         if before == here:
             continue

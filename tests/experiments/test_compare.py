@@ -98,6 +98,13 @@ def test_micro_batches_and_imports_make_another_arm_where_they_change_the_model(
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_run_from_before_an_option_has_its_default(make):
+    """b246c92 had no --min-lr."""
+    earlier = str(Path(__file__).parents[1] / "earlier/b246c92")
+    assert "| min_lr |" in compared(earlier, make("a", 2.0, min_lr=0.001))
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_runs_without_a_result_and_a_single_seed(make):
     runs = [make("a", 2.0), make("b", 2.5, lr=0.1), make("c", lr=0.2)]
     page = compared(*runs, make("d", last={"step": 3, "not_finite": True}, lr=0.3))
