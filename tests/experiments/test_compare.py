@@ -86,22 +86,15 @@ def test_other_text_is_warned_of_and_never_paired(make):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_micro_batches_and_imports_make_another_arm_where_they_change_the_model(make):
-    """Statistics over a batch do. BatchNorm does not get the micro-batches of a preset, and RMSNorm does."""
+def test_what_makes_another_arm(make):
+    """Micro-batches only of a norm with statistics over them, an imported file that changes the model, a new option."""
     runs = [make("a", 2.0, micro_batch_size=4), make("b", 2.5, norm="batchnorm")]
     assert "| run | seed | norm | step |" in compared(*runs)
-    runs.append(make("c", 2.5, norm="batchnorm", micro_batch_size=4))
-    assert "; batchnorm micro_batch_size=4 ended 0.5" in compared(*runs)
-    patch = {"file": "p.py", "sha256": "1" * 8, "norms": ["mine"], "placements": [], "changes": ["SwiGLU.forward"]}
-    page = compared("a", make("d", 2.0, imports=[patch]), make("e", 2.0, seed=1, imports=[patch | {"changes": []}]))
-    assert "| run | seed | imports | step |" in page and "| p.py@111111 |" in page
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_from_before_an_option_has_its_default(make):
-    """b246c92 had no --min-lr."""
-    earlier = str(Path(__file__).parents[1] / "earlier/b246c92")
-    assert "| min_lr |" in compared(earlier, make("a", 2.0, min_lr=0.001))
+    assert "| batchnorm | 4 |" in compared(*runs, make("c", 2.5, norm="batchnorm", micro_batch_size=4))
+    imports = [{"file": "p.py", "sha256": "1" * 8, "norms": [], "placements": [], "changes": ["SwiGLU.forward"]}]
+    assert "| run | seed | imports | step |" in compared("a", make("d", 2.0, imports=imports))
+    earlier = Path(__file__).parents[1] / "earlier/b246c92"  # it had no --min-lr
+    assert "| min_lr |" in compared(str(earlier), make("e", 2.0, min_lr=0.001))
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -16,7 +16,6 @@ def test_registering_a_kind_twice_is_refused():
 
 
 def test_a_norm_that_sees_later_tokens_is_not_per_token():
-    """So it gets no micro-batches and no second rank, even if only the first is declared, which --import demands."""
     register("mine", causal_in_training=False)(nn.Identity)
     assert KINDS.pop("mine") and not TRAITS.pop("mine").per_token
 
