@@ -101,27 +101,26 @@ def test_weight_decay_and_optimizer_of_each_parameter():
             assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
 
 
-JUMPS = {  # schedule of a run of 100 steps, where it is resumed, with how many steps and which rate
-    ("linear", 50, 200, 0.015): "0.00789 to 0.0118",
-    ("linear", 50, 100, 0.001): "0.00789 to 0.000526",
-    ("linear", 100, 200, 0.015): "0.000158 to 0.00789",
-    ("linear", 2, 200, 0.015): "0.009 to 0.0045",  # its warm-up follows from the steps
-    ("wsd", 100, 200, 0.015): "0.00075 to 0.015",
-    ("wsd", 70, 200, 0.015): "",  # before the rate decays
-    ("constant", 100, 200, 0.015): "",
-    ("linear", 50, 50, 0.015): "",  # it has ended
-}
-
-
-@pytest.mark.parametrize("run, rates", JUMPS.items())
-def test_a_jump_of_the_learning_rate_is_said_and_the_advice_avoids_it(run, rates):
-    schedule, step, steps, lr = run
-    before = TrainConfig(steps=100, lr=0.015, schedule=schedule)
-    line = rate_jump(before, TrainConfig(steps=steps, lr=lr, schedule=schedule), step)
+@pytest.mark.parametrize(
+    "schedule, step, steps, lr, rates",  # of a run of 100 steps at a rate of 0.015, which is resumed with others
+    [
+        ("linear", 50, 200, 0.015, "0.00789 to 0.0118"),
+        ("linear", 50, 100, 0.001, "0.00789 to 0.000526"),
+        ("linear", 100, 200, 0.015, "0.000158 to 0.00789"),
+        ("linear", 2, 200, 0.015, "0.009 to 0.0045"),  # its warm-up follows from the steps
+        ("wsd", 100, 200, 0.015, "0.00075 to 0.015"),
+        ("wsd", 70, 200, 0.015, ""),  # before the rate decays
+        ("constant", 100, 200, 0.015, ""),
+        ("linear", 50, 50, 0.015, ""),  # it has ended
+    ],
+)
+def test_a_jump_of_the_learning_rate_is_said_and_the_advice_avoids_it(schedule, step, steps, lr, rates):
+    before, now = (TrainConfig(schedule=schedule, steps=end, lr=peak) for end, peak in ((100, 0.015), (steps, lr)))
+    line = rate_jump(before, now, step)
     advice = re.match(rf"the learning rate goes from {rates} at step {step}: .+ --lr (\S+)( --warmup 0)? would", line)
     assert bool(line) == bool(advice) == bool(rates)
     if advice:
-        constant = TrainConfig(steps=steps, lr=float(advice[1]), schedule="constant")
+        constant = dataclasses.replace(now, lr=float(advice[1]), schedule="constant")
         assert not rate_jump(before, dataclasses.replace(constant, warmup=0) if advice[2] else constant, step)
 
 
