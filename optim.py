@@ -46,7 +46,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """Learning rate of `step`, counted from 0: linear warmup, then the schedule, from `lr` down to `min_lr`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    progress, fall = (step - config.warmup) / max(1, config.steps - config.warmup), config.lr - config.min_lr
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    fall = config.lr - config.min_lr
     if config.schedule == "cosine":
         return config.min_lr + fall * (1 + math.cos(math.pi * progress)) / 2
     if config.schedule == "linear":
@@ -57,7 +58,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def rate_jump(before: TrainConfig, now: TrainConfig, step: int) -> str:
-    """A line if a run that is resumed at `step` with changed options does not continue with its learning rate, or "".
+    """A line if changed options move the learning rate at `step`, where a run is resumed, or else "".
 
     A run that had ended would continue with its last rate.
     """

@@ -149,12 +149,14 @@ def check_imports(description: dict[str, Any]) -> list[str]:
     norm, placement = (description["model"].get(name) for name in ("norm", "placement"))
     there = {record["file"]: record for record in description["imports"]}  # the latest of each file
     for file, record in there.items():
+        if record["sha256"] in hashes:
+            continue
         used = ({norm} & {*record["norms"]}) | ({placement} & {*record["placements"]})
         missing = used - {*KINDS, *PLACEMENTS} or (record.get("changes") and file not in here)
-        require(not missing or record["sha256"] in hashes, f"this run uses {file}: add --import PATH/{file}")
-        if record["sha256"] not in hashes and (used or file in here):
+        require(not missing, f"this run uses {file}: add --import PATH/{file}")
+        if used or file in here:
             lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
-        elif record["sha256"] not in hashes:
+        else:
             lines.append(f"this run was trained with {file}, which is not imported now: add --import PATH/{file}")
     for file in here.keys() - there.keys():
         if here[file]["changes"]:
