@@ -12,7 +12,7 @@ from typing import Any, get_origin
 import torch
 
 from files import BadInput, is_a, one_line
-from norms import KINDS, build_norm, parse_norm_args
+from norms import KINDS, TRAITS, build_norm, parse_norm_args
 from norms.placement import PLACEMENTS, check_placement
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats use 32-bit integers
@@ -186,6 +186,7 @@ class TrainConfig:
     micro_batch_size: int = option(None, "maximum sequences per forward pass; must divide --batch-size (default: all)")
     lr: float = option(0.015, "peak learning rate")
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
+    min_lr: float = option(0.0, "learning rate at which the schedules linear, cosine and wsd end")
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
     weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; other weights have none")
     optimizer: str = option(
@@ -224,6 +225,7 @@ class TrainConfig:
             require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
         require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
+        require(0 <= self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
         require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
         require(
             self.batch_size % self.micro_batch_size == 0,
@@ -232,6 +234,7 @@ class TrainConfig:
 
 
 FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
+DEFAULTS = {name: f.default_factory() if callable(f.default_factory) else f.default for name, f in FIELDS.items()}
 
 # What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
 # needs dropout: without, it overfits (results/overfitting.md).
@@ -351,7 +354,8 @@ def configs_from(
     of_run: the options in a run.json, of `--config` or `--resume`.
     pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
         repeat them, shorten the context or change the dropout.
-    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
+    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved. Norms whose statistics are over the
+        batch have no micro-batches unless asked for.
 
     Raises ValueError for values that are incompatible.
     """
@@ -390,8 +394,10 @@ def configs_from(
         size = by_flag.get("vocab_size", 257)
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
         given["vocab_size"] = 257
-    model = {name: given.pop(name) for name in ModelConfig.__annotations__ if name in given}
-    return ModelConfig(**model), TrainConfig(**given)
+    model = ModelConfig(**{name: given.pop(name) for name in ModelConfig.__annotations__ if name in given})
+    if not (of_run or "micro_batch_size" in by_flag or TRAITS[model.norm].per_token):
+        given.pop("micro_batch_size", None)  # the statistics would be those of the preset's micro-batches
+    return model, TrainConfig(**given)
 
 
 def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None:

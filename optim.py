@@ -43,17 +43,31 @@ def hidden_matrices(model: Llama) -> list[Tensor]:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of `step`, counted from 0: linear warmup, then the schedule."""
+    """Learning rate of `step`, counted from 0: linear warmup, then the schedule, from `lr` down to `min_lr`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    fall = config.lr - config.min_lr
     if config.schedule == "cosine":
-        return config.lr * (1 + math.cos(math.pi * progress)) / 2
+        return config.min_lr + fall * (1 + math.cos(math.pi * progress)) / 2
     if config.schedule == "linear":
-        return config.lr * (1 - progress)
+        return config.min_lr + fall * (1 - progress)
     if config.schedule == "wsd":
-        return config.lr * min(1.0, (config.steps - step) / (WSD_DECAY * config.steps))
+        return config.min_lr + fall * min(1.0, (config.steps - step) / (WSD_DECAY * config.steps))
     return config.lr
+
+
+def rate_jump(before: TrainConfig, now: TrainConfig, step: int) -> str:
+    """A line if changed options move the learning rate at `step`, where a run is resumed, or else "".
+
+    A run that had ended would continue with its last rate.
+    """
+    old, new = learning_rate(before, min(step, before.steps - 1)), learning_rate(now, step)
+    if f"{old:.3g}" == f"{new:.3g}" or step in (0, now.steps):
+        return ""
+    jump = f"the learning rate goes from {old:.3g} to {new:.3g} at step {step}"
+    constant = f"--schedule constant --lr {old:.3g}{' --warmup 0' if step < now.warmup else ''}"
+    return f"{jump}: the {now.schedule} schedule ends at step {now.steps}; {constant} would continue without a jump"
 
 
 class Muon(Optimizer):

@@ -21,14 +21,14 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm.auto import tqdm
 
-from config import Parser, add_flags, flag_name, require, to_flags
+from config import Parser, TrainConfig, add_flags, flag_name, require, to_flags
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import Tokenizer
 from files import lock_file
 from generate import Sampling, sample_text
 from model import Llama
 from norms.placement import PLACEMENTS
-from optim import learning_rate, make_optimizers
+from optim import learning_rate, make_optimizers, rate_jump
 from runtime import distributed
 from runtime.checkpoint import (
     clear_unfinished,
@@ -269,13 +269,15 @@ class Trainer:
             yield
             return
         if run.earlier:
+            if jump := rate_jump(TrainConfig(**run.earlier["training"]), config, self.step):
+                print(jump, file=sys.stderr)
             description = continued(run.earlier, description, self.step)
             keep_rows(folder / "metrics.jsonl", self.step)  # before a new --save-every is in run.json
         elif config.init_from:
             description["weights_from"] = weight_hashes(config.init_from)
         write_run_file(folder / "run.json", description)
         keep_copies(folder)
-        self.log = Log(folder, self.step, make_tracker(config.log, folder, description))
+        self.log = Log(folder, self.step, make_tracker(config.log, folder, description, self.step))
         compiled = ", with torch.compile" if config.compile else ""
         with tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
             self.bar.write(

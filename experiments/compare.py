@@ -15,6 +15,7 @@ from experiments.ablation.outcome import Arm, Outcome, read_outcome
 from experiments.ablation.plots import plot_curves
 from experiments.ablation.report import HOW_TO_READ, NONE, comparison_section, table
 from files import digest, write_atomically
+from norms.registry import TRAITS, Traits
 from runtime.process import bad_input
 from runtime.report import figure, markdown, page, save_plot, shown
 from runtime.run_dir import RUNS_FOLDER, check_run_dir, read_rows, read_run_file
@@ -73,6 +74,10 @@ def read_settings(folder: Path) -> dict[str, str]:
     for kind in ("norm", "placement"):
         imported = [record["sha256"][:6] for record in run["imports"] if settings[kind] in record[f"{kind}s"]]
         settings[kind] = "@".join([settings[kind], *imported])
+    changed = [f"{record['file']}@{record['sha256'][:6]}" for record in run["imports"] if record.get("changes")]
+    settings["imports"] = " ".join(changed) or "none"
+    if TRAITS.get(run["model"]["norm"], Traits()).per_token:
+        settings["micro_batch_size"] = settings["batch_size"]  # micro-batches change rounding only
     if norm_args := settings.pop("norm_args"):
         settings["norm"] += ":" + norm_args.replace(" ", ",")
     if "weights_from" in run:

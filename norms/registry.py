@@ -46,7 +46,8 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     def add(cls: NormClass) -> NormClass:
         if kind in KINDS:
             raise ValueError(f"norm {kind!r} is registered twice; choose another name")
-        KINDS[kind], TRAITS[kind] = cls, Traits(**traits)
+        per_token = {"per_token": traits.get("causal_in_training", True)}  # later tokens are other tokens
+        KINDS[kind], TRAITS[kind] = cls, Traits(**per_token | traits)
         return cls
 
     return add

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def import_files(names: Iterable[str]) -> None:
         require(module.__name__ not in sys.modules, f"--import {name}: another imported file has this name; rename one")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # torch.compile looks for classes there
-        before = {*KINDS, *PLACEMENTS}
+        before, owners = {*KINDS, *PLACEMENTS}, [(owner, {**vars(owner)}) for owner in definitions()]
         source = path.read_bytes()
         try:
             SourceFileLoader(module.__name__, str(path)).exec_module(module)
@@ -62,7 +62,21 @@ def import_files(names: Iterable[str]) -> None:
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
         norms, placements = ([name for name in table if name not in before] for table in (KINDS, PLACEMENTS))
         require(norms or placements, f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
-        IMPORTED[path] = {"file": path.name, "sha256": sha256(path), "norms": norms, "placements": placements}, source
+        changes = sorted(
+            f"{owner.__name__}.{name}"
+            for owner, was in owners
+            for name, value in vars(owner).items()
+            if value is not was.get(name) and (name in was or isinstance(value, FunctionType))
+        )
+        record = {"file": path.name, "sha256": sha256(path), "norms": norms, "placements": placements}
+        IMPORTED[path] = record | {"changes": changes}, source
+
+
+def definitions() -> set[Any]:
+    """What decides what a model computes: model.py and the modules of norms/, and their classes."""
+    modules = {module for name, module in sys.modules.items() if name.partition(".")[0] in ("model", "norms")}
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return modules | {value for value in found if sys.modules.get(value.__module__) in modules}
 
 
 @torch.no_grad()
@@ -126,18 +140,27 @@ def keep_copies(run: Path) -> None:
 
 
 def check_imports(description: dict[str, Any]) -> list[str]:
-    """A line for each file that differs from the one that a model was trained with, by its run.json or config.json.
+    """A line for each file that differs from those with which a model was trained, by its run.json or config.json.
 
-    Raises ValueError, naming the file, if the model's norm or placement is not registered.
+    Raises ValueError, naming the file, if it is not imported and the model needs its norm, placement or changes.
     """
-    lines, hashes = [], {record["sha256"] for record in import_records()}
+    lines, here = [], {record["file"]: record for record in import_records()}
+    hashes = {record["sha256"] for record in here.values()}
     norm, placement = (description["model"].get(name) for name in ("norm", "placement"))
-    latest = {record["file"]: record for record in description["imports"]}  # of each file
-    for file, record in latest.items():
-        if norm in record["norms"] or placement in record["placements"]:
-            require(norm in KINDS and placement in PLACEMENTS, f"this run uses {file}: add --import PATH/{file}")
-            if record["sha256"] not in hashes:
-                lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
+    there = {record["file"]: record for record in description["imports"]}  # the latest of each file
+    for file, record in there.items():
+        if record["sha256"] in hashes:
+            continue
+        used = ({norm} & {*record["norms"]}) | ({placement} & {*record["placements"]})
+        missing = used - {*KINDS, *PLACEMENTS} or (record.get("changes") and file not in here)
+        require(not missing, f"this run uses {file}: add --import PATH/{file}")
+        if used or file in here:
+            lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
+        else:
+            lines.append(f"this run was trained with {file}, which is not imported now: add --import PATH/{file}")
+    for file in here.keys() - there.keys():
+        if here[file]["changes"]:
+            lines.append(f"this run was trained without {file}, which changes {', '.join(here[file]['changes'])}")
     return lines
 
 

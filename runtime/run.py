@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import platform
+import secrets
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from config import FIELDS, MAX_SIZE, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
+from config import DEFAULTS, MAX_SIZE, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
 from data.corpus import Corpus
 from data.prepare import Prepared, prepare
 from files import warn
@@ -163,6 +164,9 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
     if not TRAITS[norm].per_token:
         require(not config.recompute, f"--recompute does not support --norm {norm}: it would update statistics twice")
         require(ranks == 1, f"--norm {norm} supports only one rank: its statistics are not synchronized")
+        if config.micro_batch_size < config.batch_size:
+            parts = f"each micro-batch of {config.micro_batch_size}, not over the batch of {config.batch_size}"
+            warn(f"warning: --norm {norm} computes its statistics over {parts}; --micro-batch-size changes that")
     require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
     rows, micro = config.batch_size // ranks, config.micro_batch_size
     if config.batch_size % ranks or rows % min(rows, micro):
@@ -174,7 +178,7 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
     """Options that differ. Raises ValueError if they cannot change, or if the checkpoints are missing."""
     fixed, changed, there = [], [], run["model"] | run["training"]
     for name, here in (asdict(model_config) | asdict(config)).items():
-        before = there.get(name, FIELDS[name].default)
+        before = there.get(name, DEFAULTS[name])
         flag = f"{flag_name(name)} {shown(before)}"
         if before == here:
             continue
@@ -209,6 +213,7 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "ranks": distributed.world_size(),
         "launch": distributed.launch(),
         "command": run.command,
+        "id": secrets.token_hex(4),  # Weights & Biases knows the run by it, also when it is resumed
     }
 
 

@@ -81,7 +81,7 @@ def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[s
         print(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}", file=sys.stderr)
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
-    kept = {name: earlier[name] for name in ("command", "commit", "weights_from") if name in earlier}
+    kept = {name: earlier[name] for name in ("id", "command", "commit", "weights_from") if name in earlier}
     return run | kept | {"resumed": resumed, "imports": imports}
 
 
@@ -149,12 +149,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
-    """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any."""
+def make_tracker(kind: str, folder: Path, run: dict[str, Any], step: int) -> Tracker:
+    """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any.
+
+    TensorBoard then hides earlier rows after `step`, which run again. Weights & Biases continues the run with this id.
+    """
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder / "tensorboard"))
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
         def to_tensorboard(row: dict[str, Any]) -> None:
             for name, value in row.items():
@@ -166,6 +169,7 @@ def make_tracker(kind: str, folder: Path, run: dict[str, Any]) -> Tracker:
     if kind == "wandb":
         import wandb
 
-        tracked = wandb.init(project="normal-llama", name=folder.name, dir=str(folder), config=run)
+        options = {"id": run["id"], "resume": "allow", "reinit": "finish_previous"}
+        tracked = wandb.init(project="normal-llama", name=folder.name, dir=str(folder), config=run, **options)
         return lambda row: tracked.log({name: row[name] for name in row.keys() - {"step"}}, step=row["step"])
     return lambda row: None

@@ -66,6 +66,7 @@ BAD_VALUES = {
     **{f"--{name} -1": f"--{name} must be 0 or more and finite, not -1" for name in ("warmup", "seed")},
     "--weight-decay nan": "--weight-decay must be 0 or more and finite, not nan",
     "--clip inf": "--clip must be 0 or more and finite, not inf",
+    **{f"--min-lr {value}": f"--min-lr must be from 0 to --lr, 0.015, not {value}" for value in ("-0.1", "0.1", "nan")},
     "--momentum 1": "--momentum must be at least 0 and below 1, not 1.0",
     "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
     "--seed 9223372036854775808": "--seed must be below 2**63",
@@ -132,7 +133,7 @@ MODEL: dict[str, Any] = dict(
 )  # fmt: skip
 TRAINING: dict[str, Any] = dict(
     data=["shakespeare"], steps=100, warmup=5, batch_size=12, micro_batch_size=2, lr=0.3, schedule="cosine",
-    weight_decay=0.3, momentum=0.3, clip=3.0, seed=3, device="cpu", dtype="float32", tf32=True,
+    min_lr=0.03, weight_decay=0.3, momentum=0.3, clip=3.0, seed=3, device="cpu", dtype="float32", tf32=True,
     deterministic=True, recompute=True, compile=False, shard=True, eval_every=3, eval_tokens=3,
     save_every=3, keep=3, watch=3, log="wandb", out="out", cache_dir="elsewhere",
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.optim import AdamW
 
 from config import ModelConfig, TrainConfig
 from model import Llama
-from optim import Muon, make_optimizers
+from optim import Muon, make_optimizers, rate_jump
 
 STEPS = 4
 
@@ -98,6 +99,29 @@ def test_weight_decay_and_optimizer_of_each_parameter():
         by_kind = {names[id(w)]: type(each) for each in optimizers for g in each.param_groups for w in g["params"]}
         for name, kind in by_kind.items():
             assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
+
+
+@pytest.mark.parametrize(
+    "schedule, step, steps, lr, rates",  # of a run of 100 steps at a rate of 0.015, which is resumed with others
+    [
+        ("linear", 50, 200, 0.015, "0.00789 to 0.0118"),
+        ("linear", 50, 100, 0.001, "0.00789 to 0.000526"),
+        ("linear", 100, 200, 0.015, "0.000158 to 0.00789"),
+        ("linear", 2, 200, 0.015, "0.009 to 0.0045"),  # its warm-up follows from the steps
+        ("wsd", 100, 200, 0.015, "0.00075 to 0.015"),
+        ("wsd", 70, 200, 0.015, ""),  # before the rate decays
+        ("constant", 100, 200, 0.015, ""),
+        ("linear", 50, 50, 0.015, ""),  # it has ended
+    ],
+)
+def test_a_jump_of_the_learning_rate_is_said_and_the_advice_avoids_it(schedule, step, steps, lr, rates):
+    before, now = (TrainConfig(schedule=schedule, steps=end, lr=peak) for end, peak in ((100, 0.015), (steps, lr)))
+    line = rate_jump(before, now, step)
+    advice = re.match(rf"the learning rate goes from {rates} at step {step}: .+ --lr (\S+)( --warmup 0)? would", line)
+    assert bool(line) == bool(advice) == bool(rates)
+    if advice:
+        constant = dataclasses.replace(now, lr=float(advice[1]), schedule="constant")
+        assert not rate_jump(before, dataclasses.replace(constant, warmup=0) if advice[2] else constant, step)
 
 
 def test_weights_without_grad_are_not_updated():

@@ -11,6 +11,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import train
 from config import ModelConfig, TrainConfig
+from files import warn
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -111,6 +113,16 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
     for expected, actual in zip(read_metrics(whole), read_metrics(parts), strict=True):
         for name in expected.keys() & {"train_loss", "grad_norm", "val_loss", "tokens"}:
             assert expected[name] == pytest.approx(actual[name], rel=1e-4)
+
+
+def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys):
+    run = command("--steps 1 --norm batchnorm --micro-batch-size 4")
+    config = f"--config {run / 'run.json'}"
+    for flags in (f"--resume --out {run}", config, f"{config} --norm rmsnorm", f"{config} --micro-batch-size 8"):
+        warn.cache_clear()
+        resolve_run(train.parse(flags.split()))
+    line = "warning: --norm batchnorm computes its statistics over each micro-batch of 4, not over the batch of 8"
+    assert capsys.readouterr().err.count(line) == 3  # not with RMSNorm, and not with the whole batch
 
 
 def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
@@ -208,6 +220,9 @@ def test_learning_rate_schedules():
     assert [learning_rate(linear, step) for step in (9, 10, 55, 99)] == pytest.approx([1.0, 1.0, 0.5, 1 / 90])
     stable = TrainConfig(schedule="wsd", steps=100, warmup=10, lr=1.0)
     assert [learning_rate(stable, step) for step in (10, 79, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
+    for schedule, middle in (("cosine", 0.625), ("linear", 0.625), ("wsd", 1.0)):
+        floored = TrainConfig(schedule=schedule, steps=100, warmup=10, lr=1.0, min_lr=0.25)
+        assert [learning_rate(floored, step) for step in (4, 55, 100)] == pytest.approx([0.5, middle, 0.25])
     constant = TrainConfig(schedule="constant", steps=100, warmup=0, lr=1.0)
     assert {learning_rate(constant, step) for step in range(100)} == {1.0}
 
@@ -427,6 +442,16 @@ def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(comm
     assert f"{threads} threads), " in before and f"{threads + 1} threads), " in now
 
 
+def test_a_tracker_continues_with_the_run(command, monkeypatch):
+    """Under its id, from the step on at which it is resumed. Another run with the same options has its own id."""
+    made = Mock()
+    monkeypatch.setattr(train, "make_tracker", made)
+    for flags, out in (("--steps 2", "run"), ("--steps 3 --resume", "run"), ("--steps 2", "other")):
+        command(flags, out)
+    (first, start), (again, step), (other, _) = ((call.args[2]["id"], call.args[3]) for call in made.call_args_list)
+    assert first == again != other and (start, step) == (0, 2)
+
+
 # --- from Python -----------------------------------------------------------------------------------------------------
 
 
@@ -481,6 +506,8 @@ def test_resuming_prints_the_options_that_change(command, capsys):
         "changed: --steps 1 -> 40, --micro-batch-size 8 -> 4, --lr 0.015 -> 0.01, --warmup 0 -> 2, "
         "--weight-decay 0.1 -> 0.0, --recompute false -> true, --eval-tokens 131072 -> 64, --keep 2 -> 1"
     ]
+    command("--resume --steps 8 --lr 0.02")
+    assert "\nthe learning rate goes from 0.015 to 0.0175 at step 1: the linear" in capsys.readouterr().err
 
 
 def test_evaluation_is_shortened_by_a_flag(command, monkeypatch):

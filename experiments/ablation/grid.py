@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 import train
-from config import ModelConfig, TrainConfig, flag_name, require
+from config import DEFAULTS, ModelConfig, TrainConfig, flag_name, require
 from data.prepare import Prepared
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
@@ -92,7 +92,7 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
 def compared(model: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
     """The options that must match between runs of an arm. The GPU index is ignored."""
     device = training["device"].partition(":")[0]
-    options = model | training | {"device": device}
+    options = DEFAULTS | model | training | {"device": device}  # an earlier version may lack some
     return {name: options[name] for name in options if name not in NOT_COMPARED}
 
 

@@ -41,6 +41,8 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
     end = tokenizer.end_of_document  # which also starts a text without a prompt
     described = {"dtype": dtype, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     try:
+        for record in import_records():
+            require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
         described |= to_theirs(config)
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}

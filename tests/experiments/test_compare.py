@@ -86,6 +86,18 @@ def test_other_text_is_warned_of_and_never_paired(make):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_what_makes_another_arm(make):
+    """Micro-batches only of a norm with statistics over them, an imported file that changes the model, a new option."""
+    runs = [make("a", 2.0, micro_batch_size=4), make("b", 2.5, norm="batchnorm")]
+    assert "| run | seed | norm | step |" in compared(*runs)
+    assert "| batchnorm | 4 |" in compared(*runs, make("c", 2.5, norm="batchnorm", micro_batch_size=4))
+    imports = [{"file": "p.py", "sha256": "1" * 8, "norms": [], "placements": [], "changes": ["SwiGLU.forward"]}]
+    assert "| run | seed | imports | step |" in compared("a", make("d", 2.0, imports=imports))
+    earlier = Path(__file__).parents[1] / "earlier/b246c92"  # it had no --min-lr
+    assert "| min_lr |" in compared(str(earlier), make("e", 2.0, min_lr=0.001))
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_runs_without_a_result_and_a_single_seed(make):
     runs = [make("a", 2.0), make("b", 2.5, lr=0.1), make("c", lr=0.2)]
     page = compared(*runs, make("d", last={"step": 3, "not_finite": True}, lr=0.3))

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 from torch import nn
 
-from norms.registry import KINDS, parse_norm_args, register
+from norms.registry import KINDS, TRAITS, parse_norm_args, register
 
 
 def test_registering_a_kind_twice_is_refused():
@@ -13,6 +13,11 @@ def test_registering_a_kind_twice_is_refused():
     with pytest.raises(ValueError, match="norm 'rmsnorm' is registered twice"):
         register("rmsnorm")(nn.Identity)
     assert before == KINDS
+
+
+def test_a_norm_that_sees_later_tokens_is_not_per_token():
+    register("mine", causal_in_training=False)(nn.Identity)
+    assert KINDS.pop("mine") and not TRAITS.pop("mine").per_token
 
 
 def test_optional_and_other_arguments_of_imported_norms(monkeypatch):

@@ -111,6 +111,9 @@ def test_a_card_that_this_build_of_torch_does_not_support_is_refused(device, car
         ((8, 9), 8.6e9, "", ("bfloat16", 64, 16, True)),
         ((8, 9), 8.6e9, "--micro-batch-size 64 --steps 499", ("bfloat16", 64, 64, False)),
         ((12, 0), 8.6e9, "--batch-size 24", ("bfloat16", 24, 24, True)),
+        ((8, 9), 8.6e9, "--norm batchnorm", ("bfloat16", 64, 64, True)),
+        ((8, 6), 12.6e9, "--norm powernorm", ("bfloat16", 64, 64, True)),
+        ((8, 9), 8.6e9, "--norm batchnorm --micro-batch-size 16", ("bfloat16", 64, 16, True)),
     ],
 )
 def test_the_default_run_fits_the_card(capability, memory, flags, expected, card):

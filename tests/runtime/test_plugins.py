@@ -43,10 +43,22 @@ class Third(PreNorm):
 
 register_placement("third", Placement(Third))
 """
+COMMANDS = [
+    "generate.py --checkpoint copy --tokens 2",
+    "train.py --eval-only --out run",
+    "train.py --config run/run.json --out other --steps 2",
+    "ablate.py --config run/run.json --out other",
+    "train.py --init-from copy --out tuned --steps 2 --data text.txt",
+    "train.py --resume --out run --steps 4",
+]
+ORIGINAL = [(owner, {**vars(owner)}) for owner in plugins.definitions()]
 
 
 def forget() -> None:
     """As in a new process: nothing is imported."""
+    for owner, was in ORIGINAL:
+        for name in [name for name, value in vars(owner).items() if callable(value) and value is not was.get(name)]:
+            setattr(owner, name, was[name]) if name in was else delattr(owner, name)
     for name in {*KINDS, *PLACEMENTS} & {"mynorm", "third"}:
         for table in (KINDS, TRAITS, PLACEMENTS):
             table.pop(name, None)  # type: ignore[attr-defined]
@@ -88,7 +100,7 @@ def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def test_a_run_keeps_name_hash_and_a_copy_that_is_never_executed():
     record = json.loads(Path("run/run.json").read_text())["imports"][1]
     digest = hashlib.sha256(NORM.encode()).hexdigest()
-    assert record == {"file": "mynorm.py", "sha256": digest, "norms": ["mynorm"], "placements": []}
+    assert record == {"file": "mynorm.py", "sha256": digest, "norms": ["mynorm"], "placements": [], "changes": []}
     copy = Path(f"run/imports/mynorm-{digest[:8]}.py")
     assert copy.read_text() == NORM
     copy.write_text("raise SystemExit('executed')")
@@ -98,15 +110,7 @@ def test_a_run_keeps_name_hash_and_a_copy_that_is_never_executed():
     assert type(model.layers[0].attention_residual).__name__ == "Third"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "generate.py --checkpoint copy --tokens 2",
-        "train.py --eval-only --out run",
-        "train.py --config run/run.json --out other --steps 2",
-        "ablate.py --config run/run.json --out other",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS[:4])
 def test_a_run_asks_for_the_file_again(command, capsys, refused):
     """Also for a checkpoint that was copied alone. A file that has changed since is one warning."""
     shutil.copytree("run/checkpoints/step-000003", "copy")
@@ -118,6 +122,40 @@ def test_a_run_asks_for_the_file_again(command, capsys, refused):
         digest = hashlib.sha256(NORM.encode()).hexdigest()
         warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
         assert warnings == [f"warning: this run was trained with another mynorm.py (SHA-256 {digest[:8]}...)"]
+
+
+def test_what_a_file_changes_in_the_model_is_recorded():
+    """A function, a module, a method, one that torch's class had before, a norm and a placement."""
+    parts = "model.F model.Linear.forward model.SwiGLU.forward model.rotate norms.placement.PreNorm.forward"
+    lines = [f"{part} = lambda *args: args[-1]" for part in (*parts.split(), "norms.rmsnorm.RMSNorm.forward")]
+    Path("patch.py").write_text("\n".join(["import model, norms", *lines, NORM]))
+    forget()
+    plugins.import_files(["patch.py"])
+    changes = ["Linear.forward", "PreNorm.forward", "RMSNorm.forward", "SwiGLU.forward", "model.F", "model.rotate"]
+    assert plugins.import_records()[0]["changes"] == changes
+
+
+@pytest.mark.parametrize("patch", ["", "import model\nmodel.SwiGLU.forward = lambda mlp, x: x\n"])
+def test_a_file_whose_norm_is_not_used_is_asked_for_again(patch, capsys, refused):
+    """In a line. If it changes the model, as an error, and the checkpoint does not claim the architecture of others."""
+    shutil.rmtree("run")
+    Path("extra.py").write_text(NORM + patch)
+    call(f"train.py --import extra.py --out run {TOY}")
+    shutil.copytree("run/checkpoints/step-000003", "copy")
+    reason = json.loads(Path("copy/config.json").read_text()).get("not_in_transformers")
+    assert reason == ("extra.py changes SwiGLU.forward" if patch else None)
+    line = "this run was trained with extra.py, which is not imported now: add --import PATH/extra.py"
+    for command in COMMANDS:
+        if patch:
+            assert refused(call, command).endswith("this run uses extra.py: add --import PATH/extra.py\n")
+        elif not command.startswith("ablate.py"):
+            capsys.readouterr()
+            call(command)
+            assert capsys.readouterr().err.splitlines().count(f"warning: {line}") == 1
+    call(f"train.py --out plain {TOY}")
+    call("train.py --eval-only --out plain --import extra.py")
+    line = "warning: this run was trained without extra.py, which changes SwiGLU.forward\n"
+    assert (line in capsys.readouterr().err) == bool(patch)
 
 
 def test_a_file_that_changes_while_python_runs_is_refused():

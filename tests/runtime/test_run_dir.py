@@ -69,8 +69,10 @@ def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
     tensorboard, wandb = Mock(), Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = RUN | {"id": "f1"}
     for kind in ("tensorboard", "wandb", "none"):
-        Log(tmp_path, 0, make_tracker(kind, tmp_path, RUN)).add(step=4, train_loss=1.5, grad_norm=None)
+        Log(tmp_path, 0, make_tracker(kind, tmp_path, run, 3)).add(step=4, train_loss=1.5, grad_norm=None)
     tensorboard.SummaryWriter.return_value.add_scalar.assert_called_once_with("train_loss", 1.5, 4)
     wandb.init.return_value.log.assert_called_once_with({"train_loss": 1.5, "grad_norm": None}, step=4)
-    assert wandb.init.call_args.kwargs["config"] == RUN
+    assert wandb.init.call_args.kwargs["config"] == run
+    assert tensorboard.SummaryWriter.call_args.kwargs == {"purge_step": 4}  # steps 4 and later are new
