@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import sys
 import sysconfig
 import urllib.request
@@ -30,12 +31,12 @@ NAMED = 3  # files that are named of those left out for one reason
 LONGEST_LINE = 1 << 24  # bytes
 UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
 TO_JSON_LINES = (
-    'make JSON lines of it and pass --text-column: python -c "import csv, json, sys; '
-    '[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]" < FILE > FILE.jsonl'
+    'make JSON lines of it, python -c "import csv, json, sys; [print(json.dumps(row)) for row in '
+    'csv.DictReader(sys.stdin)]" < FILE > FILE.jsonl, and name the column with --text-column'
 )
 # What is left out of a folder and refused under its own name, and how to make text of it.
-CONVERT = {"UTF-16": "iconv -f UTF-16 -t UTF-8 FILE > TEXT converts it", "CSV": TO_JSON_LINES, "TSV": TO_JSON_LINES}
-OTHER_COLUMN = "--text-column names another; a list, such as of messages, must be joined into one string first"
+CONVERT = {"UTF-16": "iconv -f UTF-16 -t UTF-8 FILE > FILE.utf8", "CSV": TO_JSON_LINES, "TSV": TO_JSON_LINES}
+OTHER_COLUMN = "--text-column names another; a list of messages must first be joined into one string"
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -55,7 +56,10 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
     if not path.is_file():  # the text is read twice, so a pipe does not do
         raise ValueError(f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
     if (problem := _not_text(path)) in CONVERT:
-        raise ValueError(f"{flag} {name} is {problem}, not text: {CONVERT[problem]}")
+        advice = CONVERT[problem].replace("FILE", shlex.quote(name))
+        raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8: {advice}")
+    if problem:
+        warn(f"{flag} {name} has NUL characters; is it text in UTF-8?")
     if _stem(path).endswith(".json") and not _is_json_lines(path):
         warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
     return [path]
@@ -194,9 +198,10 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
                 if text is not None:
                     text.encode()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                problem = f'line {number} is not a JSON object with a string under "{column}", in UTF-8'
-                keys = f"; its keys are {', '.join(row)}; {OTHER_COLUMN}" if isinstance(row, dict) else ""
-                raise ValueError(f"{path}: {problem}{keys}") from None
+                problem = f"line {number} is not a JSON object in UTF-8"
+                if isinstance(row, dict):
+                    problem = f'line {number} has no string under "{column}", but {", ".join(row)}; {OTHER_COLUMN}'
+                raise ValueError(f"{path}: {problem}") from None
             if text is None:
                 empty += 1
             else:
@@ -215,8 +220,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
             columns = {field.name: str(field.type) for field in file.schema_arrow}
             if not re.match(r"(dictionary<values=)?(large_)?string", columns.get(column, "")):
-                found = f"the columns are {columns}; {OTHER_COLUMN}"
-                raise ValueError(f'{path}: no column "{column}" of strings; {found}')
+                raise ValueError(f'{path}: no column "{column}" of strings, but {columns}; {OTHER_COLUMN}')
             batches = file.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
             for text in chain.from_iterable(batch[column].to_pylist() for batch in batches):
                 if text is None:

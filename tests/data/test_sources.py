@@ -134,18 +134,17 @@ def test_names_that_are_no_text_are_refused(tmp_path):
 
 def test_a_table_and_utf_16_are_refused_with_the_way_to_convert_them(tmp_path):
     table = write(tmp_path / "a.csv", 'id,content\n1,"first, é\nline"\n2,second\n')
-    with pytest.raises(ValueError, match=f"^--val-data {table} is CSV, not text: .*--text-column") as error:
+    with pytest.raises(ValueError, match=f"^--val-data {table} is CSV, not text in UTF-8: .*--text-column") as error:
         find_files(str(table), tmp_path, "--val-data")
-    command = str(error.value).partition("--text-column: ")[2]
-    assert "\n" not in command
-    command = command.replace("python", sys.executable, 1).replace("FILE", str(table))
+    command = str(error.value).partition("JSON lines of it, ")[2].partition(", and name")[0]
+    command = command.replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, check=True, env={"PYTHONUTF8": "1"})
     converted = list(read_documents(tmp_path / "a.csv.jsonl", "content"))
     assert ["".join(document) for document in converted] == ["first, é\nline", "second"]
     for name in ("b.tsv", "c.CSV.gz"):
-        with pytest.raises(ValueError, match=r" is .SV, not text"):
+        with pytest.raises(ValueError, match=r" is .SV, not text in UTF-8"):
             find_files(str(write(tmp_path / name, b"")), tmp_path)
-    with pytest.raises(ValueError, match=r"b.txt is UTF-16, not text: iconv -f UTF-16 -t UTF-8"):
+    with pytest.raises(ValueError, match=r"b.txt is UTF-16, not text in UTF-8: iconv -f UTF-16 -t UTF-8"):
         find_files(str(write(tmp_path / "b.txt", "語".encode("utf-16"))), tmp_path)
 
 
@@ -174,10 +173,11 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
 
 PACKED = gzip.compress("".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200)).encode())
 LINE = b'{"text": "fine"}\n\n'
-NOT_AN_OBJECT = 'line 3 is not a JSON object with a string under "text", in UTF-8'
+NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no string under "text"'
 NOT_GZIP, NO_COLUMN, NO_PARQUET = "not a valid gzip file$", 'no column "text" of strings', "not a valid Parquet file"
 CHAT = LINE + b'{"id": 1, "messages": [{"role": "user", "content": "hi"}]}\n'
-BAD_LINES = [b"{", b"[]", b"{}", b'{"text": 3}', b'{"text": "\\ud800"}', b"[" * 100_000, b'{"text": "\xe9"}']
+NO_OBJECTS = [b"{", b"[]", b"3", b"[" * 100_000, b'{"text": "\xe9"}']
+NO_STRINGS = [b"{}", b'{"text": 3}', b'{"text": "\\ud800"}']
 
 
 def parquet(**columns) -> bytes:
@@ -193,15 +193,16 @@ WHOLE = parquet(text=["some text"] * 100)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NOT_AN_OBJECT) for line in BAD_LINES),
+        *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NOT_AN_OBJECT) for line in NO_OBJECTS),
+        *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NO_STRING) for line in NO_STRINGS),
         ("short.txt.gz", PACKED[:-20], NOT_GZIP),
         ("text.txt.gz", b"plain", NOT_GZIP),
-        ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ".*'content': 'string', 'n': 'int64'"),
+        ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ", but {'content': 'string', 'n': 'int64'}"),
         ("list.parquet", parquet(text=[["a"]]), NO_COLUMN + ".*--text-column names another"),
         (
             "chat.jsonl",
             CHAT,
-            f"{NOT_AN_OBJECT}; its keys are id, messages; --text-column names another; a list, such as",
+            f"{NO_STRING}, but id, messages; --text-column names another; a list of messages",
         ),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
         ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),
