@@ -50,8 +50,9 @@ class Llama(nn.Module):
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
         self.final_norm = placement.final_norm(make_norm)  # nn.Identity where the placement has none
         self.lm_head = Linear(config.dim, config.vocab_size)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.tie_weights()
+        self.register_load_state_dict_pre_hook(check_tie)
+        self.register_load_state_dict_post_hook(Llama.tie_weights)
         if placement.extend:
             placement.extend(self)
         draw_weights(self, seed)
@@ -89,6 +90,19 @@ class Llama(nn.Module):
     def new_cache(self, tokens: int | None = None) -> "list[LayerCache]":
         """An empty cache for `forward` and `next_logits`, with space for `tokens` tokens (default: the context)."""
         return [LayerCache(tokens or self.config.context) for _ in self.layers]
+
+    def tie_weights(self, *_) -> None:
+        """Make the head's weight the embedding, if the configuration says so. Loading a state dict calls it."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Llama":
+        """Keep a tied head tied by `to` and `to_empty`, which may replace each parameter."""
+        tied = getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
+        super()._apply(fn, recurse)
+        if tied:
+            self.tie_weights()
+        return self
 
 
 class Block(nn.Module):
@@ -292,6 +306,13 @@ class Embedding(nn.Module):
         if self.constant != 1:
             x = self.constant * x
         return x if self.scale is None else self.scale * x
+
+
+def check_tie(model: Llama, state: dict[str, Tensor], prefix: str, *arguments) -> None:
+    """Before a state dict is loaded: an error unless the head of a tied model, if it is in there, is the embedding."""
+    embedding, head = (state.get(f"{prefix}{name}.weight") for name in ("embed_tokens", "lm_head"))
+    if model.config.tie_embeddings and head is not None and (embedding is None or not torch.equal(embedding, head)):
+        arguments[-1].append("lm_head.weight is not embed_tokens.weight; load it into a Llama(tie_embeddings=False)")
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from config import ModelConfig, check_fields, require
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json
 from model import Llama
+from runtime import distributed
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
 from runtime.huggingface.weights import (
     WEIGHTS,
@@ -51,10 +52,20 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
 
 
 def stored_state(model: Llama) -> dict[str, Tensor]:
-    """The state that a file holds, under our names: a tied head is stored as the embedding only."""
-    state = model.state_dict()
+    """The state that a file holds, under our names: a tied head is stored as the embedding only.
+
+    Raises ValueError, naming the tensor, if a tied head has come apart or two other names share a tensor.
+    """
+    state, names = model.state_dict(), dict[int, str]()
     if model.config.tie_embeddings:
+        advice = "call tie_weights() to drop it, or make a Llama(tie_embeddings=False)"
+        tied = model.lm_head.weight is model.embed_tokens.weight
+        require(tied, f"lm_head.weight is no longer the embedding, but tie_embeddings is true; {advice}")
         del state["lm_head.weight"]
+    for name, tensor in state.items():
+        memory = distributed.local(tensor).data_ptr()
+        first = names.setdefault(memory, name) if memory else name  # a tensor without values has none
+        require(first == name, f"{name} and {first} are the same tensor, and would be two when they are loaded")
     return state
 
 
@@ -95,8 +106,6 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
     if model.config.tie_embeddings:
         state["lm_head.weight"] = state["embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
-    if model.config.tie_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
     return model
 
 

@@ -112,7 +112,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"has an unknown model\.layers\.0\.mlp\.up_proj\.bias",
     ),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
-    "another vocabulary": (lambda d: write(d, ModelConfig(**SIZES | {"vocab_size": 300})), "257 ids and the model 300"),
     "qwen3 with sliding windows": (
         lambda d: change_config(write(d, QWEN3), use_sliding_window=True),
         "use_sliding_window True is not supported",
