@@ -114,6 +114,7 @@ class ModelConfig:
     rope_scaling: dict[str, float] = option(
         {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"
     )
+    rotary_fraction: float = option(1.0, "fraction of each head's features that RoPE rotates, the first ones")
     tie_embeddings: bool = option(True, "use the embedding as the output head")
     scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, initially sqrt(--dim) (DyT)")
     embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma uses sqrt(--dim)")
@@ -139,6 +140,10 @@ class ModelConfig:
         _derive(self, init=PLACEMENTS[self.placement].init)
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
         require(self.head_dim % 2 == 0, odd)
+        rotated = self.head_dim * self.rotary_fraction // 1  # rounded down, as in StableLM
+        even = self.rotary_fraction <= 1 and rotated >= 2 and rotated % 2 == 0
+        part = f"--rotary-fraction {self.rotary_fraction} of --head-dim {self.head_dim}"
+        require(even, f"{part} must be an even number of features, from 2 to all")
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         for name in ("rope_theta", "embedding_scale"):
             value = getattr(self, name)

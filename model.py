@@ -2,7 +2,7 @@
 
 Shapes in comments:
     B sequences   T new tokens   S tokens including cached ones   C features (dim)   V vocabulary size
-    H query heads   K key/value heads   D features per head
+    H query heads   K key/value heads   D features per head   R of them with rotary positions
 A `cache` is a list with a `LayerCache` for each layer.
 """
 
@@ -21,7 +21,7 @@ from norms import TRAITS, build_norm
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
-RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T D/2
+RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T R/2
 
 
 class Llama(nn.Module):
@@ -195,14 +195,15 @@ def precompute_freqs_cis(
 
 
 def rotate(x: Tensor, rope: RopeTable) -> Tensor:
-    """Rotate each pair of features (i, i + D/2) of `x`, B T H D, by the angle of its position, in at least fp32.
+    """Rotate each pair of features (i, i + R/2) of `x`, B T H D, by the angle of its position, in at least fp32.
 
     The product of a rotated query and a rotated key depends on their contents and on the distance of their positions.
-    Features i and i + D/2 form a pair, as in Hugging Face's Llama weights.
+    Features i and i + R/2 form a pair, as in Hugging Face's Llama weights. The rest, by default none, is not rotated.
     """
-    cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 D/2
-    a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)  # B T H D/2
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 R/2
+    half, wide = cos.shape[-1], x.to(torch.promote_types(x.dtype, cos.dtype))
+    a, b, rest = wide.tensor_split((half, 2 * half), dim=-1)  # B T H R/2 twice, B T H D-R
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
 
 class Rope(nn.Module):
@@ -211,9 +212,8 @@ class Rope(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.context = config.context
-        self.make_table = partial(
-            precompute_freqs_cis, config.head_dim, config.context, config.rope_theta, config.rope_scaling
-        )
+        rotated = int(config.head_dim * config.rotary_fraction)  # R
+        self.make_table = partial(precompute_freqs_cis, rotated, config.context, config.rope_theta, config.rope_scaling)
         self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in self.make_table())
 
     def forward(self, start: int, length: int) -> RopeTable:
