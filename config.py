@@ -110,6 +110,7 @@ class ModelConfig:
     hidden_dim: int = option(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
     context: int = option(256, "maximum sequence length in tokens")
     vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
+    trained_context: int = option(None, "")  # of --init-from, if it was longer; not a flag
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
     rope_scaling: dict[str, float] = option(
         {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"
@@ -312,7 +313,7 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
 
 def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
     """Add a flag for every field of the dataclass `config`. A flag not given sets nothing, so that presets apply."""
-    for option in dataclasses.fields(config):
+    for option in (option for option in dataclasses.fields(config) if option.metadata["help"]):
         kind: Any = option.type
         several = option.default_factory
         default = option.default if several is dataclasses.MISSING else " ".join(several())
@@ -353,7 +354,7 @@ def configs_from(
 
     of_run: the options in a run.json, of `--config` or `--resume`.
     pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
-        repeat them, shorten the context or change the dropout.
+        repeat them, or change the context or the dropout.
     memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
     Raises ValueError for values that are incompatible.
@@ -380,6 +381,8 @@ def configs_from(
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
     if pretrained:
         _check_pretrained(pretrained, given | by_flag)
+        longest = pretrained.get("trained_context") or pretrained["context"]
+        given["trained_context"] = longest if longest > (given | by_flag)["context"] else None
     steps = given.get("steps", TrainConfig.steps)
     placement = PLACEMENTS.get(given.get("placement", ""), PLACEMENTS["pre"])
     usual = {"warmup": steps // 20, "kv_heads": given.get("heads"), "init": placement.init}
@@ -404,5 +407,3 @@ def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None
             name in NOT_PRETRAINED or given[name] == value,
             f"{flag_name(name)} {shown(given[name])} contradicts --init-from, which has {shown(value)}; leave it out",
         )
-    longest = pretrained["context"]
-    require(given["context"] <= longest, f"--context {given['context']} is longer than that of --init-from, {longest}")

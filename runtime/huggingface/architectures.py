@@ -130,6 +130,7 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
     scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
+    theirs["max_position_embeddings"] = max(config.context, config.trained_context or 0)
     partial = {} if "rotary_fraction" in architecture.ours else {"partial_rotary_factor": config.rotary_fraction}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
