@@ -110,10 +110,12 @@ class ModelConfig:
     hidden_dim: int = option(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
     context: int = option(256, "maximum sequence length in tokens")
     vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
+    trained_context: int = option(None, "")  # of --init-from, if it was longer; not a flag
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
     rope_scaling: dict[str, float] = option(
         {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"
     )
+    rotary_fraction: float = option(1.0, "fraction of each head's features that RoPE rotates, the first ones")
     tie_embeddings: bool = option(True, "use the embedding as the output head")
     scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, initially sqrt(--dim) (DyT)")
     embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma uses sqrt(--dim)")
@@ -139,6 +141,10 @@ class ModelConfig:
         _derive(self, init=PLACEMENTS[self.placement].init)
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
         require(self.head_dim % 2 == 0, odd)
+        rotated = self.head_dim * self.rotary_fraction // 1  # rounded down, as in StableLM
+        even = self.rotary_fraction <= 1 and rotated >= 2 and rotated % 2 == 0
+        part = f"--rotary-fraction {self.rotary_fraction} of --head-dim {self.head_dim}"
+        require(even, f"{part} must be an even number of features, from 2 to all")
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         for name in ("rope_theta", "embedding_scale"):
             value = getattr(self, name)
@@ -312,7 +318,7 @@ def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> 
 
 def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
     """Add a flag for every field of the dataclass `config`. A flag not given sets nothing, so that presets apply."""
-    for option in dataclasses.fields(config):
+    for option in (option for option in dataclasses.fields(config) if option.metadata["help"]):
         kind: Any = option.type
         several = option.default_factory
         default = option.default if several is dataclasses.MISSING else " ".join(several())
@@ -353,7 +359,7 @@ def configs_from(
 
     of_run: the options in a run.json, of `--config` or `--resume`.
     pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
-        repeat them, shorten the context or change the dropout.
+        repeat them, or change the context or the dropout.
     memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved. Norms whose statistics are over the
         batch have no micro-batches unless asked for.
 
@@ -381,6 +387,8 @@ def configs_from(
     changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
     if pretrained:
         _check_pretrained(pretrained, given | by_flag)
+        longest = pretrained.get("trained_context") or pretrained["context"]
+        given["trained_context"] = longest if longest > (given | by_flag)["context"] else None
     steps = given.get("steps", TrainConfig.steps)
     placement = PLACEMENTS.get(given.get("placement", ""), PLACEMENTS["pre"])
     usual = {"warmup": steps // 20, "kv_heads": given.get("heads"), "init": placement.init}
@@ -407,5 +415,3 @@ def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None
             name in NOT_PRETRAINED or given[name] == value,
             f"{flag_name(name)} {shown(given[name])} contradicts --init-from, which has {shown(value)}; leave it out",
         )
-    longest = pretrained["context"]
-    require(given["context"] <= longest, f"--context {given['context']} is longer than that of --init-from, {longest}")

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,6 @@ from runtime.plugins import import_first
 from runtime.process import NotFinite, bad_input, exit_codes, write
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
-NEVER = -1  # as the end-of-document token: no sample ends
 INVALID = -2  # drawn where the largest logit is not finite
 
 
@@ -166,13 +165,16 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
 
 
 def generate(
-    model: Llama, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor, end_of_document: int = NEVER, **options: Any
+    model: Llama,
+    ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    ends: int | Collection[int] = (),
+    **options: Any,
 ) -> Tensor:
     """`ids` with their continuation: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
 
-    `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row that ends with
-    `end_of_document` repeats it; by default no row ends. The model may be in training mode. Raises ValueError for bad
-    ids, for more tokens than the context holds, and if a logit is NaN or infinite.
+    `options` are the fields of `Sampling`, such as tokens=100 and temperature=0.7. A row ends with an id of `ends`,
+    such as `tokenizer.ends`, and repeats it; by default no row ends. The model may be in training mode. Raises
+    ValueError for bad ids, for more tokens than the context holds, and if a logit is NaN or infinite.
     """
     if isinstance(ids, str):
         raise TypeError("generate takes token ids, not text: generate(model, tokenizer.encode(text))")
@@ -185,19 +187,21 @@ def generate(
     training = model.training
     model.eval()
     try:
-        new = list(stream_ids(model, prompts.reshape(-1, prompts.shape[-1]), sampling, end_of_document))
+        new = list(stream_ids(model, prompts.reshape(-1, prompts.shape[-1]), sampling, ends))
     finally:
         model.train(training)
     return torch.cat((prompts, prompts.new_tensor(new).T.reshape(*prompts.shape[:-1], -1)), -1)
 
 
 @torch.inference_mode()
-def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_document: int = NEVER) -> Iterator[list[int]]:
+def stream_ids(
+    model: Llama, prompts: Tensor, sampling: Sampling, ends: int | Collection[int] = ()
+) -> Iterator[list[int]]:
     """Yield the next token id of each sample, which continues its row of `prompts` (B, T), until all have ended.
 
-    A sample that has ended repeats `end_of_document`. Each sample has its own random numbers, a function of the seed
-    and its index, so it does not depend on the other samples. No global random state is touched. Raises ValueError,
-    before the first token, if the context is too short, and NotFinite if a logit is NaN or infinite.
+    A sample ends with an id of `ends` and then repeats it. Each sample has its own random numbers, a function of the
+    seed and its index, so it does not depend on the other samples. No global random state is touched. Raises
+    ValueError, before the first token, if the context is too short, and NotFinite if a logit is NaN or infinite.
     """
     device = model.embed_tokens.weight.device
     samples, count = len(prompts), max_new_tokens(prompts[0], sampling, model.config.context)
@@ -207,17 +211,17 @@ def stream_ids(model: Llama, prompts: Tensor, sampling: Sampling, end_of_documen
     generator = Generator("cpu").manual_seed(sampling.seed % 2**63)
     points = torch.rand(samples, model.config.context, dtype=torch.float64, generator=generator, device="cpu")
     points = to_device(points.T, sampler)
-    cache, ended = model.new_cache(tokens.shape[1] + count), [False] * samples
+    ends = {ends} if isinstance(ends, int) else set(ends)
+    cache, ids = model.new_cache(tokens.shape[1] + count), [INVALID] * samples
     for index in range(count):
         drawn = draw(model.next_logits(tokens, cache), sampling, points[index])  # B
         # Reading the ids is the only time that Python waits for the device.
         read = drawn.tolist()
         if INVALID in read:
             raise NotFinite("a logit of the model is")
-        ids = [end_of_document if done else token for done, token in zip(ended, read, strict=True)]
+        ids = [last if last in ends else token for last, token in zip(ids, read, strict=True)]
         yield ids
-        ended = [token == end_of_document for token in ids]
-        if all(ended):
+        if all(token in ends for token in ids):
             return
         tokens = drawn.to(device).unsqueeze(1)  # B 1
 
@@ -277,16 +281,16 @@ def stream_text(
 ) -> Iterator[list[str | None]]:
     """Yield the new text of each sample, token by token; None for one that has ended.
 
-    A sample ends at an end-of-document token or before the first of the `stop` strings.
+    A sample ends at one of the tokenizer's `ends` or before the first of the `stop` strings.
     """
-    texts = [TextStream(stop) for _ in range(samples)]
+    texts, ends = [TextStream(stop) for _ in range(samples)], tokenizer.ends
     length = max_new_tokens(prompt, sampling, model.config.context)
     prompts = torch.tensor([prompt or [tokenizer.end_of_document]] * samples)
-    for count, ids in enumerate(stream_ids(model, prompts, sampling, tokenizer.end_of_document), 1):
+    for count, ids in enumerate(stream_ids(model, prompts, sampling, ends), 1):
         pieces = []
         for text, token in zip(texts, ids, strict=True):
             piece = None if text.ended else text.add(tokenizer.decode_bytes([token]))
-            if piece is not None and (token == tokenizer.end_of_document or count == length):
+            if piece is not None and (token in ends or count == length):
                 piece += text.end()
             pieces.append(piece)
         yield pieces
@@ -298,7 +302,7 @@ def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling:
     """`prompt` and one sample that continues it, as long as the context allows. The model may be in training mode."""
     room = model.config.context - len(prompt)
     options = vars(sampling) | {"tokens": min(sampling.tokens or DEFAULT_TOKENS, room)}
-    ids = generate(model, prompt, tokenizer.end_of_document, **options)
+    ids = generate(model, prompt, tokenizer.ends, **options)
     return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
 
 

@@ -2,7 +2,7 @@
 
 Shapes in comments:
     B sequences   T new tokens   S tokens including cached ones   C features (dim)   V vocabulary size
-    H query heads   K key/value heads   D features per head
+    H query heads   K key/value heads   D features per head   R of them with rotary positions
 A `cache` is a list with a `LayerCache` for each layer.
 """
 
@@ -21,7 +21,7 @@ from norms import TRAITS, build_norm
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
-RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T D/2
+RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T R/2
 
 
 class Llama(nn.Module):
@@ -50,8 +50,9 @@ class Llama(nn.Module):
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
         self.final_norm = placement.final_norm(make_norm)  # nn.Identity where the placement has none
         self.lm_head = Linear(config.dim, config.vocab_size)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.tie_weights()
+        self.register_load_state_dict_pre_hook(check_tie)
+        self.register_load_state_dict_post_hook(Llama.tie_weights)
         if placement.extend:
             placement.extend(self)
         draw_weights(self, seed)
@@ -89,6 +90,19 @@ class Llama(nn.Module):
     def new_cache(self, tokens: int | None = None) -> "list[LayerCache]":
         """An empty cache for `forward` and `next_logits`, with space for `tokens` tokens (default: the context)."""
         return [LayerCache(tokens or self.config.context) for _ in self.layers]
+
+    def tie_weights(self, *_) -> None:
+        """Make the head's weight the embedding, if the configuration says so. Loading a state dict calls it."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Llama":
+        """Keep a tied head tied by `to` and `to_empty`, which may replace each parameter."""
+        tied = getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
+        super()._apply(fn, recurse)
+        if tied:
+            self.tie_weights()
+        return self
 
 
 class Block(nn.Module):
@@ -181,14 +195,15 @@ def precompute_freqs_cis(
 
 
 def rotate(x: Tensor, rope: RopeTable) -> Tensor:
-    """Rotate each pair of features (i, i + D/2) of `x`, B T H D, by the angle of its position, in at least fp32.
+    """Rotate each pair of features (i, i + R/2) of `x`, B T H D, by the angle of its position, in at least fp32.
 
     The product of a rotated query and a rotated key depends on their contents and on the distance of their positions.
-    Features i and i + D/2 form a pair, as in Hugging Face's Llama weights.
+    Features i and i + R/2 form a pair, as in Hugging Face's Llama weights. The rest, by default none, is not rotated.
     """
-    cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 D/2
-    a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)  # B T H D/2
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 R/2
+    half, wide = cos.shape[-1], x.to(torch.promote_types(x.dtype, cos.dtype))
+    a, b, rest = wide.tensor_split((half, 2 * half), dim=-1)  # B T H R/2 twice, B T H D-R
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
 
 class Rope(nn.Module):
@@ -197,9 +212,8 @@ class Rope(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.context = config.context
-        self.make_table = partial(
-            precompute_freqs_cis, config.head_dim, config.context, config.rope_theta, config.rope_scaling
-        )
+        rotated = int(config.head_dim * config.rotary_fraction)  # R
+        self.make_table = partial(precompute_freqs_cis, rotated, config.context, config.rope_theta, config.rope_scaling)
         self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in self.make_table())
 
     def forward(self, start: int, length: int) -> RopeTable:
@@ -292,6 +306,13 @@ class Embedding(nn.Module):
         if self.constant != 1:
             x = self.constant * x
         return x if self.scale is None else self.scale * x
+
+
+def check_tie(model: Llama, state: dict[str, Tensor], prefix: str, *arguments) -> None:
+    """Before a state dict is loaded: an error unless the head of a tied model, if it is in there, is the embedding."""
+    embedding, head = (state.get(f"{prefix}{name}.weight") for name in ("embed_tokens", "lm_head"))
+    if model.config.tie_embeddings and head is not None and (embedding is None or not torch.equal(embedding, head)):
+        arguments[-1].append("lm_head.weight is not embed_tokens.weight; load it into a Llama(tie_embeddings=False)")
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from runtime.checkpoint import (
     weight_hashes,
 )
 from runtime.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
-from runtime.huggingface.directory import read_config, read_model
+from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.plugins import command_to_type, import_first, keep_copies
 from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from runtime.report import plot_loss, save_plot, write_report
@@ -145,6 +145,7 @@ class Trainer:
                 self.model = read_model(source, run.model_config).to(run.device, torch.float32)
             else:
                 self.model = Llama(run.model_config, config.seed).to(run.device)
+            stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.model.recompute = config.recompute
         self.after_step = PLACEMENTS[run.model_config.placement].after_step
         self.parallel = distributed.Parallel(self.model, config.shard)

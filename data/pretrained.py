@@ -8,15 +8,14 @@ import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.tokenizer import Tokenizer, byte_level_alphabet, piece_bytes
 from files import read_json, write_atomically
 
-JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
-COPIED = (JSON, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+JSON, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+COPIED = (JSON, CONFIG, SPECIAL, "added_tokens.json", "chat_template.jinja")
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -30,13 +29,17 @@ class PretrainedTokenizer(Tokenizer):
     kind = "pretrained"
     _encode: Callable
 
-    def __init__(self, directory: Path):
-        """The end of a document is `eos_token` of tokenizer_config.json. A ValueError names an unusable file."""
+    def __init__(self, directory: Path, end: str | int | None = None):
+        """The end of a document is `eos_token` of tokenizer_config.json, or of special_tokens_map.json, or else `end`.
+
+        A ValueError names an unusable file.
+        """
         self._files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
         if JSON not in self._files:
             raise ValueError(f"{directory} holds no {JSON}; AutoTokenizer of transformers makes one from other files")
-        end = read_json(directory / CONFIG, dict).get("eos_token")
-        end = end.get("content") if isinstance(end, dict) else end
+        for name in (SPECIAL, CONFIG):
+            token = read_json(directory / name, dict).get("eos_token") if name in self._files else None
+            end = (token.get("content") if isinstance(token, dict) else token) or end
         try:
             self._open(self._files[JSON], end)
         except (AttributeError, KeyError, RecursionError, TypeError):
@@ -47,7 +50,7 @@ class PretrainedTokenizer(Tokenizer):
         self._space_in_front = self.decode_bytes(self.encode("a")) == b" a"
         self.token_bytes[self.end_of_document] -= self._space_in_front  # the space in front is not text
 
-    def _open(self, content: bytes, end: Any) -> None:
+    def _open(self, content: bytes, end: str | int | None) -> None:
         """A file of the `tokenizers` library, changed so that special tokens typed as text stay text."""
         try:
             import tokenizers
@@ -60,9 +63,10 @@ class PretrainedTokenizer(Tokenizer):
         if "ByteLevel" not in decoder and "ByteFallback" not in decoder:
             raise ValueError(f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
         vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
-        if end not in vocabulary:
-            raise ValueError(f"no end-of-document token: eos_token in {CONFIG} is {end!r}, which the vocabulary lacks")
-        self.end_of_document = vocabulary[end]
+        self.end_of_document = vocabulary.get(end, end)  # by its name, or its id
+        if self.end_of_document not in vocabulary.values():
+            source = f"eos_token in {CONFIG}, or else eos_token_id in config.json,"
+            raise ValueError(f"no end-of-document token: {source} is {end!r}, which the vocabulary lacks")
         special = {name for name, token in vocabulary.items() if token == self.end_of_document}
         special |= {token["content"] for token in added if token["special"]}
         for token in added:
@@ -86,6 +90,8 @@ class PretrainedTokenizer(Tokenizer):
             pieces[number] = bytes(alphabet[char] for char in name) if in_alphabet else piece_bytes(name)
         for token in added:
             pieces[token["id"]] = token["content"].encode()
+        texts = [number for name, number in vocabulary.items() if name not in special]
+        self.text_vocab_size = 1 + max([*texts, self.end_of_document, *self.prompt_start])
         for name in special:
             pieces[vocabulary[name]] = b""
             piece = vocabulary[name] in self.encode(name) or (len(name) == 1 and name in model["vocab"])

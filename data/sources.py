@@ -58,8 +58,6 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
     if (problem := _not_text(path)) in CONVERT:
         advice = CONVERT[problem].replace("FILE", shlex.quote(name))
         raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8: {advice}")
-    if problem:
-        warn(f"{flag} {name} has NUL characters; is it text in UTF-8?")
     if _stem(path).endswith(".json") and not _is_json_lines(path):
         warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
     return [path]
@@ -92,7 +90,10 @@ def _not_text(path: Path) -> str:
         return _stem(path)[-3:].upper()
     with _open(path) as file:
         start = file.read(8192)
-    return "UTF-16" if start.startswith(UTF16) else "binary" if b"\0" in start else ""
+    halves = (start[::2], start[1::2])  # of which one is all NUL in UTF-16 of Latin letters
+    if start.startswith(UTF16) or (len(start) > 1 and not all(map(any, halves))):
+        return "UTF-16"
+    return "binary" if b"\0" in start else ""
 
 
 def short_name(name: str) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -43,6 +44,8 @@ class Tokenizer:
     pieces: the UTF-8 bytes that each id adds to a decoded text; none for special tokens.
     token_bytes: their lengths. Summed over the ids of a text that decodes to itself: its size in UTF-8.
     end_of_document: the id after each document. No text is encoded as it.
+    ends: the ids that end a sample: the end of a document and, if it came with a model, all that the model names.
+    token_ids, generation: special tokens in that model's config.json, and its generation_config.json, to be kept.
     hash: in hex, different for tokenizers that encode differently.
     """
 
@@ -51,10 +54,21 @@ class Tokenizer:
     end_of_document: int
     pieces: Sequence[bytes]
     prompt_start: Sequence[int] = ()
+    token_ids: dict[str, Any] | None = None
+    generation: dict[str, Any] | None = None
 
     @property
     def vocab_size(self) -> int:
         return len(self.pieces)
+
+    @cached_property
+    def ends(self) -> set[int]:
+        return {self.end_of_document}
+
+    @cached_property
+    def text_vocab_size(self) -> int:
+        """How many ids a model needs for all texts: special tokens that no text has may lie beyond."""
+        return self.vocab_size
 
     @cached_property
     def token_bytes(self) -> np.ndarray:

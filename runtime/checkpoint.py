@@ -26,7 +26,15 @@ from data.tokenizer import Tokenizer
 from files import explained, read_json, sha256, sync
 from model import Llama
 from runtime import distributed
-from runtime.huggingface.directory import CONFIG, match_weights, read_model, read_tokenizer, stored_state, write_model
+from runtime.huggingface.directory import (
+    CONFIG,
+    match_weights,
+    open_model,
+    read_model,
+    read_tokenizer,
+    stored_state,
+    write_model,
+)
 from runtime.huggingface.weights import save_tensors, stored_tensors, weight_files
 from runtime.run_dir import newest_run
 
@@ -77,12 +85,30 @@ def save_checkpoint(
 def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
     """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
 
-    So does `transformers`, if it has the architecture; otherwise config.json says why not.
+    So does `transformers`, if it has the architecture; otherwise config.json says why not. It is written under another
+    name, read again and renamed. Raises ValueError, naming the tensor, for a model that could not be loaded as it is.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    require(not any(directory.iterdir()), f"{directory} is not empty; name a new directory")
-    write_model(directory, model.config, stored_state(model), tokenizer)
+    directory, state = Path(directory).resolve(), stored_state(model)
+    require(not state["embed_tokens.weight"].is_meta, "the model is on the meta device and has no weights yet")
+    new = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    require(new, f"{directory} is not empty; name a new directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = directory.with_name(f".{directory.name}-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    try:
+        with explained(directory, sum(tensor.nbytes for tensor in state.values())):
+            unfinished.mkdir()
+            write_model(unfinished, model.config, state, tokenizer)
+            read_tokenizer(unfinished)
+            for stored in open_model(unfinished)[1].values():
+                stored.read()
+            if directory.exists():  # Windows replaces no directory
+                directory.rmdir()
+            unfinished.rename(directory)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(unfinished), str(directory))) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:

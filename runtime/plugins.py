@@ -81,11 +81,17 @@ def definitions() -> set[Any]:
 
 @torch.no_grad()
 def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError if an imported norm changes the shape or dtype, shows a token later ones, or cannot be saved."""
+    """Raise ValueError if an imported norm would give wrong results, or could not be loaded from a checkpoint."""
     if not any(config.norm in record["norms"] for record in import_records()):
         return
     make = partial(build_norm, config.norm, config.dim, "attention", **config.norm_args)
-    norm = make().to(device)
+    norm, other = make(), make().state_dict()
+    unsaved = f"--norm {config.norm} could not be loaded from a checkpoint: its tensors must be"
+    for name, tensor in norm.state_dict().items():
+        # ModelConfig made the first norm on the meta device, with what is shared.
+        shared = tensor.is_meta or (tensor.numel() and tensor.data_ptr() == other[name].data_ptr())
+        require(not shared, f"{unsaved} made for each site, but all have the same {name}")
+    norm.to(device)
     x = torch.ones(2, 8, config.dim, device=device).cumsum(1).cumsum(2).sin()  # values that differ
     changed = x.clone()
     changed[:, -1] += 1
@@ -93,7 +99,10 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     def apply(norm: nn.Module, tokens: Tensor, training: bool) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same dropout
-            return copy.deepcopy(norm).train(training)(tokens)
+            given = tokens.clone()
+            y = copy.deepcopy(norm).train(training)(given)
+        require(torch.equal(given, tokens), f"--norm {config.norm} changes its input in place; the stream needs it")
+        return y
 
     for training in (TRAITS[config.norm].causal_in_training, False):
         y, after = apply(norm, x, training), apply(norm, changed, training)
@@ -110,8 +119,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         kept = same and all(tensor.dtype != torch.float64 for tensor in state.values())
     except (RuntimeError, ValueError):
         kept = False
-    kinds = "contiguous parameters and persistent buffers, none shared or float64"
-    require(kept, f"--norm {config.norm} could not be loaded from a checkpoint: its tensors must be {kinds}")
+    require(kept, f"{unsaved} contiguous parameters and persistent buffers, none shared or float64")
 
 
 def import_records() -> list[dict[str, Any]]:

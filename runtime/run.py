@@ -126,6 +126,9 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     device = pick_device(getattr(flags, "device", given.get("device", "auto")))
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model_config, config = configs_from(flags, device.type, given, pretrained, memory)
+    longest = pretrained and (pretrained["trained_context"] or pretrained["context"])
+    if longest and model_config.context > longest:
+        warn(f"--context {model_config.context} is longer than that of --init-from, which is {longest}")
     device, ranks = pick_device(config.device), distributed.world_size()
     distributed.check_device(device)
     check_imported_norm(model_config, device)

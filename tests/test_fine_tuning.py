@@ -15,7 +15,7 @@ from data.batches import training_batch
 from data.tokenizer import ByteTokenizer
 from model import Llama
 from optim import learning_rate
-from runtime.checkpoint import load_pretrained, load_training_state
+from runtime.checkpoint import load_pretrained, load_training_state, save_pretrained
 from runtime.run import Run, resolve_run
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +34,7 @@ def directory(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=32, rms_norm_eps=1e-5, eos_token_id=256,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=32, rms_norm_eps=1e-5, eos_token_id=[256, 3],
         tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 5e4},
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "theirs")
@@ -118,7 +118,15 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     train.main(["--resume", "--out", str(run)])
     assert fingerprint(run) == finished
     assert json.loads((run / "run.json").read_text())["weights_from"] == recorded["weights_from"]
-    transformers.AutoTokenizer.from_pretrained(run / "checkpoints/step-000000")
+    save_pretrained(tmp_path / "exported", *load_pretrained(run))
+    for exported in (run / "checkpoints/step-000020", tmp_path / "exported"):  # the rest is what it was
+        reopened, (ours, tokenizer) = (
+            transformers.AutoModelForCausalLM.from_pretrained(exported),
+            load_pretrained(exported),
+        )
+        assert (ours.config.context, reopened.config.max_position_embeddings, tokenizer.ends) == (24, 32, {256, 3})
+        assert reopened.config.eos_token_id == reopened.generation_config.eos_token_id == [256, 3]
+        assert transformers.AutoTokenizer.from_pretrained(exported).eos_token_id == 256
 
 
 @pytest.mark.parametrize(
@@ -127,13 +135,20 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
         ("--dim 64", "--dim 64 contradicts --init-from, which has 32"),
         ("--norm-arg eps=1e-3", "contradicts --init-from"),
         ("--tokenizer bytes", "--tokenizer bytes contradicts --init-from, which has pretrained"),
-        ("--context 33", "--context 33 is longer than that of --init-from, 32"),
         ("--resume", "--init-from is for new runs"),
         ("--init-from nowhere", "nowhere is not a directory"),
     ],
 )
 def test_flags_that_contradict_the_directory_are_refused(fine_tune, refused, flags, message):
     assert message in refused(train.main, fine_tune(flags))
+
+
+def test_a_longer_context_is_allowed_and_said(fine_tune, tmp_path, capsys):
+    train.main(fine_tune("--context 40 --steps 2"))
+    line = "--context 40 is longer than that of --init-from, which is 32"
+    assert line in capsys.readouterr().err.splitlines()
+    described = json.loads((tmp_path / "run/checkpoints/step-000002/config.json").read_text())
+    assert described["max_position_embeddings"] == load_pretrained(tmp_path / "run")[0].config.context == 40
 
 
 def test_master_weights_are_fp32(fine_tune, directory):
@@ -150,11 +165,17 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fin
     cut = flags.index("--init-from")
     sizes = "--dim 32 --layers 1 --heads 2 --context 32 --placement post --tokenizer bytes --steps 4"
     train.main([*flags[:cut], *sizes.split(), "--out", str(base)])
+    path = base / "checkpoints/step-000004/config.json"  # changed by others, without its manifest
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [256, 10], "pad_token_id": 0}))
+    path.with_name("manifest.json").write_text("{}")
     own = ["--steps", "4", "--lr", "1e-9", "--context", "16", "--dropout", "0.1"]
     train.main([*flags[:cut], "--init-from", str(base), *own])
     recorded = json.loads((tmp_path / "run/run.json").read_text())
     assert recorded["training"]["tokenizer"] == "bytes" and recorded["model"]["placement"] == "post"
     assert recorded["weights_from"]["directory"] == str(base / "checkpoints/step-000004")
+    described = json.loads((tmp_path / "run/checkpoints/step-000004/config.json").read_text())
+    assert (described["eos_token_id"], described["pad_token_id"]) == ([256, 10], 0)
+    assert recorded["model"]["trained_context"] == 32
     before, after = (load_pretrained(run)[0].state_dict() for run in (base, tmp_path / "run"))
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
     # The run is repeated by its run.json, which names where it started.

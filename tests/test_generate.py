@@ -165,6 +165,11 @@ def test_samples_stop_at_end_of_document():
     assert len(set(lengths)) > 1  # samples end at different steps
     assert all(set(row[length:]) == {END} for row, length in zip(rows, lengths, strict=True))
     assert len(rows[0]) == max(lengths) + 1 < 40  # generation stops when all samples have ended
+    first = rows[0][0]  # several ends: each row repeats the one that came
+    for row, new in zip(rows, generate(model, [[7]] * 5, {first, END, 999}, tokens=40, temperature=1.0), strict=True):
+        stop = min(row.index(token) for token in {first, END} & set(row))
+        assert new[1:].tolist() == row[:stop] + [row[stop]] * (len(new) - 1 - stop)
+    assert generate(model, [7], first, tokens=40, temperature=1.0).tolist() == [7, first]
     streamed = zip(*stream_text(model, ByteTokenizer(), [7], Sampling(tokens=40, temperature=1.0), 5), strict=True)
     texts = []
     for pieces, length in zip(streamed, lengths, strict=True):

@@ -138,6 +138,36 @@ def test_rope_table_survives_meta_device_and_casts_and_is_not_in_state_dict():
     assert not [name for name in model.state_dict() if "rope" in name]
 
 
+def test_the_first_part_of_each_head_is_rotated():
+    """By default all of it, with the bits of the formula."""
+    x, table = torch.randn(1, 40, 3, 16, generator=torch.Generator().manual_seed(0)), precompute_freqs_cis(4, 40)
+    assert torch.equal(rotate(x, table), torch.cat((rotate(x[..., :4], table), x[..., 4:]), -1))
+    whole, (a, b) = precompute_freqs_cis(16, 40), x.chunk(2, -1)
+    cos, sin = (part.unsqueeze(1) for part in whole)
+    assert torch.equal(rotate(x, whole), torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+
+
+def test_a_tied_head_stays_the_embedding():
+    """Where torch replaces parameters: by assignment, from another module as well, `to_empty`, `to` and copies."""
+    state = Llama(SMALL, seed=1).state_dict()
+    with torch.device("meta"):
+        assigned, emptied = Llama(SMALL), Llama(SMALL)
+    nn.ModuleList([assigned]).load_state_dict({f"0.{name}": tensor for name, tensor in state.items()}, assign=True)
+    assert emptied.to_empty(device="cpu").lm_head.weight is emptied.embed_tokens.weight
+    emptied.load_state_dict(state)
+    for model in (assigned, emptied, copy.deepcopy(assigned).double()):
+        assert model.lm_head.weight is model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight.float(), state["lm_head.weight"])
+    apart = copy.deepcopy(assigned)
+    apart.lm_head.weight = nn.Parameter(apart.lm_head.weight + 1)
+    assert apart.double().lm_head.weight is not apart.embed_tokens.weight, "a cast does not drop a trained head"
+    for assign in (False, True):
+        with pytest.raises(
+            RuntimeError, match=r"lm_head\.weight is not embed_tokens\.weight; load it into a Llama\(tie"
+        ):
+            Llama(SMALL).load_state_dict(apart.state_dict(), assign=assign)
+
+
 # --- KV cache --------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""Parity with `transformers` through directories on disk, both ways, for random configurations of five architectures.
+"""Parity with `transformers` through directories on disk, both ways: for random configurations of five architectures,
+and for eight families in the shape in which they are published.
 
 In float64 the two compute the same. In fp32 and bf16, our error against that is at most as large as theirs, up to a
 factor that allows for another order of sums.
@@ -17,12 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import train
 from config import ModelConfig
 from data.tokenizer import SentencePieceTokenizer, train_tokenizer
-from generate import Sampling, stream_ids
+from generate import Sampling, generate, stream_ids
 from model import Llama
 from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import to_theirs
+from runtime.huggingface.directory import TOKEN_IDS
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,6 +53,7 @@ def draw_config(name: str, seed: int) -> ModelConfig:
             dim=dim, layers=choose([1, 3]), heads=heads, kv_heads=choose([1, 2, heads]), head_dim=head_dim,
             hidden_dim=choose([48, 96]), context=CONTEXT, vocab_size=VOCAB, rope_theta=choose([500.0, 1e4, 5e5]),
             rope_scaling=choose([{}, scaling]), tie_embeddings=choose([True, False]), norm_args=norm_args,
+            rotary_fraction=0.25 if name == "stablelm" else 1.0,
         )
     )  # fmt: skip
 
@@ -86,19 +90,20 @@ def their_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def exact_logits(directory: Path, end: int) -> Tensor:
-    """Logits in float64, and that ours and theirs are the same, as are 40 greedy tokens."""
-    ours, theirs = load_pretrained(directory)[0], their_model(directory, torch.float32)
+def exact_logits(directory: Path) -> Tensor:
+    """Logits in float64, and that ours and theirs are the same, as are 40 greedy tokens, or fewer if they end."""
+    (ours, tokenizer), theirs = load_pretrained(directory), their_model(directory, torch.float32)
     with fp32_is_float64():
         ours, theirs = ours.double(), theirs.double()  # ours computes its rotary table again
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
-        logits, prompt = theirs(TOKENS).logits, TOKENS[:1, :8]
+        tokens = TOKENS % ours.config.vocab_size
+        logits, prompt = theirs(tokens).logits, tokens[:1, :8]
         assert logits.dtype == torch.float64
-        torch.testing.assert_close(ours(TOKENS), logits, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours(tokens), logits, rtol=0, atol=1e-9)
         generated = theirs.generate(
             prompt, do_sample=False, max_new_tokens=40, attention_mask=torch.ones_like(prompt), pad_token_id=0
         )
-        mine = [token for (token,) in stream_ids(ours, prompt, Sampling(tokens=40, temperature=0), end)]
+        mine = [token for (token,) in stream_ids(ours, prompt, Sampling(tokens=40, temperature=0), tokenizer.ends)]
     assert mine == generated[0, 8:].tolist()
     return logits
 
@@ -144,7 +149,7 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
 
     # Ours opens in transformers.
     save_pretrained(tmp_path / "ours", ours, tokenizer)
-    exact = exact_logits(tmp_path / "ours", tokenizer.end_of_document)
+    exact = exact_logits(tmp_path / "ours")
     assert_as_exact(tmp_path / "ours", torch.float32, exact)
 
     # Theirs opens here: other dtypes, several files.
@@ -164,5 +169,69 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
     # A directory that knows nothing of us, in the spelling of an earlier version.
     in_transformers_4(again)
     transformers.AutoTokenizer.from_pretrained(again).save_pretrained(again)
-    exact = exact_logits(again, tokenizer.end_of_document)
+    exact = exact_logits(again)
     assert_as_exact(again, torch.bfloat16, exact)
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+# The files of each family, with small sizes. The vocabulary of a tokenizer has its special tokens only; pieces follow.
+FAMILIES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
+PIECES, MERGES = FAMILIES.pop("pieces"), FAMILIES.pop("merges")
+for name, (family, fields) in FAMILIES.pop("variants").items():  # which compute the same
+    FAMILIES[name] = FAMILIES[family] | {"config.json": FAMILIES[family]["config.json"] | fields}
+TEXTS = ["def f(x):\n    return 1.5 * x  # é 漢字 😀", "Hello world's 1234 <s> ok", "<think>no</think>\t\tz"]
+
+
+def publish(family: str, directory: Path) -> dict[str, Any]:
+    """A directory of random weights in the shape of the family. Returns what its files hold."""
+    files, config = FAMILIES[family], FAMILIES[family]["config.json"]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    model.to(getattr(torch, config["torch_dtype"])).save_pretrained(directory)
+    tokenizer = files["tokenizer.json"]
+    bpe, kind = tokenizer["model"], tokenizer["model"]["merges"]
+    pieces = {piece: number for number, piece in enumerate(bpe["vocab"] + PIECES[kind])}
+    tokenizer = tokenizer | {"model": bpe | {"vocab": pieces, "merges": MERGES[kind]}}
+    for name, fields in (files | {"tokenizer.json": tokenizer}).items():
+        (directory / name).write_text(json.dumps(fields))
+    return files
+
+
+@torch.no_grad()
+def assert_as_published(directory: Path, files: dict[str, Any]) -> None:
+    """Ids of texts, special tokens, logits, and each end: in transformers as here and as in the family."""
+    exact_logits(directory)
+    (ours, tokenizer), theirs = load_pretrained(directory), their_model(directory, torch.float32)
+    in_transformers = transformers.AutoTokenizer.from_pretrained(directory)
+    for text in TEXTS:
+        assert tokenizer.encode_prompt(text) == in_transformers(text, split_special_tokens=True)["input_ids"], text
+    described, config = json.loads((directory / "config.json").read_text()), files["config.json"]
+    assert [described.get(name) for name in TOKEN_IDS] == [config.get(name) for name in TOKEN_IDS]
+    generation = files["generation_config.json"]
+    assert json.loads((directory / "generation_config.json").read_text()) == generation
+    prompt, ends = torch.tensor([tokenizer.encode_prompt("def f")]), generation["eos_token_id"]
+    assert tokenizer.ends == set(ends if isinstance(ends, list) else [ends])
+    for end in tokenizer.ends:  # it changes places with a token that comes
+        new = generate(ours, prompt, tokens=8, temperature=0)[0, prompt.shape[1] :].tolist()
+        other = next(token for token in new if token not in prompt)
+        for model, embedding in ((ours, ours.embed_tokens), (theirs, theirs.model.embed_tokens)):
+            for weight in {embedding.weight, model.lm_head.weight}:
+                weight[[end, other]] = weight[[other, end]]
+        mine = generate(ours, prompt, tokenizer.ends, tokens=8, temperature=0)
+        options = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, attention_mask=torch.ones_like(prompt))
+        assert mine[0, -1] == end and mine.tolist() == theirs.generate(prompt, **options).tolist()
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_read_fine_tuned_and_read_by_transformers(tmp_path, text, family):
+    files = publish(family, base := tmp_path / "base")
+    assert_as_published(base, files)
+    flags = f"--init-from {base} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --context 48"
+    flags += " --steps 30 --batch-size 2 --optimizer adamw --lr 1e-3 --device cpu --dtype float32 --eval-tokens 400"
+    train.main(flags.split())
+    run = tmp_path / "run/checkpoints/step-000030"
+    assert_as_published(run, files)
+    described = json.loads((run / "config.json").read_text())
+    assert (described["max_position_embeddings"], load_pretrained(run)[0].config.context) == (64, 48)

@@ -116,6 +116,7 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
 
 
 def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys):
+    warn.cache_clear()
     run = command("--steps 1 --norm batchnorm --micro-batch-size 4")
     config = f"--config {run / 'run.json'}"
     for flags in (f"--resume --out {run}", config, f"{config} --norm rmsnorm", f"{config} --micro-batch-size 8"):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from config import MAX_SIZE, ROPE_SCALING, ModelConfig, require
-from files import is_a
+from files import is_a, warn
 
 OWN_TYPE = "normal-llama"  # the model_type of a model that no architecture expresses
 OWN = "normal_llama"  # the key of our configuration in config.json
@@ -27,16 +27,21 @@ SIZES = {  # theirs, ours
     "max_position_embeddings": "context",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
-# Other fields that are read, and those that do not change the logits. `auto_map` names code, which is never run.
+# Other fields that are read, and those that do not change the logits, such as settings of generation and what tools
+# leave behind. `auto_map` names code, which is never run.
 OTHERS = """
 tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama
 _name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
-use_cache initializer_range pretraining_tp is_llama_config tokenizer_class
+use_cache initializer_range pretraining_tp is_llama_config tokenizer_class is_decoder layer_types max_sequence_length
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
 attn_implementation _attn_implementation _attn_implementation_autoset cache_implementation
+gradient_checkpointing use_bfloat16 tf_legacy_loss
 return_dict output_attentions output_hidden_states torchscript task_specific_params
-id2label label2id problem_type finetuning_task
-do_sample temperature top_k top_p repetition_penalty max_length
+id2label label2id num_labels problem_type finetuning_task
+do_sample temperature top_k top_p typical_p repetition_penalty max_length min_length early_stopping num_beams
+num_beam_groups diversity_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 
 
@@ -60,11 +65,13 @@ class Architecture:
     unused: tuple[str, ...] = ()
 
 
-PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
+PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none", "rotary_fraction": 1.0}
 RMSNORM = {"elementwise_affine": True}
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "eps": 1e-5}
-# Fields of any architecture, which `transformers` reads and writes only if they are not at these defaults.
-COMMON = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
+# Fields of any architecture, which `transformers` writes only if they are not at these defaults, or in a full dump.
+COMMON: dict[str, Any] = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
+COMMON |= {"is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False}
+COMMON |= {"chunk_size_feed_forward": 0, "pruned_heads": {}}
 USUAL = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}
 
 ARCHITECTURES = {
@@ -75,9 +82,7 @@ ARCHITECTURES = {
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM", PRE | {"qk_norm": "head"}, RMSNORM,
-        lambda config: USUAL | {
-            "use_sliding_window": False, "layer_types": ["full_attention"] * config.layers,
-        },
+        lambda config: USUAL | {"use_sliding_window": False},
         defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
         unused=("sliding_window", "max_window_layers"),
     ),
@@ -91,7 +96,8 @@ ARCHITECTURES = {
         lambda config: USUAL,
     ),
     "stablelm": Architecture(
-        "StableLmForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": True, "bias": True},
+        "StableLmForCausalLM", {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
+        {"elementwise_affine": True, "bias": True},
         lambda config: {
             "hidden_act": "silu", "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_qkv_bias": False,
             "qk_layernorm": False, "use_parallel_residual": False, "head_dim": config.dim // config.heads,
@@ -123,7 +129,8 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
     scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
-    partial = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in architecture.defaults else {}
+    theirs["max_position_embeddings"] = max(config.context, config.trained_context or 0)
+    partial = {} if "rotary_fraction" in architecture.ours else {"partial_rotary_factor": config.rotary_fraction}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
     theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | partial
@@ -138,7 +145,8 @@ def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
     architecture = ARCHITECTURES[model_type]
     names = theirs.get("architectures")
     require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
-    theirs = architecture.defaults | theirs
+    theirs = architecture.defaults | {name: value for name, value in theirs.items() if value is not None}
+    theirs |= {"hidden_act": "silu"} if theirs.get("hidden_act") == "swish" else {}  # two names of one function
     given = dict(architecture.ours)
     for name, ours in SIZES.items():
         value = theirs.get(name)
@@ -151,13 +159,21 @@ def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
         norm_args["eps"] = _number(theirs, architecture.eps, 1e-5)
     tied = theirs.get("tie_word_embeddings", False)
     require(is_a(tied, bool), "tie_word_embeddings must be true or false")
-    config = ModelConfig(**given, norm_args=norm_args, tie_embeddings=tied, **_rope(theirs))
+    rope = _rope(theirs)
+    whole = rope["rotary_fraction"] == 1 or "rotary_fraction" not in given
+    require(whole, f"partial_rotary_factor {rope['rotary_fraction']} is not supported with {architecture.name}")
+    config = ModelConfig(**rope | given, norm_args=norm_args, tie_embeddings=tied)
+    windows = [kind for kind in theirs.get("layer_types", []) if kind != "full_attention"]
+    require(not windows, f"layer_types {windows[:1]} is not supported, only 'full_attention'")
     fixed = COMMON | architecture.fixed(config)
     for name, value in fixed.items():
         actual = theirs.get(name, value)
-        require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
+        if name.endswith("_dropout") and _number(theirs, name, value) > 0:
+            warn(f"{name} {actual} is not used: --dropout is that of training")
+        else:
+            require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
     known = {*SIZES, *OTHERS.split(), *fixed, *architecture.unused, architecture.eps}
-    for name in theirs.keys() - known:
+    for name in (name for name in theirs.keys() - known if not name.startswith("unsloth_")):
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
     return config
 
@@ -167,17 +183,19 @@ def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
     field = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
     rope = theirs.get(field) or {}
     require(isinstance(rope, dict), f"{field} must be an object, not {rope!r}")
+    rope = {name: value for name, value in rope.items() if value is not None}
     everything = theirs | rope
-    partial = everything.get("partial_rotary_factor")
-    require(partial in (None, 1), f"partial_rotary_factor {partial!r} is not supported, only 1.0")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if (kind, rope.get("factor")) == ("linear", 1):  # which changes nothing
+        kind, _ = "default", rope.pop("factor")
     require(kind in ("default", "llama3"), f"{field} of type {kind!r} is not supported; default and llama3 are")
     names = ROPE_SCALING if kind == "llama3" else ()
     for name in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *names}:
         raise ValueError(f"{field} has {name!r}, which is not supported with type {kind!r}")
     rope = {"original_max_position_embeddings": theirs["max_position_embeddings"]} | rope
+    theta, fraction = _number(everything, "rope_theta", 10000.0), _number(everything, "partial_rotary_factor", 1.0)
     scaling = {name: _number(rope, name, None) for name in names}
-    return {"rope_theta": _number(everything, "rope_theta", 10000.0), "rope_scaling": scaling}
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
 
 def _number(fields: dict[str, Any], name: str, default: float | None) -> float:

@@ -15,6 +15,7 @@ from config import ModelConfig, check_fields, require
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json
 from model import Llama
+from runtime import distributed
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
 from runtime.huggingface.weights import (
     WEIGHTS,
@@ -26,7 +27,8 @@ from runtime.huggingface.weights import (
 )
 from runtime.plugins import import_records, warn_of_imports
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FORMAT = 1  # of our part of config.json and of the names of weights; increase it whenever they change
 DTYPES = ("F32", "BF16", "F16")
 TENSORS_PER_LAYER = 7  # at least: its matrices
@@ -39,7 +41,8 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
     """Write a model's `stored_state` with its configuration and tokenizer."""
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # which also starts a text without a prompt
-    described = {"dtype": dtype, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
     try:
         for record in import_records():
             require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
@@ -50,13 +53,25 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
     save_tensors({hugging_face_name(name, config): tensor for name, tensor in state.items()}, directory / WEIGHTS)
     tokenizer.save(directory)
+    if tokenizer.generation:
+        (directory / GENERATION).write_text(json.dumps(tokenizer.generation, indent=1), "utf-8")
 
 
 def stored_state(model: Llama) -> dict[str, Tensor]:
-    """The state that a file holds, under our names: a tied head is stored as the embedding only."""
-    state = model.state_dict()
+    """The state that a file holds, under our names: a tied head is stored as the embedding only.
+
+    Raises ValueError, naming the tensor, if a tied head has come apart or two other names share a tensor.
+    """
+    state, names = model.state_dict(), dict[int, str]()
     if model.config.tie_embeddings:
+        advice = "call tie_weights() to drop it, or make a Llama(tie_embeddings=False)"
+        tied = model.lm_head.weight is model.embed_tokens.weight
+        require(tied, f"lm_head.weight is no longer the embedding, but tie_embeddings is true; {advice}")
         del state["lm_head.weight"]
+    for name, tensor in state.items():
+        memory = distributed.local(tensor).data_ptr()
+        first = names.setdefault(memory, name) if memory else name  # a tensor without values has none
+        require(first == name, f"{name} and {first} are the same tensor, and would be two when they are loaded")
     return state
 
 
@@ -97,8 +112,6 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
     if model.config.tie_embeddings:
         state["lm_head.weight"] = state["embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
-    if model.config.tie_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
     return model
 
 
@@ -108,7 +121,7 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     files = weight_files(directory)
     most = max(MAX_ROPE_BYTES, sum(path.stat().st_size for path in files))
     fits = 4 * config.context * config.head_dim <= most
-    require(fits, f"{directory / CONFIG} has a context of {config.context}, whose RoPE table exceeds the weights")
+    require(fits, f"{directory / CONFIG}: a context of {config.context} has a RoPE table that exceeds the weights")
     tensors = len(stored_tensors(*files))
     fits = config.layers * TENSORS_PER_LAYER <= tensors
     require(fits, f"{directory / CONFIG} describes {config.layers} layers, but has only {tensors} tensors")
@@ -146,15 +159,23 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     config, kind = read_config(directory)
     if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
         kind = PRETRAINED  # transformers saves a tokenizer.json in its place
+    described = read_json(directory / CONFIG, dict)
+    generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
+    ends: list[int] = []
+    for name, fields in ((CONFIG, described), (GENERATION, generation)):
+        ids = fields.get("eos_token_id")
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        require(is_a(ids, list[int]), f"{directory / name}: eos_token_id must be a token id or a list of them")
+        ends += ids
     if kind == PRETRAINED:
         from data.pretrained import PretrainedTokenizer  # imported here because it takes time, and few runs need it
 
-        tokenizer: Tokenizer = PretrainedTokenizer(directory)
+        tokenizer: Tokenizer = PretrainedTokenizer(directory, ends[0] if ends else None)
     else:
         tokenizer = load_tokenizer(kind, directory)
-    padding = config.vocab_size // 32 if kind == PRETRAINED else 0  # some round the vocabulary up
-    require(
-        config.vocab_size - padding <= tokenizer.vocab_size <= config.vocab_size,
-        f"{directory}: the tokenizer has {tokenizer.vocab_size} ids and the model {config.vocab_size}",
-    )
+    tokenizer.ends |= set(ends)
+    tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
+    tokenizer.generation = generation
+    needed, there = tokenizer.text_vocab_size, config.vocab_size  # which some round up
+    require(needed <= there, f"{directory}: the tokenizer needs {needed} ids, and the model has {there}")
     return tokenizer

@@ -105,11 +105,12 @@ def stored_tensors(*files: Path) -> dict[str, StoredTensor]:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises OSError if the disk is full."""
+    """Write a safetensors file, each tensor contiguous. Raises OSError if the disk is full."""
     path.touch()
     mode = path.stat().st_mode  # that of the umask; safetensors' own is 0600
     try:
-        save_file(tensors, path, metadata={"format": "pt"})  # which transformers asks for
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, path, metadata={"format": "pt"})  # which transformers asks for
         path.chmod(mode)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"{path} cannot be written: {error}") from None

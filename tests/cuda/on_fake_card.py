@@ -84,7 +84,7 @@ def generation(flags: str, sampling: dict[str, Any], samples: int) -> Waits:
         generate.cast_matrices(model, run.dtype)
         waits.take()
         prompts = torch.tensor([[5, 6, 7]] * samples)
-        for ids in generate.stream_ids(model, prompts, generate.Sampling(tokens=3, **sampling), end_of_document=256):
+        for ids in generate.stream_ids(model, prompts, generate.Sampling(tokens=3, **sampling), ends=256):
             assert len(ids) == samples
             found.append(waits.take())
     assert len(found) == 3

@@ -144,8 +144,9 @@ def test_a_table_and_utf_16_are_refused_with_the_way_to_convert_them(tmp_path):
     for name in ("b.tsv", "c.CSV.gz"):
         with pytest.raises(ValueError, match=r" is .SV, not text in UTF-8"):
             find_files(str(write(tmp_path / name, b"")), tmp_path)
-    with pytest.raises(ValueError, match=r"b.txt is UTF-16, not text in UTF-8: iconv -f UTF-16 -t UTF-8"):
-        find_files(str(write(tmp_path / "b.txt", "語".encode("utf-16"))), tmp_path)
+    for content in ("語".encode("utf-16"), "text".encode("utf-16-le"), "text".encode("utf-16-be")):
+        with pytest.raises(ValueError, match=r"b.txt is UTF-16, not text in UTF-8: iconv -f UTF-16 -t UTF-8"):
+            find_files(str(write(tmp_path / "b.txt", content)), tmp_path)
 
 
 def test_short_names_are_safe_in_folder_names(tmp_path, monkeypatch):

@@ -213,6 +213,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"qk_norm": "full"},
     {"embedding_scale": 4.9},
     {"scaled_embedding": True},
+    {"rotary_fraction": 0.5},
     {"norm_args": {"cast_order": "llama"}},
     {"norm_args": {"elementwise_affine": False}},
     *({size: 24} for size in ("dim", "head_dim", "hidden_dim")),

@@ -6,14 +6,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.optim import AdamW
 
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
+from generate import cast_matrices
 from model import Llama
 from runtime.checkpoint import (
     find_checkpoint,
@@ -124,6 +127,49 @@ def test_a_model_is_not_saved_over_something(tmp_path):
         with pytest.raises(ValueError, match="is not empty; name a new directory"):
             save_pretrained(path, Llama(CONFIG), ByteTokenizer())
     load_pretrained(checkpoint)
+
+
+def replace(owner: Any, weight: torch.Tensor, name: str = "weight") -> None:
+    setattr(owner, name, nn.Parameter(weight.detach()))
+
+
+SPOILT: dict[str, Callable[[Any], Any]] = {
+    "lm_head.weight is no longer .*; call tie_weights": lambda m: replace(m.embed_tokens, m.lm_head.weight),
+    "lm_head.weight is no longer the embedding": lambda m: cast_matrices(m, torch.bfloat16),
+    r"norm\.weight and \S+norm\.weight are the same": lambda m: replace(
+        m.final_norm, m.layers[0].mlp_residual.norm.weight
+    ),
+    r"unknown model\.layers\.0\.mlp\.up_proj\.bias": lambda m: replace(m.layers[0].mlp.up_proj, torch.ones(24), "bias"),
+    r"lacks model\.norm\.weight": lambda m: setattr(m, "final_norm", nn.Identity()),
+    r"has the wrong shape for model\.norm\.weight": lambda m: replace(m.final_norm, torch.ones(3)),
+    r"model\.norm\.weight has values that are NaN": lambda m: replace(m.final_norm, torch.ones(16) / 0),
+    r"has a dtype other than F32, BF16, F16 for model\.embed_tokens": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("message", SPOILT)
+def test_what_could_not_be_loaded_as_it_is_is_not_saved(tmp_path, message):
+    model = Llama(CONFIG)
+    SPOILT[message](model)
+    with pytest.raises(ValueError, match=message) as error:
+        save_pretrained(tmp_path / "new", model, ByteTokenizer())
+    assert "\n" not in str(error.value) and "unfinished" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Also into an empty one, and after a process that was killed. Tensors need not be contiguous."""
+    model, directory = Llama(CONFIG), tmp_path / "new"
+    replace(model.embed_tokens, model.embed_tokens.weight.T.contiguous().T)
+    model.tie_weights()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ByteTokenizer, "save", Mock(side_effect=KeyboardInterrupt))
+        save_pretrained(directory, model, ByteTokenizer())
+    assert not list(tmp_path.iterdir())
+    directory.mkdir()
+    (tmp_path / ".new-unfinished/sub").mkdir(parents=True)
+    save_pretrained(directory, model, ByteTokenizer())
+    assert list(tmp_path.iterdir()) == [directory]
+    assert torch.equal(load_pretrained(directory)[0](torch.tensor([[1, 2]])), model(torch.tensor([[1, 2]])))
 
 
 def test_find_checkpoint(tmp_path, monkeypatch):

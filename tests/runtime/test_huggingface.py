@@ -62,6 +62,13 @@ def without_shard(directory: Path) -> None:
     (directory / SHARDS[1]).unlink()
 
 
+def pad(directory: Path, special: bool = True) -> None:
+    """Add a token to the tokenizer, and not to the model."""
+    fields = json.loads((directory / "tokenizer.json").read_text())
+    fields["added_tokens"] += [fields["added_tokens"][0] | {"id": 257, "content": "[PAD]", "special": special}]
+    (directory / "tokenizer.json").write_text(json.dumps(fields))
+
+
 def pickled(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
@@ -85,6 +92,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor must be"),
     ({"rope_parameters": {"rope_type": "default", "factor": 8}}, "rope_parameters has 'factor'"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear' is not supported"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\] is not supported"),
+    ({"is_encoder_decoder": True}, "is_encoder_decoder True is not supported, only False"),
+    ({"eos_token_id": "2"}, "config.json: eos_token_id must be a token id or a list of them"),
     ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
     ({"intermediate_size": 32}, r"wrong shape for model\.layers\.0\.mlp\.down_proj\.weight"),
     ({"normal_llama": [1]}, "normal_llama is damaged"),
@@ -112,7 +123,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"has an unknown model\.layers\.0\.mlp\.up_proj\.bias",
     ),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
-    "another vocabulary": (lambda d: write(d, ModelConfig(**SIZES | {"vocab_size": 300})), "257 ids and the model 300"),
+    "text beyond the vocabulary": (lambda d: pad(d, special=False), "needs 258 ids, and the model has 257"),
     "qwen3 with sliding windows": (
         lambda d: change_config(write(d, QWEN3), use_sliding_window=True),
         "use_sliding_window True is not supported",
@@ -142,6 +153,20 @@ def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
     loaded = load_pretrained(directory)[0]
     assert loaded.config == expected.config and not marker.exists()
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config", "special_tokens_map", "config", "generation_config"])
+def test_the_end_of_a_document_is_named_in_any_of_four_files(where, tmp_path):
+    """The model may have more ids than the tokenizer, or fewer, if no text has them."""
+    directory = write(tmp_path / "theirs", dataclasses.replace(LLAMA, vocab_size=257 if where == "config" else 400))
+    pad(directory)
+    (directory / "tokenizer_config.json").unlink()
+    change_config(directory, eos_token_id=())
+    path, of_model = directory / f"{where}.json", where.startswith(("config", "gen"))
+    named = {"eos_token_id": [256, 5]} if of_model else {"eos_token": {"content": "</s>", "lstrip": False}}
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | named))
+    _, tokenizer = load_pretrained(directory)
+    assert tokenizer.end_of_document == 256 and tokenizer.ends == ({256, 5} if of_model else {256})
 
 
 # --- models that no architecture expresses ---------------------------------------------------------------------------

@@ -173,6 +173,7 @@ def test_a_file_that_changes_while_python_runs_is_refused():
         "return x, x": "must return a tensor with the shape and dtype of its input",
         "return x - x.mean(1, keepdim=True)": "lets a token see later tokens",
         "return x - (x.mean(1, keepdim=True) if self.training else 0)": "lets a token see later tokens",
+        "return x.mul_(self.factor)": "changes its input in place; the stream needs it",
     }.items(),
 )
 def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
@@ -189,6 +190,8 @@ def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
         "torch.nn.Buffer(torch.ones(dim, dtype=torch.float64))",
         "torch.rand(dim)",
         "torch.rand(dim, device='cpu')",
+        "vars(register).setdefault('gain', torch.nn.Parameter(torch.ones(dim)))",  # the same for all sites
+        "torch.nn.Parameter(vars(register).setdefault('ones', torch.ones(dim, device='cpu')))",
     ],
 )
 def test_a_norm_that_no_checkpoint_would_bring_back_is_refused(tensor, refused):
@@ -197,6 +200,13 @@ def test_a_norm_that_no_checkpoint_would_bring_back_is_refused(tensor, refused):
     )
     error = refused(call, f"train.py --norm mynorm {TOY} --import bad.py")
     assert error.startswith("error: --norm mynorm could not be loaded from a checkpoint: its tensors must be")
+
+
+def test_a_placement_whose_sites_share_a_tensor_is_refused_before_training(refused):
+    third = PLACEMENT.replace("class", "ONES = torch.nn.Parameter(torch.ones(1))\n\nclass")
+    init = "def __init__(self, site):\n        super().__init__(site)\n        self.scale = ONES"
+    Path("third.py").write_text(third.replace("pass", init))
+    assert "are the same tensor" in refused(call, f"train.py --placement third {TOY} --import third.py")
 
 
 def test_a_norm_with_a_network_starts_from_the_seed_and_keeps_its_precision():
