@@ -58,7 +58,10 @@ def forget() -> None:
     """As in a new process: nothing is imported."""
     for owner, was in ORIGINAL:
         for name in [name for name, value in vars(owner).items() if callable(value) and value is not was.get(name)]:
-            setattr(owner, name, was[name]) if name in was else delattr(owner, name)
+            if name in was:
+                setattr(owner, name, was[name])
+            elif vars(owner)[name].__module__.startswith("imported_"):  # torch.compile adds names as well
+                delattr(owner, name)
     for name in {*KINDS, *PLACEMENTS} & {"mynorm", "third"}:
         for table in (KINDS, TRAITS, PLACEMENTS):
             table.pop(name, None)  # type: ignore[attr-defined]
