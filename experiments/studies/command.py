@@ -17,8 +17,8 @@ import torch
 from config import DEVICES, Parser, check_sizes, require
 from data.batches import evaluation_batches
 from data.corpus import RULES, Corpus
-from experiments.ablation.grid import Cell, Grid, Outcomes, prepare_text, resolve_arms, resolve_devices, settings_digest
-from experiments.ablation.outcome import Arm, grouped
+from experiments.ablation.grid import Cell, Grid, prepare_text, resolve_arms, resolve_devices, settings_digest
+from experiments.ablation.outcome import Arm, Outcome, grouped
 from experiments.ablation.rates import SPACING
 from experiments.studies.page import PROSE, RESULTS, write_page
 from experiments.studies.study import Measured, Protocol, Row, Study
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     add = parser.add_argument
     add("name", nargs="?", choices=STUDIES, metavar="NAME", help=", ".join(STUDIES))
     add("--scale", help="scale of the protocol, such as S or gpu (default: all except gpu)")
-    add("--out", type=Path, default=Path(), metavar="DIR", help="folder of CLAIMS.md and results/claims (default: .)")
+    add("--out", type=Path, default=Path(), metavar="DIR", help="folder of CLAIMS.md and results/ (default: .)")
     add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over two GPUs (default: cpu)")
@@ -55,10 +55,10 @@ def main(arguments: list[str]) -> None:
     results, runs = flags.out / RESULTS, RUNS_FOLDER / "claims"
     if flags.name:
         study = STUDIES[flags.name]
-        scales = [flags.scale] if flags.scale else [scale for scale in study.protocols if scale != "gpu"]
+        scales = [flags.scale] if flags.scale else list(study.protocols)
         with bad_input():
             check_sizes(flags, "jobs")
-            require(scales[0] in study.protocols, f"--scale {flags.scale}: choose from {', '.join(study.protocols)}")
+            require(scales[0] in study.scales, f"--scale {flags.scale}: choose from {', '.join(study.scales)}")
             devices = resolve_devices(flags.device)
             for folder in (runs, results):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def run_study(study: Study, scale: str, seed: int, grid_of: Callable[..., Grid],
 
     So a result on text that other rules split stays, and the new one stands beside it.
     """
-    protocol, started = study.protocols[scale], time.process_time()
+    protocol, started = study.scales[scale], time.process_time()
     seeds, rules = range(seed, seed + protocol.seeds), RULES if protocol.arms else ""
     with bad_input():
         content: dict[str, Any] = read_json(file, dict) if file.exists() else {}
@@ -113,7 +113,8 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         arms = {name: Arm.of(**protocol.arms[name].factors) for name in names}
         with bad_input():  # the text may need a download
             grid = grid_of(protocol.flags, list(arms.values()), data)
-        for lr, tuned in grouped((protocol.arms[name].lr, name) for name in names if protocol.arms[name].lr).items():
+        starts = [(protocol.arms[name].lr, name) for name in names if protocol.arms[name].lr]
+        for lr, tuned in grouped(starts).items():
             lrs = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
             best, tried = grid.tune([arms[name] for name in tuned], lrs, seeds, WIDEN, first=1)
             nats = next(run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb)  # per bit
@@ -145,7 +146,7 @@ def make_grid(
     return Grid(folder, resolve_arms(arms, shared), shared, text, jobs, THREADS, devices)
 
 
-def rows_of(grid: Grid, outcomes: Outcomes, arms: Mapping[str, Arm]) -> list[Row]:
+def rows_of(grid: Grid, outcomes: Mapping[Cell, Outcome], arms: Mapping[str, Arm]) -> list[Row]:
     """Runs as results have them. The value is the last loss, in nats per token, and None if the run diverged."""
     names, rows = {arm: name for name, arm in arms.items()}, []
     for cell, run in outcomes.items():
@@ -155,9 +156,13 @@ def rows_of(grid: Grid, outcomes: Outcomes, arms: Mapping[str, Arm]) -> list[Row
             tokens, _ = next(evaluation_batches(grid.data.val, model.config.context, 8))
             residual_rms = [round(value, 6) for value in stream_rms(model.train(), tokens)]
         curve = [[row["step"], round(row["train_loss"], 4)] for row in run.log if "train_loss" in row]
-        row = {"arm": names[cell.arm], "lr": cell.lr, "seed": cell.seed}
-        row |= {"value": None if run.diverged else run.val_loss, "best": run.best_val_loss, "seconds": run.seconds}
-        row |= {"train_loss": curve[:: max(1, len(curve) // CURVE)], "residual_rms": residual_rms}
+        value = None if run.diverged else run.val_loss
+        row = {"arm": names[cell.arm], "lr": cell.lr, "seed": cell.seed, "value": value, "best": run.best_val_loss}
+        row |= {
+            "seconds": run.seconds,
+            "train_loss": curve[:: max(1, len(curve) // CURVE)],
+            "residual_rms": residual_rms,
+        }
         rows.append(row | {"commit": read_run_file(folder / "run.json")["commit"]})
     return rows
 

@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from experiments.studies.recipes import RMSNORM, SQUASHED, M, S, both, with_gpu
-from experiments.studies.study import ABOVE, Effect, Protocol, Study, difference
+from experiments.studies.study import ABOVE, RMSNORM, SQUASHED, Effect, M, Protocol, S, Study, both, difference
 
 DERF = both("Derf", norm="derf:alpha=0.5", **SQUASHED)
 DERF_03 = both("Derf 0.3", norm="derf:alpha=0.3", **SQUASHED)
@@ -23,5 +22,5 @@ STUDY = Study(
         difference("Derf", "RMSNorm"),
         difference("Derf, AdamW", "RMSNorm, AdamW"),
     ],
-    with_gpu({"S": Protocol(10, S, RMSNORM | DERF | DERF_03), "M": Protocol(5, M, RMSNORM | DERF)}),
+    {"S": Protocol(10, S, RMSNORM | DERF | DERF_03), "M": Protocol(5, M, RMSNORM | DERF)},
 )

@@ -6,10 +6,9 @@ All runs have 4,000 steps, at the best rates of 1,000 steps on all of the text.
 import math
 from functools import partial
 
-from experiments.studies.recipes import SQUASHED, S, tuned, with_gpu
-from experiments.studies.study import ABOVE, Protocol, Runs, Study, difference, lowest, slope
+from experiments.studies.study import ABOVE, SQUASHED, Protocol, Runs, S, Study, difference, lowest, slope, tuned
 
-SIZES = {50_000: "50 kB", 200_000: "200 kB", 1_000_000: "1 MB", 4_100_000: "all"}  # bytes; 4,000 steps see 4.1 MB
+SIZES = {50_000: "50 kB", 200_000: "200 kB", 1_000_000: "1 MB", 4_100_000: "all"}  # 4,000 steps see 4.1 MB
 PAIR = {"DyT": {"norm": "dyt:alpha=2", **SQUASHED}, "LayerNorm": {"norm": "layernorm"}}
 RATES = {f"{name} rate": tuned("adamw", **factors) for name, factors in PAIR.items()}
 LONGER = {
@@ -30,6 +29,6 @@ STUDY = Study(
         slope("the same at each run's best evaluation", ENDS, value="best evaluation"),
         *(difference(f"DyT {end}", f"LayerNorm {end}") for end in SIZES.values()),
     ],
-    with_gpu({"S": Protocol(4, f"{S} --eval-every 500", RATES | LONGER)}),
+    {"S": Protocol(4, f"{S} --eval-every 500", RATES | LONGER)},
     values={"best evaluation": partial(lowest, name="best")},
 )

@@ -2,8 +2,7 @@
 
 import math
 
-from experiments.studies.recipes import RMSNORM, SQUASHED, M, S, both, with_gpu
-from experiments.studies.study import Protocol, Study, difference
+from experiments.studies.study import RMSNORM, SQUASHED, M, Protocol, S, Study, both, difference
 
 DYT = both("DyT", norm="dyt:alpha=0.5", **SQUASHED)
 DYT_025 = both("DyT 0.25", norm="dyt:alpha=0.25", **SQUASHED)
@@ -17,5 +16,5 @@ STUDY = Study(
         difference("DyT 0.25, AdamW", "RMSNorm, AdamW"),
         difference("DyT, AdamW", "RMSNorm, AdamW"),
     ],
-    with_gpu({"S": Protocol(10, S, RMSNORM | DYT | DYT_025), "M": Protocol(6, M, MUON)}),
+    {"S": Protocol(10, S, RMSNORM | DYT | DYT_025), "M": Protocol(6, M, MUON)},
 )

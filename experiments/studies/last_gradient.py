@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from experiments.studies.recipes import S, new_model
-from experiments.studies.study import Effect, Protocol, Row, Runs, Study, slope
+from experiments.studies.study import Effect, Protocol, Row, Runs, S, Study, new_model, slope
 
 DEPTHS = (6, 12, 24, 48, 96)
 FLAT, FALLING = (-0.15, 0.15), (-0.65, -0.35)  # exponents

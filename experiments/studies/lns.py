@@ -2,8 +2,7 @@
 
 import math
 
-from experiments.studies.recipes import S, with_gpu
-from experiments.studies.study import BELOW, Effect, Protocol, Runs, Study, difference
+from experiments.studies.study import BELOW, Effect, Protocol, Runs, S, Study, difference
 
 
 def with_adam(placement: str, layers: str, scaled: str = "false") -> Runs:
@@ -29,5 +28,5 @@ STUDY = Study(
         difference("pre scaled", "pre"),
         Effect("what scaled init takes from LNS", {"LNS scaled": 1, "pre scaled": -1, "LNS": -1, "pre": 1}),
     ],
-    with_gpu({"12 blocks": Protocol(12, S, arms("12")), "24 blocks": Protocol(4, S, arms("24"))}),
+    {"12 blocks": Protocol(12, S, arms("12")), "24 blocks": Protocol(4, S, arms("24"))},
 )

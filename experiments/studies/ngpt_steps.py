@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.studies.recipes import LRS, S, tuned, with_gpu
-from experiments.studies.study import ABOVE, Effect, Measured, Protocol, Row, Runs, Study, Values, losses, slope
+from experiments.studies.study import ABOVE, LRS, Effect, Protocol, Runs, S, Study, losses, slope, tuned
 
 STEPS = (1000, 250, 500, 2000, 4000)
 MORE = (62, 125, 8000)  # pre-norm may need fewer or more steps for the loss of nGPT
@@ -28,7 +27,7 @@ def arms() -> dict[str, Runs]:
     return found
 
 
-def speed_up(rows: list[Row], measured: Measured) -> Values:
+def speed_up(rows: list[dict], measured: dict) -> dict[str, float]:
     """ln(steps that pre-norm needs for the loss of nGPT after n steps, over n), by "optimizer n".
 
     The loss of pre-norm is linear in ln(steps) between its runs. Outside of them, the result is infinite.
@@ -59,7 +58,7 @@ STUDY = Study(
             for steps in sorted(STEPS)
         ),
     ],
-    with_gpu({"S": Protocol(4, S, arms())}),
+    {"S": Protocol(4, S, arms())},
     values={"speed-up": speed_up},
     unit="slope of ln(speed-up) over ln(steps)",
 )

@@ -28,7 +28,7 @@ def write_page(entries: list[Entry], out: Path) -> None:
         prose, _, name = prose.strip().removesuffix(" -->").partition("\n\n<!-- ")
         if entry := known.get(name):
             primary = [
-                f"{effect.name}, {scale}: {shown(effect, finding)}"
+                f"{effect.name}, {scale}: {format_effect(effect, finding)}"
                 for scale, effect, finding in entry.found
                 if effect.reproduced
             ]
@@ -53,7 +53,7 @@ def details(entry: Entry) -> str:
     rows = []
     for scale, effect, finding in entry.found:
         least = f"{finding.estimate.detectable:.2g}" if finding.estimate and not effect.ratio else NONE
-        rows.append([effect.name, scale, shown(effect, finding), least])
+        rows.append([effect.name, scale, format_effect(effect, finding), least])
     made = [f"`python ablate.py claim {entry.study.name}`."]
     for scale, (found, _) in entry.judged.items():
         by = entry.content[scale]["environment"]
@@ -70,7 +70,7 @@ def bounds(effect: Effect, region: Region) -> str:
     return f"[{low:.3g}, {high:.3g}]".replace("inf", "∞")
 
 
-def shown(effect: Effect, finding: Finding) -> str:
+def format_effect(effect: Effect, finding: Finding) -> str:
     """`+0.0123 ± 0.0045 (n = 12)`, or `0.96 [0.95, 0.98] (n = 10)` for a ratio, or why there is nothing."""
     found = finding.estimate
     if found is None:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from experiments.studies.recipes import new_model
-from experiments.studies.study import Effect, Protocol, Row, Study
+from experiments.studies.study import Effect, Protocol, Row, Study, new_model
 from model import weights_by_role
 
 SHAPE: dict[str, Any] = {"layers": 4, "tie_embeddings": False}  # the output head is not centered

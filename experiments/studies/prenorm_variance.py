@@ -5,11 +5,10 @@ import math
 import numpy as np
 
 from experiments.studies.lns import with_adam
-from experiments.studies.recipes import S, with_gpu
-from experiments.studies.study import ABOVE, Effect, Measured, Protocol, Row, Study, Values
+from experiments.studies.study import ABOVE, Effect, Protocol, S, Study
 
 
-def growth(rows: list[Row], measured: Measured) -> Values:
+def growth(rows: list[dict], measured: dict) -> dict[str, float]:
     """ln(what a power law of the variance over depth leaves unexplained, over what an exponential leaves)."""
     found = {}
     for row in rows:
@@ -24,8 +23,11 @@ def growth(rows: list[Row], measured: Measured) -> Values:
 
 STUDY = Study(
     "prenorm-variance",
-    [Effect("pre-norm", {"pre": 1}, ABOVE, value="growth"), Effect("sandwich", {"sandwich": 1}, value="growth")],
-    with_gpu({"24 blocks": Protocol(5, S, {name: with_adam(name, "24") for name in ("pre", "sandwich")})}),
+    [
+        Effect("pre-norm", {"pre": 1}, ABOVE, value="growth"),
+        Effect("sandwich", {"sandwich": 1}, value="growth"),
+    ],
+    {"24 blocks": Protocol(5, S, {name: with_adam(name, "24") for name in ("pre", "sandwich")})},
     values={"growth": growth},
     unit="ln(residual of power law / of exponential)",
 )

@@ -2,8 +2,7 @@
 
 from statistics import mean
 
-from experiments.studies.recipes import LRS, M, S, with_gpu
-from experiments.studies.study import ABOVE, Measured, Protocol, Row, Runs, Study, Values, difference, losses
+from experiments.studies.study import ABOVE, LRS, M, Protocol, Runs, S, Study, difference, losses
 
 
 def arms(number: int, *optimizers: str) -> dict[str, Runs]:
@@ -16,7 +15,7 @@ def arms(number: int, *optimizers: str) -> dict[str, Runs]:
     return found
 
 
-def sensitivity(rows: list[Row], measured: Measured) -> Values:
+def sensitivity(rows: list[dict], measured: dict) -> dict[str, float]:
     """How much is lost, on average over an arm's rates, to its best one. More than at the start is not lost."""
     capped = {arm: [min(loss, measured["initial"]) for loss in group] for arm, group in losses(rows).items()}
     return {arm: mean(group) - min(group) for arm, group in capped.items()}
@@ -28,6 +27,6 @@ STUDY = Study(
         difference("plain, muon", "QK-norm, muon", value="sensitivity", reproduced=ABOVE),
         difference("plain, adamw", "QK-norm, adamw", value="sensitivity"),
     ],
-    with_gpu({"S": Protocol(5, S, arms(9, "muon", "adamw")), "M": Protocol(3, M, arms(7, "muon"))}),
+    {"S": Protocol(5, S, arms(9, "muon", "adamw")), "M": Protocol(3, M, arms(7, "muon"))},
     values={"sensitivity": sensitivity},
 )

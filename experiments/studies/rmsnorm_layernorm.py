@@ -2,8 +2,7 @@
 
 import math
 
-from experiments.studies.recipes import RMSNORM, M, S, both, tuned, with_gpu
-from experiments.studies.study import Protocol, Study, difference
+from experiments.studies.study import RMSNORM, M, Protocol, S, Study, both, difference, tuned
 
 LAYERNORM = both("LayerNorm", norm="layernorm")
 SHAKESPEARE = {
@@ -19,5 +18,5 @@ STUDY = Study(
         difference("RMSNorm, AdamW", "LayerNorm, AdamW"),
         difference("RMSNorm, Shakespeare", "LayerNorm, Shakespeare"),
     ],
-    with_gpu({"S": Protocol(12, S, RMSNORM | LAYERNORM | SHAKESPEARE), "M": Protocol(6, M, MUON)}),
+    {"S": Protocol(12, S, RMSNORM | LAYERNORM | SHAKESPEARE), "M": Protocol(6, M, MUON)},
 )

@@ -19,8 +19,11 @@ def step_times(protocol: Protocol, seeds: range) -> list[Row]:
         model = Llama(norm=norm, vocab_size=257)  # the default width of 128 and context of 256
         name = f"{norm}, compiled" if compiled else norm
         steps[name] = training_step(model, TrainConfig(compile=compiled), torch.float32)
-    times = [(seed, time_alternately(steps, 10, torch.device("cpu"))) for seed in seeds]
-    return [{"arm": arm, "seed": seed, "value": math.log(time)} for seed, all in times for arm, time in all.items()]
+    rows = []
+    for seed in seeds:
+        for arm, seconds in time_alternately(steps, 10, torch.device("cpu")).items():
+            rows.append({"arm": arm, "seed": seed, "value": math.log(seconds)})
+    return rows
 
 
 STUDY = Study(

@@ -42,12 +42,12 @@ def read_entries(studies: Iterable[Study], results: Path) -> list[Entry]:
     for study in studies:
         file, judged, found = results / f"{study.name}.json", {}, []
         content = read_json(file, dict) if file.exists() else {}
-        for scale, key in product(study.protocols, content):
+        for scale, key in product(study.scales, content):
             measured_at, _, rules = key.partition(", ")
             if measured_at == scale:
                 same = content[key]["environment"]["protocol"] == study.hash(scale, rules)
-                require(same, f"{file}: {key} was measured by another protocol; restore that, or delete the result")
-                verdict, p, effects = judge(study, study.protocols[scale], content[key]["measured"])
+                require(same, f"{file}: {key} has another protocol; restore that, or delete the result")
+                verdict, p, effects = judge(study, study.scales[scale], content[key]["measured"])
                 judged[key] = verdict, p
                 found += [(key, *each) for each in effects]
         if judged:
@@ -62,15 +62,16 @@ def read_entries(studies: Iterable[Study], results: Path) -> list[Entry]:
 def judge(study: Study, protocol: Protocol, measured: Measured) -> tuple[str, float, list[tuple[Effect, Finding]]]:
     """The verdict, its p-value before it is corrected for the other studies, and what was found of each effect.
 
-    Reproduced if all intervals lie where they should, not reproduced if one excludes what was expected. Nothing is
-    estimated where an arm is not tuned, or a run diverged or is out of range.
+    Reproduced if all intervals lie where they should, not reproduced if one excludes what was expected. Nothing
+    is estimated where an arm is not tuned, or a run diverged or is out of range.
     """
-    found, outside, inside = [], [], []  # p-values of "outside of what was claimed" and "inside of what was expected"
+    found, outside, inside = [], [], []  # p-values of "outside of `reproduced`" and "inside of `expected`"
     for effect in study.effects:
         if values := values_of(study, effect, measured):
             slack = slack_of(study, effect, protocol, measured)
             known, tuned = math.isfinite(slack), not math.isnan(slack)
-            found.append((effect, Finding(estimate(values, slack) if known else None, len(values), tuned, values)))
+            measure = estimate(values, slack) if known else None
+            found.append((effect, Finding(measure, len(values), tuned, values)))
             if effect.reproduced and effect.expected:
                 outside.append(p_outside(values, effect.reproduced, slack) if known else 1.0)
                 inside.append(p_inside(values, effect.expected, slack) if known else 1.0)

@@ -21,7 +21,7 @@ from experiments.studies import command
 from experiments.studies.command import STUDIES, excerpt, make_grid, train_arms
 from experiments.studies.last_gradient import gradients_and_updates
 from experiments.studies.ngpt_steps import speed_up
-from experiments.studies.page import plot, shown, write_page
+from experiments.studies.page import format_effect, plot, write_page
 from experiments.studies.prenorm_variance import growth
 from experiments.studies.qk_norm_rates import sensitivity
 from experiments.studies.study import ABOVE, Effect, Protocol, Runs, Study, difference, lowest, slope
@@ -106,8 +106,7 @@ def test_a_diverged_run_leaves_a_study_undecided_and_the_other_effects_as_they_a
     made_up = study(WORSE, difference("c", "d"))
     found, p, effects = judge(made_up, made_up.protocols["S"], measured)
     assert (found, p) == ("undecided", 1.0)
-    assert [shown(*each) for each in effects] == ["a run diverged or is out of range", "+0.2 ± 0.00908 (n = 5)"]
-    assert growth([{"arm": "a", "seed": 0, "value": None, "residual_rms": None}], measured) == {"a": math.inf}
+    assert [format_effect(*each) for each in effects] == ["a run diverged or is out of range", "+0.2 ± 0.00908 (n = 5)"]
 
 
 def test_errors_of_rates_count_as_much_as_they_move_an_effect():
@@ -123,7 +122,7 @@ def test_errors_of_rates_count_as_much_as_they_move_an_effect():
     for missing in ({"regret": None}, {"loss": 2.89}):  # or other seeds, at 3, end far from the parabola
         measured["optima"]["pre muon 100"] = OPTIMUM | missing
         assert math.isnan(slack(measured))
-        assert shown(*judge(nothing, protocol, measured)[2][0]) == "no best learning rate was found"
+        assert format_effect(*judge(nothing, protocol, measured)[2][0]) == "no best learning rate was found"
     measured["optima"]["pre muon 100"] = OPTIMUM | {"loss": 2.91, "regret": 0.0}
     assert slack(measured) == pytest.approx(0.1 * math.log(2))
     measured["optima"]["nGPT muon 100"] = OPTIMUM | {"regret": 0.6}  # as good as no run of pre-norm
@@ -137,8 +136,9 @@ def test_values_by_hand():
     depth = np.arange(1.0, 25)
     streams = {"power": np.sqrt(depth), "exponential": np.exp(0.1 * depth)}
     noise = 1 + 0.01 * np.cos(9 * depth)
-    fits = growth([{"arm": arm, "residual_rms": [1.0, *(stream * noise)]} for arm, stream in streams.items()], {})
-    assert fits["power"] < -3 and fits["exponential"] > 3
+    grown = [{"arm": arm, "residual_rms": [1.0, *(stream * noise)]} for arm, stream in streams.items()]
+    fits = growth([*grown, {"arm": "diverged", "residual_rms": None}], {})
+    assert fits["power"] < -3 and fits["exponential"] > 3 and fits["diverged"] == math.inf
     losses = {"pre muon 100": 3.0, "pre muon 200": 2.0, "pre muon 400": 1.5}
     losses |= {"nGPT muon 100": 2.5, "nGPT muon 200": 3.0, "nGPT muon 400": 1.25}  # the last is beyond
     speed = speed_up(rows(**{arm: [loss] for arm, loss in losses.items()}), {})
@@ -153,7 +153,7 @@ def test_protocols_are_complete(name):
     """Every arm can be trained, and every effect has its arms at some scale, the judged ones at the first."""
     assert len(STUDIES) == 12 and STUDIES[name].name == name
     complete = set()
-    for number, protocol in enumerate(STUDIES[name].protocols.values()):
+    for number, protocol in enumerate(STUDIES[name].scales.values()):
         arms = [Arm.of(**runs.factors) for runs in protocol.arms.values()]
         if arms:
             flags = [*protocol.flags.split(), "--device", "cpu", "--dtype", "float32", "--no-compile"]
@@ -253,7 +253,7 @@ def test_a_claim_writes_its_results_and_the_page_and_no_name_writes_the_same(tmp
     fewer = replace(exact, protocols={"initialization": replace(exact.protocols["initialization"], seeds=2)})
     other = replace(exact, effects=[replace(each, reproduced=(0.0, 0.02)) for each in exact.effects])
     for changed in (fewer, other):
-        with pytest.raises(ValueError, match="initialization was measured by another protocol"):
+        with pytest.raises(ValueError, match="initialization has another protocol"):
             read_entries([changed], Path("results/claims"))
 
 
@@ -293,20 +293,12 @@ def test_p_values_of_the_page_are_corrected_for_all_trained_studies(tmp_path):
     assert (replace(entries[0], p=0.06).verdict, entries[0].verdict) == ("undecided", "reproduced at S")
 
 
-def test_a_figure_has_what_was_found_of_the_effects_of_one_kind(tmp_path):
-    made_up = study(WORSE, difference("c", "d"), difference("a", "c", ratio=True))
-    measured = shifted(a=0.1, b=0, c=0, d=0)
-    measured["runs"][-1]["value"] = None  # of d
-    content = {"S": {"environment": {"protocol": made_up.hash("S")}, "measured": measured}}
-    (tmp_path / "made-up.json").write_text(json.dumps(content))
-    (axes,) = plot(read_entries([made_up], tmp_path)[0]).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a − b, S"] and axes.get_xlabel() == "nats"
-
-
 def test_committed_results_have_their_verdicts_and_claims_md_says_so(tmp_path, undrawn):
     entries = read_entries(STUDIES.values(), ROOT / "results/claims")
     (tmp_path / "results/claims").mkdir(parents=True)
     write_page(entries, tmp_path)
     assert (tmp_path / "CLAIMS.md").read_text("utf-8") == (ROOT / "CLAIMS.md").read_text("utf-8")
+    (axes,) = plot(next(entry for entry in entries if entry.study.name == "derf-muon")).axes  # the rest was not tuned
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["Derf − RMSNorm, S", "Derf − RMSNorm, M"]
     named = {path.stem for path in (ROOT / "results/claims").glob("*.png")}
     assert {entry.study.name for entry in entries} == named == STUDIES.keys()
