@@ -156,14 +156,10 @@ def rows_of(grid: Grid, outcomes: Mapping[Cell, Outcome], arms: Mapping[str, Arm
             tokens, _ = next(evaluation_batches(grid.data.val, model.config.context, 8))
             residual_rms = [round(value, 6) for value in stream_rms(model.train(), tokens)]
         curve = [[row["step"], round(row["train_loss"], 4)] for row in run.log if "train_loss" in row]
-        value = None if run.diverged else run.val_loss
+        value, made_by = None if run.diverged else run.val_loss, read_run_file(folder / "run.json")["commit"]
         row = {"arm": names[cell.arm], "lr": cell.lr, "seed": cell.seed, "value": value, "best": run.best_val_loss}
-        row |= {
-            "seconds": run.seconds,
-            "train_loss": curve[:: max(1, len(curve) // CURVE)],
-            "residual_rms": residual_rms,
-        }
-        rows.append(row | {"commit": read_run_file(folder / "run.json")["commit"]})
+        row |= {"seconds": run.seconds, "train_loss": curve[:: max(1, len(curve) // CURVE)]}
+        rows.append(row | {"residual_rms": residual_rms, "commit": made_by})
     return rows
 
 

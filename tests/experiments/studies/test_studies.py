@@ -17,6 +17,7 @@ import ablate
 from data.corpus import RULES, Corpus
 from experiments.ablation.grid import Grid, resolve_arms
 from experiments.ablation.outcome import Arm
+from experiments.ablation.rates import Optimum
 from experiments.studies import command
 from experiments.studies.command import STUDIES, excerpt, make_grid, train_arms
 from experiments.studies.last_gradient import gradients_and_updates
@@ -202,9 +203,11 @@ def test_a_measurement_continues_and_shares_runs_with_others(texts, in_process, 
     tuned, like = Runs({"norm": "rmsnorm"}, 0.01, data=texts), Runs({"norm": "layernorm"}, like="a", data=texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "WIDEN", 0)
+        patch.setattr("experiments.ablation.grid.find_optimum", lambda losses: Optimum(0.01, 0.5))  # in bits per byte
         measured = train_arms(Protocol(1, TOY, {"a": tuned, "b": like}), range(1), grid_of)
     assert len(measured["search"]) == 5 and len(in_process) == 7
-    assert [row["lr"] for row in measured["runs"]] == 2 * [measured["optima"]["a"]["lr"]]
+    assert [row["lr"] for row in measured["runs"]] == [0.01, 0.01]
+    assert measured["optima"]["a"]["regret"] == pytest.approx(0.5 * math.log(2), rel=0.02)  # in nats per byte
     arms = {name: Runs({"norm": norm}, lrs=(0.01, 0.02), data=texts) for name, norm in (("a", "rmsnorm"), ("b", "dyt"))}
     protocol = Protocol(2, TOY, arms)
     del in_process[:]
