@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from scipy import stats
 
 import ablate
 from data.corpus import RULES, Corpus
-from experiments.ablation.grid import Grid, resolve_arms
+from experiments.ablation.grid import resolve_arms
 from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
 from experiments.studies import command
@@ -197,9 +196,8 @@ TOY = "--tokenizer bytes --dim 16 --layers 2 --context 16 --batch-size 4 --steps
 
 
 def test_a_measurement_continues_and_shares_runs_with_others(texts, in_process, tmp_path, undrawn):
-    grid_of: Callable[..., Grid] = partial(
-        make_grid, folder=tmp_path / "runs", jobs=1, devices=("cpu",), cache_dir=str(tmp_path / "cache")
-    )
+    place: Any = {"folder": tmp_path / "runs", "jobs": 1, "devices": ("cpu",), "cache_dir": str(tmp_path / "cache")}
+    grid_of = partial(make_grid, **place)
     tuned, like = Runs({"norm": "rmsnorm"}, 0.01, data=texts), Runs({"norm": "layernorm"}, like="a", data=texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "WIDEN", 0)
