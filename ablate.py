@@ -18,8 +18,8 @@ from dataclasses import asdict
 
 from config import MAX_SIZE, Parser, add_flags, add_options
 from experiments.ablation.run import AblationConfig, resolve_ablation, run_ablation
-from experiments.claims.command import main as claims_command
 from experiments.compare import main as compare_command
+from experiments.studies.command import main as claim_command
 from files import lock_file
 from runtime.plugins import import_first
 from runtime.process import bad_input, exit_codes
@@ -29,7 +29,7 @@ from runtime.run_dir import LOCK
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
-        commands = {"claim": claims_command, "compare": compare_command}
+        commands = {"claim": claim_command, "compare": compare_command}
         if arguments and arguments[0] in commands:
             return commands[arguments[0]](arguments)
         flags, train_flags = parse(arguments)

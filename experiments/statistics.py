@@ -17,6 +17,7 @@ from statistics import mean, stdev
 import numpy as np
 
 CONFIDENCE = 0.95  # of intervals
+ALPHA = 0.05  # significance level
 POWER = 0.8  # how often an effect of the smallest detectable size is shown
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
 
@@ -64,10 +65,22 @@ def estimate(values: Sequence[float], slack: float = 0.0, comparisons: int = 1) 
 
 def one_sided_p(values: Sequence[float], bound: float, side: int) -> float:
     """P-value of "the mean lies beyond `bound`": above it if `side` is 1, below if -1. 1 for a single value."""
+    if math.isinf(bound):
+        return float(side * bound < 0)  # certain or impossible
     beyond = estimate([side * (value - bound) for value in values])
     if beyond.p is None:
         return 1.0
     return beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
+
+
+def p_outside(values: Sequence[float], region: tuple[float, float], slack: float = 0.0) -> float:
+    """P-value of "the mean lies outside of `region`, or inside by less than `slack`": of two one-sided tests."""
+    return max(one_sided_p(values, region[0] + slack, -1), one_sided_p(values, region[1] - slack, 1))
+
+
+def p_inside(values: Sequence[float], region: tuple[float, float], slack: float = 0.0) -> float:
+    """P-value of "the mean lies inside of `region`, or outside by less than `slack`", by the bound that it passes."""
+    return min(one_sided_p(values, region[0] - slack, 1), one_sided_p(values, region[1] + slack, -1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -9,9 +9,6 @@ import torch
 
 import ablate
 import train
-from experiments.claims import command as claims
-from experiments.claims.claim import Claim, Protocol
-from experiments.claims.trained import tuned
 from runtime.checkpoint import load_pretrained, save_pretrained
 
 EARLIER = Path(__file__).parent / "earlier/b246c92"
@@ -58,14 +55,3 @@ def test_its_run_and_an_ablation_of_it_are_refused_in_one_line(tmp_path, refused
         assert "is of another version (format 1, not 2); commit b246c92b927e can read it" in said
     said = refused(ablate.main, ["compare", str(tmp_path / "run"), str(EARLIER)])
     assert "is of another version" in said
-
-
-def test_results_of_a_claim_on_its_text_are_not_replaced(tmp_path, refused, monkeypatch):
-    claim = Claim("made-up", (), {"S": Protocol(1, "--steps 2", {"a": tuned("muon")})})
-    monkeypatch.setattr(claims, "CLAIMS", {"made-up": claim})
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "results/claims/made-up.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"S": {"environment": {"protocol": claim.hash("S")}, "measured": {}}}))
-    said = refused(ablate.main, ["claim", "made-up"])
-    assert "made-up.json has results on text that other rules split (scale S); name another --out" in said

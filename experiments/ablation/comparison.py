@@ -9,9 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.ablation.outcome import Arm, BySeed
-from experiments.statistics import Estimate, estimate, holm
-
-ALPHA = 0.05
+from experiments.statistics import ALPHA, Estimate, estimate, holm
 
 
 @dataclass

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import train
 from config import DEFAULTS, ModelConfig, TrainConfig, flag_name, require
-from data.prepare import Prepared
+from data.prepare import Prepared, prepare
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
 from files import InUse, digest
@@ -87,6 +87,14 @@ def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
         shared = [*train_flags, "--dtype", config.dtype]
     require(settings, reason)
     return settings
+
+
+def prepare_text(settings: Settings) -> Prepared:
+    """The text that all arms share."""
+    model, config = next(iter(settings.values()))
+    context = max(model.context for model, _ in settings.values())
+    cache, val_names, column = Path(config.cache_dir), config.val_data, config.text_column
+    return prepare(config.data, config.tokenizer, model.vocab_size, cache, context, val_names=val_names, column=column)
 
 
 def compared(model: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.ablation.comparison import Finding
-from experiments.ablation.outcome import Arm, Outcome, grouped
+from experiments.ablation.outcome import Outcome, grouped
 
 LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
-def plot_differences(found: Mapping[Arm, Finding], title: str, baseline: str, lrs: Mapping[Arm, float]) -> Figure:
-    """Final val_bpb minus the baseline's: a dot per seed, and hollow the mean with its 95% interval.
+def plot_differences(found: Mapping[str, Finding], label: str, title: str = "") -> Figure:
+    """A row for each finding, by its name: a dot per seed, and hollow the mean with its 95% interval.
 
     An arm has no mean if one of its runs, or of the baseline's, diverged or has not ended: that of the remaining seeds
     could be too good. Those of two seeds may be wide: the frame is at most five times as wide as what the dots cover.
@@ -32,15 +32,12 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, baseline: str, lr
         if finding.complete and (mean := finding.estimate):
             axes.errorbar(mean.mean, height, None, mean.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
     axes.axvline(0, color="0.3", linewidth=1)
-    swept = len(set(lrs.values())) > 1
-    names = [f"{arm.name}\nlr {lrs[arm]:g}" if swept else arm.name for arm in found]
-    axes.set_yticks(range(len(found)), names)
+    axes.set_yticks(range(len(found)), found)
     axes.set_ylim(len(found) - 0.4, -0.6)
     frame = axes.get_xlim()
     if room := 2 * (max(dots) - min(dots)):
         axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
-    cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
-    axes.set_xlabel(f"val_bpb minus that of {baseline}, paired by seed (left is better){cut}")
+    axes.set_xlabel(label + ("\nintervals are cut at the frame" if axes.get_xlim() != frame else ""))
     axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
     return figure

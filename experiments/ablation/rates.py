@@ -15,7 +15,8 @@ import numpy as np
 
 from experiments.statistics import t_quantile
 
-WINDOW = 0.1 / math.log(2)  # bits per byte above the lowest loss, within which the parabola is fitted: 0.1 nats
+NEAR = 0.1  # nats above the lowest loss, within which the parabola is fitted
+WINDOW = NEAR / math.log(2)  # the same in bits, per byte
 POINTS = 5  # rates it takes
 SPACING = 1.6  # between rates that are added
 

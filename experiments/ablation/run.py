@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from config import FIELDS, check_sizes, flag_name, option, require
-from data.prepare import prepare
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
     Cell,
     Grid,
     cells,
+    prepare_text,
     resolve_arms,
     resolve_devices,
     selection,
@@ -107,17 +107,13 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
     if started and dtype == "auto":  # a measurement, which might come out differently now
         settings = resolve_arms(arms, [*on_device, "--dtype", started[0]["training"]["dtype"]])
-    model_config, config = next(iter(settings.values()))
-    context = max(model_config.context for model_config, _ in settings.values())
-    cache, val_names, column = Path(config.cache_dir), config.val_data, config.text_column
+    config = next(iter(settings.values()))[1]
     most = max(1, torch.get_num_threads() // flags.threads) if config.device == "cpu" else 1
     grid = Grid(
         folder=folder,
         settings=settings,
         train_flags=train_flags,
-        data=prepare(
-            config.data, config.tokenizer, model_config.vocab_size, cache, context, val_names=val_names, column=column
-        ),
+        data=prepare_text(settings),
         jobs=flags.jobs or most,
         threads=flags.threads,
         devices=devices,
@@ -198,7 +194,10 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     figures = {}
     if any(finding.values for finding in found.values()):
         lrs = {cell.arm: cell.lr for cell in reported}
-        figures["differences"] = plot_differences(found, title, reported[0].arm.name, lrs)
+        swept = len(set(lrs.values())) > 1
+        named = {f"{arm.name}\nlr {lrs[arm]:g}" if swept else arm.name: each for arm, each in found.items()}
+        label = f"val_bpb minus that of {reported[0].arm.name}, paired by seed (left is better)"
+        figures["differences"] = plot_differences(named, label, title)
     runs = [outcomes[cell] for cell in reported if cell in outcomes]
     if runs and runs[0].arm == reported[0].arm:  # the baseline: colors are those of the other plot
         figures["curves"] = plot_curves(runs, title)

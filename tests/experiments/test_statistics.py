@@ -1,12 +1,13 @@
 """Every function against scipy or by hand."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.statistics import Estimate, estimate, holm, one_sided_p, t_quantile, t_tails
+from experiments.statistics import Estimate, estimate, holm, one_sided_p, p_inside, p_outside, t_quantile, t_tails
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -36,6 +37,18 @@ def test_estimates_and_one_sided_p_values_match_scipy(size, center):
     for side, alternative in ((1, "less"), (-1, "greater")):  # the p-value is of the opposite
         one_sided = stats.ttest_1samp(values, 1.0, alternative=alternative).pvalue
         assert one_sided_p(values.tolist(), 1.0, side) == pytest.approx(one_sided, rel=1e-9, abs=1e-300)
+
+
+@pytest.mark.parametrize("center", [-2.0, -1.0, 0.1, 1.0, 2.0])
+def test_p_values_of_regions_match_scipy(center):
+    """Two one-sided tests for a region, one for a half-line. The slack counts against what is to be shown."""
+    values = (center + normal(5)).tolist()
+    below, above = (partial(stats.ttest_1samp, values, alternative=way) for way in ("less", "greater"))
+    inside, outside = (above(-0.75).pvalue, below(0.75).pvalue), (below(-1.25).pvalue, above(1.25).pvalue)
+    for p_value, worst, p_values in ((p_outside, max, inside), (p_inside, min, outside)):
+        assert p_value(values, (-1.0, 1.0), 0.25) == pytest.approx(worst(p_values), rel=1e-9)
+        half_lines = [p_value(values, region, 0.25) for region in ((-1.0, math.inf), (-math.inf, 1.0))]
+        assert half_lines == pytest.approx(p_values, rel=1e-9)
 
 
 @pytest.mark.parametrize("n, center", [(5, 2.0), (20, -2.0)])

@@ -123,7 +123,12 @@ def test_the_whole_table_and_its_plot():
         "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | 1 of 3 |",
         "| none | pre | 0.01 | – | – | – | – | 3 of 3 |",
     ]
-    drawn = plot_differences(found, "", "", {}).axes[0].collections[0].get_paths()[0]
+    drawn = (
+        plot_differences({arm.name: finding for arm, finding in found.items()}, "")
+        .axes[0]
+        .collections[0]
+        .get_paths()[0]
+    )
     assert np.asarray(drawn.vertices)[:, 0] == pytest.approx([-0.8484, -0.1516], abs=1e-4)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import ablate
 import train
@@ -37,25 +38,6 @@ def resolve(tmp_path):
     return lambda flags="", rest="--dtype float32 --context 16": resolve_ablation(
         *ablate.parse(f"{common} {rest} {flags}".split())
     )
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """Cells train in this process, one after the other. The list has the cells and their devices."""
-    started: list[tuple[Cell, str]] = []
-
-    def start(grid: Grid, cell: Cell, device: str) -> SimpleNamespace:
-        started.append((cell, device))
-        code: int | str | None = 0
-        try:
-            train.main(grid.command(cell, device)[2:])
-        except SystemExit as exit:
-            code = exit.code
-        return SimpleNamespace(returncode=code, poll=lambda: code, terminate=lambda: None, wait=lambda: code)
-
-    monkeypatch.setattr(Grid, "start", start)
-    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.0)
-    return started
 
 
 def finish(ablation: Ablation, cell: Cell, bpb: float) -> None:
@@ -171,7 +153,7 @@ def test_norm_args_of_a_run_are_not_hidden_in_an_arm(resolve, tmp_path):
 # --- learning rates --------------------------------------------------------------------------------------------------
 
 
-def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(resolve, undrawn):
+def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(resolve, undrawn, monkeypatch):
     """All runs have ended, so nothing is trained. Two seeds lie around a parabola: the regrets are those of scipy.
 
     They widen the interval of 12.7062 · 0.05. The second arm's vertex is outside, so it tries one more rate.
@@ -182,7 +164,12 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
             finish(ablation, Cell(arm, vertex, seed), bpb)
             for lr in [*ablation.lrs, *more]:
                 finish(ablation, Cell(arm, lr, seed + 1000), 2 + 0.02 * math.log(lr / vertex) ** 2 + noise)
+    figures: list[Figure] = []
+    monkeypatch.setattr("experiments.ablation.run.save_plot", lambda plot, path: figures.append(plot))
     run_ablation(ablation, "command")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["dyt pre\nlr 0.1"]
+    assert axes.get_xlabel().startswith("val_bpb minus that of rmsnorm pre, paired by seed (left is better)")
     rows = [(row["norm"], row["lr"], row["seed"]) for row in csv_rows(ablation.grid.folder / "runs.csv")]
     assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.1"))]
     assert len(rows) == 4 + 2 * 11 and {seed for _, _, seed in rows[4:]} == {"1005", "1006"}

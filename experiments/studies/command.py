@@ -1,0 +1,180 @@
+"""`python ablate.py claim NAME`: the runs of a study, made by the grid of an ablation, and what follows from them."""
+
+import json
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import DEVICES, Parser, check_sizes, require
+from data.batches import evaluation_batches
+from data.corpus import RULES, Corpus
+from experiments.ablation.grid import Cell, Grid, prepare_text, resolve_arms, resolve_devices, settings_digest
+from experiments.ablation.outcome import Arm, Outcome, grouped
+from experiments.ablation.rates import SPACING
+from experiments.studies.page import PROSE, RESULTS, write_page
+from experiments.studies.study import Measured, Protocol, Row, Study
+from experiments.studies.verdict import read_entries
+from files import digest, lock_file, read_json, write_atomically
+from runtime.checkpoint import load_pretrained
+from runtime.device import describe
+from runtime.process import bad_input
+from runtime.run import commit
+from runtime.run_dir import LOCK, RUNS_FOLDER, read_run_file
+from runtime.watch import stream_rms
+
+STUDIES: dict[str, Study] = {
+    name: import_module(f"experiments.studies.{name.replace('-', '_')}").STUDY
+    for name in re.findall("<!-- ([a-z-]+) -->", PROSE.read_text("utf-8"))
+}
+WIDEN = 14  # rates and seeds that an arm may try on top until its optimum is found
+THREADS = 1  # CPU threads of each run; another number changes the last digits
+CURVE = 20  # points of a loss curve that are kept
+
+
+def main(arguments: list[str]) -> None:
+    """Test a claim and write CLAIMS.md. Continues if it was stopped. Without NAME, only write the page."""
+    parser = Parser(prog="ablate.py claim", description=main.__doc__)
+    add = parser.add_argument
+    add("name", nargs="?", choices=STUDIES, metavar="NAME", help=", ".join(STUDIES))
+    add("--scale", help="scale of the protocol, such as S or gpu (default: all except gpu)")
+    add("--out", type=Path, default=Path(), metavar="DIR", help="folder of CLAIMS.md and results/ (default: .)")
+    add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
+    add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
+    add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over two GPUs (default: cpu)")
+    add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
+    flags = parser.parse_args(arguments[1:])
+    results, runs = flags.out / RESULTS, RUNS_FOLDER / "claims"
+    if flags.name:
+        study = STUDIES[flags.name]
+        scales = [flags.scale] if flags.scale else list(study.protocols)
+        with bad_input():
+            check_sizes(flags, "jobs")
+            require(scales[0] in study.scales, f"--scale {flags.scale}: choose from {', '.join(study.scales)}")
+            devices = resolve_devices(flags.device)
+            for folder in (runs, results):
+                folder.mkdir(parents=True, exist_ok=True)
+        grid_of = partial(make_grid, folder=runs, jobs=flags.jobs, devices=devices, cache_dir=flags.cache_dir)
+        with lock_file(runs / LOCK):
+            for scale in scales:
+                run_study(study, scale, flags.seed, grid_of, results / f"{study.name}.json")
+    with bad_input():
+        entries = read_entries(STUDIES.values(), results)
+        require(entries, f"there are no results in {results}; name a claim: {', '.join(STUDIES)}")
+    write_page(entries, flags.out)
+    verdicts = {entry.study.name: entry.verdict for entry in entries}
+    for name in [flags.name] if flags.name else STUDIES:
+        print(f"{name}: {verdicts.get(name, 'not run')}")
+    print(f"see {flags.out / 'CLAIMS.md'}")
+
+
+def run_study(study: Study, scale: str, seed: int, grid_of: Callable[..., Grid], file: Path) -> None:
+    """Measure a study at a scale and add that to `file`, by the scale and the rules of the corpus.
+
+    So a result on text that other rules split stays, and the new one stands beside it.
+    """
+    protocol, started = study.scales[scale], time.process_time()
+    seeds, rules = range(seed, seed + protocol.seeds), RULES if protocol.arms else ""
+    with bad_input():
+        content: dict[str, Any] = read_json(file, dict) if file.exists() else {}
+    if study.measure and not protocol.arms:
+        measured: Measured = {"runs": study.measure(protocol, seeds), "device": describe(torch.device("cpu"))}
+    else:
+        measured = train_arms(protocol, seeds, grid_of)
+    rows = measured["runs"] + measured.get("search", [])
+    seconds = time.process_time() - started + sum(row.get("seconds") or 0 for row in rows)
+    environment = {
+        "protocol": study.hash(scale, rules),
+        "commits": sorted({row.get("commit", commit()) or "unknown" for row in rows}),
+        "device": measured.pop("device"),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hours": round(seconds / 3600, 3),
+    }
+    result = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
+    content[f"{scale}, {rules}" if rules else scale] = result
+    write_atomically(file, json.dumps(content) + "\n")
+
+
+def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -> Measured:
+    """Train every arm with every seed, at its best learning rate or at all of its rates."""
+    measured: Measured = {"runs": [], "search": [], "corpora": {}}
+    optima = {}
+    for data, names in grouped((runs.data, name) for name, runs in protocol.arms.items()).items():
+        arms = {name: Arm.of(**protocol.arms[name].factors) for name in names}
+        with bad_input():  # the text may need a download
+            grid = grid_of(protocol.flags, list(arms.values()), data)
+        starts = [(protocol.arms[name].lr, name) for name in names if protocol.arms[name].lr]
+        for lr, tuned in grouped(starts).items():
+            lrs = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
+            best, tried = grid.tune([arms[name] for name in tuned], lrs, seeds, WIDEN, first=1)
+            nats = next(run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb)  # per bit
+            optima.update({name: best[arms[name]].scaled(nats) for name in tuned})
+            measured["search"] += rows_of(grid, tried, arms)
+        cells = [
+            Cell(arms[name], lr, seed)
+            for seed in seeds  # of all arms in turn: a stopped measurement has pairs
+            for name in names
+            for lr in protocol.arms[name].lrs or (optima[protocol.arms[name].like or name].lr,)
+        ]
+        measured["runs"] += rows_of(grid, grid.run(cells), arms)
+        measured["corpora"][data] = grid.data.corpus_hash
+    measured["optima"] = {name: asdict(optimum) for name, optimum in optima.items()}
+    measured["initial"] = math.log(grid.data.tokenizer.vocab_size)
+    return measured | {"device": describe(torch.device(grid.devices[0]))}
+
+
+def make_grid(
+    flags: str, arms: list[Arm], data: str, folder: Path, jobs: int, devices: tuple[str, ...], cache_dir: str
+) -> Grid:
+    """The runs on one text. Studies with the same flags share a folder, and so their runs."""
+    source = excerpt(int(data), folder, cache_dir) if data.isdigit() else ["--data", data]
+    shared = [*flags.split(), *source, "--device", devices[0], "--cache-dir", cache_dir]
+    torch.set_num_threads(THREADS)  # a run's description of its device includes them
+    base = resolve_arms([Arm(())], shared)
+    text = prepare_text(base)
+    folder /= digest([settings_digest(base), text.corpus_hash])[:8]
+    return Grid(folder, resolve_arms(arms, shared), shared, text, jobs, THREADS, devices)
+
+
+def rows_of(grid: Grid, outcomes: Mapping[Cell, Outcome], arms: Mapping[str, Arm]) -> list[Row]:
+    """Runs as results have them. The value is the last loss, in nats per token, and None if the run diverged."""
+    names, rows = {arm: name for name, arm in arms.items()}, []
+    for cell, run in outcomes.items():
+        folder, residual_rms = grid.cell_folder(cell), None
+        if not run.diverged:
+            model = load_pretrained(folder)[0]
+            tokens, _ = next(evaluation_batches(grid.data.val, model.config.context, 8))
+            residual_rms = [round(value, 6) for value in stream_rms(model.train(), tokens)]
+        curve = [[row["step"], round(row["train_loss"], 4)] for row in run.log if "train_loss" in row]
+        value, made_by = None if run.diverged else run.val_loss, read_run_file(folder / "run.json")["commit"]
+        row = {"arm": names[cell.arm], "lr": cell.lr, "seed": cell.seed, "value": value, "best": run.best_val_loss}
+        row |= {"seconds": run.seconds, "train_loss": curve[:: max(1, len(curve) // CURVE)]}
+        rows.append(row | {"residual_rms": residual_rms, "commit": made_by})
+    return rows
+
+
+def excerpt(size: int, folder: Path, cache_dir: str) -> list[str]:
+    """Flags for `size` bytes of the default corpus's training documents, with all of its validation documents."""
+    corpus, flags = Corpus(["python"], Path(cache_dir)), []
+    for flag, split, most in (("--data", "train", size), ("--val-data", "val", math.inf)):
+        path = folder / f"python-{corpus.hash[:8]}-{most}.jsonl"
+        if not path.exists():
+            kept = []
+            for _, chunks in corpus.documents(split):
+                text = "".join(chunks)
+                if (length := len(text.encode())) <= most:
+                    kept.append(json.dumps({"text": text}) + "\n")
+                    most -= length
+            write_atomically(path, "".join(kept))
+        flags += [flag, str(path)]
+    return flags
