@@ -159,13 +159,6 @@ class ModelConfig:
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
 
-    @property
-    def weights(self) -> int:
-        """The number of weights in all matrices, without the norms' parameters and other scalars."""
-        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
-        tables = 1 if self.tie_embeddings else 2
-        return self.layers * (attention + 3 * self.dim * self.hidden_dim) + tables * self.vocab_size * self.dim
-
 
 @dataclass(frozen=True)
 class TrainConfig:

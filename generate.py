@@ -18,14 +18,14 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
 
 from config import DEVICES, DTYPES, Parser, add_options, check_sizes, option, require
 from data.tokenizer import Tokenizer
-from model import Llama, weights_by_role
+from model import Llama
 from runtime.checkpoint import open_checkpoint
 from runtime.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
 from runtime.plugins import import_first
@@ -81,8 +81,8 @@ class Options(Sampling):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from runtime.acceleration import accelerate_decoding  # training, which samples too, needs neither
-    from runtime.decoding import compile_decoding
+    from runtime.acceleration import fast_decoder  # training, which samples too, needs neither
+    from runtime.decoding import CompiledDecoder
 
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     add_options(parser, Options)
@@ -99,13 +99,14 @@ def main(arguments: list[str] | None = None) -> None:
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)
             cast_matrices(model, dtype)
-            by_c = options.fast and device.type == "cpu" and not options.compile
-            decoder = accelerate_decoding(model, options.samples) if by_c else ""
+            decoder, how = model, ""
             if options.compile:
-                compile_decoding(model)
-        print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{decoder}", file=sys.stderr)
+                decoder = CompiledDecoder(model)
+            elif options.fast and device.type == "cpu":
+                decoder, how = fast_decoder(model, options.samples)
+        print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{how}", file=sys.stderr)
         with autocast(device, dtype):
-            stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop)
+            stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop, decoder)
             print_samples(prompt, stream, options.samples)
 
 
@@ -152,22 +153,31 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int)
 # --- the sampler -----------------------------------------------------------------------------------------------------
 
 
+class Decoder(Protocol):
+    """What computes logits while tokens are generated: a `Llama`, or faster code around one."""
+
+    def new_cache(self, tokens: int | None = None) -> Any: ...
+
+    def next_logits(self, tokens: Tensor, cache: Any) -> Tensor: ...
+
+
 def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
     """Store the weights of all matrix products in `dtype`, for a model that only generates.
 
     The embedding, the norms and the residual stream are in fp32; a tied head becomes a tensor of its own.
     """
-    matrices = {model.lm_head.weight, *(weight for _, _, weight in weights_by_role(model))}
     for module in model.modules():
+        role = getattr(module, "role", None)
         for name, weight in module.named_parameters(recurse=False):
-            wanted = dtype if weight in matrices and module is not model.embed_tokens else torch.float32
-            setattr(module, name, nn.Parameter(weight.to(wanted), requires_grad=False))
+            matrix = name == "weight" and role and role.low_precision
+            setattr(module, name, nn.Parameter(weight.to(dtype if matrix else torch.float32), requires_grad=False))
 
 
 def generate(
     model: Llama,
     ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
     ends: int | Collection[int] = (),
+    decoder: Decoder | None = None,
     **options: Any,
 ) -> Tensor:
     """`ids` with their continuation: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
@@ -187,7 +197,7 @@ def generate(
     training = model.training
     model.eval()
     try:
-        new = list(stream_ids(model, prompts.reshape(-1, prompts.shape[-1]), sampling, ends))
+        new = list(stream_ids(model, prompts.reshape(-1, prompts.shape[-1]), sampling, ends, decoder))
     finally:
         model.train(training)
     return torch.cat((prompts, prompts.new_tensor(new).T.reshape(*prompts.shape[:-1], -1)), -1)
@@ -195,7 +205,11 @@ def generate(
 
 @torch.inference_mode()
 def stream_ids(
-    model: Llama, prompts: Tensor, sampling: Sampling, ends: int | Collection[int] = ()
+    model: Llama,
+    prompts: Tensor,
+    sampling: Sampling,
+    ends: int | Collection[int] = (),
+    decoder: Decoder | None = None,
 ) -> Iterator[list[int]]:
     """Yield the next token id of each sample, which continues its row of `prompts` (B, T), until all have ended.
 
@@ -212,9 +226,10 @@ def stream_ids(
     points = torch.rand(samples, model.config.context, dtype=torch.float64, generator=generator, device="cpu")
     points = to_device(points.T, sampler)
     ends = {ends} if isinstance(ends, int) else set(ends)
-    cache, ids = model.new_cache(tokens.shape[1] + count), [INVALID] * samples
+    decoder = decoder or model
+    cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples
     for index in range(count):
-        drawn = draw(model.next_logits(tokens, cache), sampling, points[index])  # B
+        drawn = draw(decoder.next_logits(tokens, cache), sampling, points[index])  # B
         # Reading the ids is the only time that Python waits for the device.
         read = drawn.tolist()
         if INVALID in read:
@@ -278,6 +293,7 @@ def stream_text(
     sampling: Sampling,
     samples: int = 1,
     stop: Sequence[str] = (),
+    decoder: Decoder | None = None,
 ) -> Iterator[list[str | None]]:
     """Yield the new text of each sample, token by token; None for one that has ended.
 
@@ -286,7 +302,7 @@ def stream_text(
     texts, ends = [TextStream(stop) for _ in range(samples)], tokenizer.ends
     length = max_new_tokens(prompt, sampling, model.config.context)
     prompts = torch.tensor([prompt or [tokenizer.end_of_document]] * samples)
-    for count, ids in enumerate(stream_ids(model, prompts, sampling, ends), 1):
+    for count, ids in enumerate(stream_ids(model, prompts, sampling, ends, decoder), 1):
         pieces = []
         for text, token in zip(texts, ids, strict=True):
             piece = None if text.ended else text.add(tokenizer.decode_bytes([token]))

@@ -9,6 +9,7 @@ A `cache` is a list with a `LayerCache` for each layer.
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -49,7 +50,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
         self.final_norm = placement.final_norm(make_norm)  # nn.Identity where the placement has none
-        self.lm_head = Linear(config.dim, config.vocab_size)
+        self.lm_head = Linear(config.dim, config.vocab_size, role="head")
         self.tie_weights()
         self.register_load_state_dict_pre_hook(check_tie)
         self.register_load_state_dict_post_hook(Llama.tie_weights)
@@ -64,12 +65,13 @@ class Llama(nn.Module):
 
         With a `cache` from `new_cache`, the tokens continue those of earlier calls. Raises ValueError past the context.
         """
-        return self.lm_head(self.hidden(tokens, cache))  # B T V
+        return self.logits(self.hidden(tokens, cache))  # B T V
 
     def hidden(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
-        """Final hidden states (B, T, C), the input of `lm_head`. See `forward`."""
+        """Final hidden states (B, T, C), the input of `logits`. See `forward`."""
         require(tokens.ndim == 2, "token ids must have the shape (B, T); tokens.unsqueeze(0) is a batch of one")
-        rope = self.rope(cache[0].length if cache is not None else 0, tokens.shape[1])
+        length = tokens.shape[1]
+        rope = self.rope(slice(length) if cache is None else cache[0].positions(length))
         x = self.init_stream(self.dropout(self.embed_tokens(tokens)))  # B T C
         for layer, block in enumerate(self.layers):
             if self.recompute and cache is None and torch.is_grad_enabled():
@@ -78,14 +80,22 @@ class Llama(nn.Module):
                 x = block(x, rope, cache[layer] if cache is not None else None)
         return self.final_norm(x)  # B T C
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits (..., V) of final hidden states (..., C), in training, evaluation and generation."""
+        return self.lm_head(x)
+
+    def objective(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The terms whose sum training minimizes: the loss, and what you add. Each is logged under its name."""
+        logits = upcast(self.forward(tokens))  # B T V
+        return {"train_loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of predicting `targets` (B, T) from `tokens` (B, T)."""
-        logits = upcast(self.forward(tokens))  # B T V
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.objective(tokens, targets)["train_loss"]
 
     def next_logits(self, tokens: Tensor, cache: "list[LayerCache]") -> Tensor:
         """Logits (B, V) for the token after the last of `tokens` (B, T)."""
-        return self.lm_head(self.hidden(tokens, cache)[:, -1])  # B V
+        return self.logits(self.hidden(tokens, cache)[:, -1])  # B V
 
     def new_cache(self, tokens: int | None = None) -> "list[LayerCache]":
         """An empty cache for `forward` and `next_logits`, with space for `tokens` tokens (default: the context)."""
@@ -131,10 +141,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim, self.group = config.head_dim, config.heads // config.kv_heads
-        self.q_proj = Linear(config.dim, config.heads * config.head_dim)
-        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim)
-        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim)
-        self.o_proj = Linear(config.heads * config.head_dim, config.dim)
+        self.q_proj = Linear(config.dim, config.heads * config.head_dim, role="query")
+        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="key")
+        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="value")
+        self.o_proj = Linear(config.heads * config.head_dim, config.dim, role="attention_out")
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
@@ -149,9 +159,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B H T D, B K T D twice
         mask, dropout = None, self.dropout.p if self.training else 0.0
         if cache is not None:
-            mask = cache.mask(q.shape[2])  # before `extend`, which moves the cache's end
-            k, v = cache.extend(k, v)  # B K S D
-        causal = cache is None or (mask is None and q.shape[2] > 1)  # otherwise the mask does it, or one token sees all
+            k, v, mask = cache.extend(k, v)  # B K S D twice, T S or None
+        causal = mask is None and q.shape[2] > 1  # a single token attends to all that are cached
         if self.group > 1:  # enable_gqa has no fused kernel on older GPUs, in fp32, or with a mask
             k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))  # B H S D
         # softmax(q kᵀ / √D + mask) v, B H T D
@@ -164,9 +173,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.hidden_dim)
-        self.up_proj = Linear(config.dim, config.hidden_dim)
-        self.down_proj = Linear(config.hidden_dim, config.dim)
+        self.gate_proj = Linear(config.dim, config.hidden_dim, role="gate")
+        self.up_proj = Linear(config.dim, config.hidden_dim, role="up")
+        self.down_proj = Linear(config.hidden_dim, config.dim, role="down")
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -216,10 +225,10 @@ class Rope(nn.Module):
         self.make_table = partial(precompute_freqs_cis, rotated, config.context, config.rope_theta, config.rope_scaling)
         self.cos, self.sin = (nn.Buffer(table, persistent=False) for table in self.make_table())
 
-    def forward(self, start: int, length: int) -> RopeTable:
-        if start + length > self.context:
-            raise ValueError(f"{start + length} tokens exceed the model's context of {self.context}")
-        return self.cos[start : start + length], self.sin[start : start + length]
+    def forward(self, positions: slice | Tensor) -> RopeTable:
+        if isinstance(positions, slice) and positions.stop > self.context:
+            raise ValueError(f"{positions.stop} tokens exceed the model's context of {self.context}")
+        return self.cos[positions], self.sin[positions]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Rope":
         """Follow the model to its device, but stay in fp32 under `.bfloat16()` and be refilled after `to_empty`."""
@@ -272,19 +281,23 @@ class LayerCache:
         self.size, self.length = size, 0
         self.keys, self.values = torch.empty(0), torch.empty(0)  # B K size D
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, B K T D. Returns all cached ones, B K S D."""
-        if self.length == 0:
-            self.keys, self.values = (x.new_empty(*x.shape[:2], self.size, x.shape[3]) for x in (k, v))
-        for cached, new in ((self.keys, k), (self.values, v)):
-            cached.narrow(2, self.length, new.shape[2]).copy_(new)  # an error past `size`
-        self.length += k.shape[2]
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+    def positions(self, new: int) -> slice:
+        """The positions of the next `new` tokens."""
+        return slice(self.length, self.length + new)
 
-    def mask(self, new: int) -> Tensor | None:
-        """Which tokens each of `new` uncached ones may attend to, (new, S). None if `new` is 1 or nothing is cached."""
-        past, device = self.length, self.keys.device
-        return torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past) if past and new > 1 else None
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append the keys and values of T new tokens, B K T D. Returns all cached ones, B K S D, and a mask.
+
+        The mask says which tokens a new one may attend to, (T, S); None is all, or the earlier ones if none was cached.
+        """
+        past, new = self.length, k.shape[2]
+        if past == 0:
+            self.keys, self.values = (x.new_empty(*x.shape[:2], self.size, x.shape[3]) for x in (k, v))
+        self.length += new
+        for cached, x in ((self.keys, k), (self.values, v)):
+            cached.narrow(2, past, new).copy_(x)  # an error past `size`
+        mask = k.new_ones(new, self.length, dtype=torch.bool).tril(past) if past and new > 1 else None
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length], mask
 
 
 # --- the embedding ---------------------------------------------------------------------------------------------------
@@ -298,7 +311,8 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.weight, self.constant = nn.Parameter(torch.empty(config.vocab_size, config.dim)), config.embedding_scale
+        self.role = EMBEDDING
+        self.weight, self.constant = nn.Parameter(torch.zeros(config.vocab_size, config.dim)), config.embedding_scale
         self.scale = nn.Parameter(torch.full((1,), math.sqrt(config.dim))) if config.scaled_embedding else None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -315,49 +329,57 @@ def check_tie(model: Llama, state: dict[str, Tensor], prefix: str, *arguments) -
         arguments[-1].append("lm_head.weight is not embed_tokens.weight; load it into a Llama(tie_embeddings=False)")
 
 
-# --- initial weights -------------------------------------------------------------------------------------------------
+# --- matrices and their roles ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a matrix is for. Initial weights, optimizers, generation and placements ask it."""
+
+    name: str
+    hidden: bool = True  # is in a block: Muon trains it, and it is decayed
+    into_stream: bool = False  # projects into the residual stream
+    low_precision: bool = True  # is stored in the dtype of products by a model that only generates
+
+
+EMBEDDING = Role("embedding", hidden=False, low_precision=False)
+ROLES = [EMBEDDING, *map(Role, ("query", "key", "value", "gate", "up")), Role("head", hidden=False)]
+ROLES += [Role("attention_out", into_stream=True), Role("down", into_stream=True)]
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without a bias, whose weight `draw_weights` initializes."""
+    """`nn.Linear` without a bias, whose weight is drawn by its role, a name in `ROLES`, and is zero until then."""
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, role: str):
         super().__init__(inputs, outputs, bias=False)
+        self.role = next((each for each in ROLES if each.name == role), None)
+        require(self.role, f"role {role!r} is not known: add it to ROLES in model.py")
 
     def reset_parameters(self) -> None:
-        pass  # a bias, if you add one, needs its initial value here
+        nn.init.zeros_(self.weight)
 
 
-# The role of each matrix in a block, and its path.
-ROLES = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "attention_out": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-
-
-def weights_by_role(model: Llama) -> Iterator[tuple[str, str, Tensor]]:
-    """Role, Hugging Face name and weight of every matrix of `model`."""
-    yield "embedding", "model.embed_tokens.weight", model.embed_tokens.weight
-    for layer, block in enumerate(model.layers):
-        for role, path in ROLES.items():
-            yield role, f"model.layers.{layer}.{path}.weight", block.get_parameter(f"{path}.weight")
-    if not model.config.tie_embeddings:
-        yield "head", "lm_head.weight", model.lm_head.weight
+def matrices(model: Llama) -> Iterator[tuple[Role, str, Tensor]]:
+    """Role, Hugging Face name and weight of every matrix of `model`; a tied one once, as the embedding."""
+    for path, module in model.named_modules():
+        role = getattr(module, "role", None)
+        if role and not (module is model.lm_head and module.weight is model.embed_tokens.weight):
+            yield role, f"{'' if module is model.lm_head else 'model.'}{path}.weight", module.weight
 
 
 @torch.no_grad()
 def draw_weights(model: Llama, seed: int) -> None:
-    """Draw every matrix from N(0, std²), std by its role. Norms initialize themselves.
+    """Draw every matrix from N(0, std²), std by its role. Norms and residual connections initialize their parameters.
 
-    The unscaled draw is a function of the seed, the matrix's Hugging Face name and its shape, and is made on the CPU:
-    models that differ in their norm start from the same weights, on every device.
+    The unscaled draw is a function of the seed, the matrix's Hugging Face name (or its path) and its shape, and is made
+    on the CPU: models that differ in their norm start from the same weights, on every device. Raises ValueError for a
+    matrix without a role.
     """
-    for role, name, weight in weights_by_role(model):
+    drawn = {id(weight) for _, _, weight in matrices(model)}
+    for name, weight in model.named_parameters():
+        known = weight.ndim < 2 or id(weight) in drawn or "norm" in name or "residual" in name
+        require(known, f"{name} is a matrix without a role; make it with model.Linear(inputs, outputs, role)")
+    for role, name, weight in matrices(model):
         if not weight.is_meta:
             source = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(source[:7]))
@@ -365,16 +387,16 @@ def draw_weights(model: Llama, seed: int) -> None:
             weight.copy_(draw * initial_std(model.config, role, weight.shape))
 
 
-def initial_std(config: ModelConfig, role: str, shape: torch.Size) -> float:
+def initial_std(config: ModelConfig, role: Role, shape: torch.Size) -> float:
     """Initial standard deviation of a weight of `shape`.
 
     `normal` is 0.02, divided by sqrt(2 layers) for the projections into the residual stream (GPT-2). `xavier` is
     sqrt(2 / (inputs + outputs)), but 0.02 for the embedding, whose rows are looked up, not summed over.
     """
     placement, scaled = PLACEMENTS[config.placement], config.depth_scaled_init
-    gain = placement.init_gain(role, config.layers)
-    if config.init == "xavier" and role != "embedding":
+    gain = placement.init_gain(role.name, config.layers)
+    if config.init == "xavier" and role.name != "embedding":
         return gain * math.sqrt(2 / sum(shape))
-    if (placement.depth_scaled if scaled is None else scaled) and role in ("attention_out", "down"):
+    if (placement.depth_scaled if scaled is None else scaled) and role.into_stream:
         gain /= math.sqrt(2 * config.layers)
     return gain * 0.02

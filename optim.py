@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from config import TrainConfig
-from model import Llama, weights_by_role
+from model import Llama, matrices
 from runtime import distributed
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values above 0.002 end between 0.7 and 1.2
@@ -38,8 +38,8 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
 
 
 def hidden_matrices(model: Llama) -> list[Tensor]:
-    """The matrices in the blocks: everything `draw_weights` fills except embedding and head."""
-    return [weight for role, _, weight in weights_by_role(model) if role not in ("embedding", "head")]
+    """The matrices in the blocks: all except embedding and head."""
+    return [weight for role, _, weight in matrices(model) if role.hidden]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

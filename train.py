@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -152,17 +153,18 @@ class Trainer:
         self.weights = list(self.model.parameters())
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        self.loss = torch.compile(self.parallel.loss) if config.compile else self.parallel.loss
+        self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.step, self.started = 0, time.perf_counter()
         self.printed = self.started
-        self.unread: list[Tensor] = []  # loss and gradient norm of each step since `read_losses`, on the device
-        self.losses: list[float] = []  # of each step since the last row of the log
+        # The terms and the gradient norm of each step since `read_losses`, on the device.
+        self.pending: list[dict[str, Tensor]] = []
+        self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
         if checkpoint:
             with distributed.raise_on_all_ranks():
                 same = read_config(checkpoint)[0] == run.model_config
                 require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
                 state = load_training_state(checkpoint, self.model, self.optimizers)
-            self.step, self.losses = state["step"], state["losses"]
+            self.step, self.logged_losses = state["step"], state["losses"]
             self.started -= state["seconds"]
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
@@ -204,9 +206,9 @@ class Trainer:
 
     def update(self, lr: float) -> None:
         """One optimizer step at learning rate `lr`, on the batch of this step. Only float16 waits for the device."""
-        if not self.unread:
+        if not self.pending:
             self.lap_started = time.perf_counter()  # evaluation and saving do not count
-        loss = self.accumulate_gradients()
+        terms = self.accumulate_gradients()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
@@ -226,23 +228,24 @@ class Trainer:
                     self.after_step(self.model)
         self.model.zero_grad()
         self.scaler.update()
-        self.unread.append(torch.stack((loss, grad_norm)))
+        self.pending.append({**terms, "grad_norm": grad_norm})
 
-    def accumulate_gradients(self) -> Tensor:
-        """Accumulate the gradients of this step's batch over its micro-batches and ranks. Returns the mean loss."""
+    def accumulate_gradients(self) -> dict[str, Tensor]:
+        """Accumulate the gradients of this step's batch. Returns the terms of the objective, means over the batch."""
         run, config = self.run, self.run.config
         # A resumed run repeats its dropout; rank 0 has that of a single process. CPUs use the low 32 bits of the seed.
         torch.manual_seed(config.seed + 1_000_003 * self.step + 2_654_435_769 * distributed.rank())
         rows = distributed.rows(config.batch_size)
         batch = training_batch(run.data.train, config.seed, self.step, rows, run.model_config.context)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
-        loss = torch.zeros((), device=run.device)
+        terms = defaultdict(lambda: torch.zeros((), device=run.device))
         for micro_inputs, micro_targets in self.parallel.micro_batches(list(zip(inputs, targets, strict=True))):
             with autocast(run.device, run.dtype):
-                micro_loss = self.loss(micro_inputs, micro_targets) / len(inputs)
-            self.scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        return distributed.all_reduce_mean(loss)
+                parts = {k: x / len(inputs) for k, x in self.objective(micro_inputs, micro_targets).items()}
+            self.scaler.scale(sum(parts.values())).backward()
+            for name, part in parts.items():
+                terms[name] += part.detach()
+        return {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
 
     def watched(self) -> AbstractContextManager:
         """A context for the update, which adds rows to `watch.jsonl` at the steps that `--watch` records."""
@@ -298,21 +301,25 @@ class Trainer:
 
         Raises NotFinite, which names the step. It is called before every save.
         """
-        steps = torch.stack(self.unread).tolist() if self.unread else []
-        self.unread.clear()
+        steps = (
+            torch.stack([torch.stack((*terms.values(),)) for terms in self.pending]).tolist() if self.pending else []
+        )
+        names = list(self.pending[0]) if self.pending else []
+        self.pending.clear()
         grad_norm = math.nan
-        for step, (loss, grad_norm) in enumerate(steps, self.step - len(steps) + 1):
-            if not math.isfinite(loss):
+        for step, values in enumerate(steps, self.step - len(steps) + 1):
+            *losses, grad_norm = values
+            if not all(map(math.isfinite, losses)):
                 raise NotFinite("loss is", step)
             if not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
                 raise NotFinite("gradient is", step)
-            self.losses.append(loss)
+            self.logged_losses.append(dict(zip(names, losses, strict=False)))
         return grad_norm
 
     def log_training(self) -> None:
         config = self.run.config
         grad_norm = self.read_losses()
-        losses, self.losses = self.losses, []
+        losses, self.logged_losses = self.logged_losses, []
         if not distributed.is_main():
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
@@ -322,12 +329,12 @@ class Trainer:
             step=self.step,
             tokens=self.step * tokens_per_step,
             seconds=round(self.seconds(), 3),
-            train_loss=sum(losses) / len(losses),
+            **{name: sum(step[name] for step in losses) / len(losses) for name in losses[0]},
             lr=learning_rate(config, self.step - 1),
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # infinite in a skipped float16 step
             tokens_per_second=round(speed, 1),
         )
-        figures = f"loss {losses[-1]:.3f}, tokens/s {speed:,.0f}"
+        figures = f"loss {losses[-1]['train_loss']:.3f}, tokens/s {speed:,.0f}"
         self.bar.set_postfix_str(figures, refresh=False)
         self.bar.update(self.step - self.bar.n)
         if self.bar.disable and time.perf_counter() - self.printed >= PRINT_EVERY:  # not a terminal
@@ -361,7 +368,7 @@ class Trainer:
         state = {
             "seconds": self.seconds(),
             "scaler": self.scaler.state_dict(),
-            "losses": self.losses,  # for the next row of the log, if a signal stops the run
+            "losses": self.logged_losses,  # for the next row of the log, if a signal stops the run
         }
         save_checkpoint(run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep)
         distributed.barrier()  # until rank 0 has written it

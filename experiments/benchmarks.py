@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from config import DEVICES, TrainConfig, check_sizes, configs_from, option
 from generate import cast_matrices, generate
-from model import Llama
+from model import Llama, matrices
 from norms import KINDS, TRAITS, build_norm
 from optim import hidden_matrices, make_optimizers
 from runtime.acceleration import accelerate
-from runtime.decoding import compile_decoding
+from runtime.decoding import CompiledDecoder
 from runtime.device import autocast, peak_memory, pick_device, pick_dtype
 from runtime.machine import check_compile
 from runtime.run import read_options
@@ -174,7 +174,7 @@ def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model.recompute = config.recompute
     device = model.embed_tokens.weight.device
-    loss = model.loss
+    loss = model.objective
     if config.compile:
         check_compile(device)
         loss = torch.compile(loss)
@@ -192,7 +192,7 @@ def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call
 def accumulate_gradients(loss: Callable, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> None:
     """Forward and backward of a micro-batch, as in train.py."""
     with autocast(inputs.device, dtype):
-        value = loss(inputs, targets)
+        value = sum(loss(inputs, targets).values())
     value.backward()
 
 
@@ -235,7 +235,8 @@ def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
 def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     """Measure greedy generation: plain, with fast/, and with --compile, compared with reading the weights per token."""
     tokens = min(config.tokens, config.model.context - 1)
-    size = config.model.weights * config.dtype.itemsize
+    with torch.device("meta"):
+        size = config.dtype.itemsize * sum(weight.numel() for _, _, weight in matrices(Llama(config.model)))
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[Any, Call] = {"reading": partial(torch.dot, *vectors)}
     names = ["plain", "fast"] if device.type == "cpu" else ["plain"]
@@ -244,13 +245,16 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     for name in names:
         model = Llama(config.model).to(device).eval()
         cast_matrices(model, config.dtype)
-        if name == "fast" and accelerate(model, config.samples):
-            continue
+        decoder: Any = model
+        if name == "fast":
+            decoder = accelerate(model, config.samples)
         if name == "compiled":
-            compile_decoding(model)
+            decoder = CompiledDecoder(model)
+        if isinstance(decoder, str):  # a reason why not
+            continue
         for samples in sorted({1, config.samples}):
             prompts = torch.zeros(samples, 1, dtype=torch.int64)
-            calls[name, samples] = partial(generate, model, prompts, tokens=tokens, temperature=0)
+            calls[name, samples] = partial(generate, model, prompts, decoder=decoder, tokens=tokens, temperature=0)
     with autocast(device, config.dtype):
         seconds = time_alternately(calls, config.rounds, device)
     reading = seconds.pop("reading")

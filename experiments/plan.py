@@ -91,13 +91,13 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         model.recompute = config.recompute
         optimizers = make_optimizers(model, config)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        accumulate_gradients(model.loss, tokens, tokens, dtype)
+        accumulate_gradients(model.objective, tokens, tokens, dtype)
         update(model, optimizers)  # creates the optimizers' state
         weights = list(model.parameters())
         state = [optimizer.state for optimizer in optimizers]
         with Trace(weights, state, peak_flops, limits.bandwidth) as trace:
             for _ in range(passes):
-                accumulate_gradients(model.loss, tokens, tokens, dtype)
+                accumulate_gradients(model.objective, tokens, tokens, dtype)
             seconds = trace.seconds + trace.unread()
             update(model, optimizers)
         block = size(list(model.layers[0].parameters()))

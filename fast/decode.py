@@ -26,8 +26,8 @@ PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_pr
 PATHS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
 
-def accelerate(model: Llama, samples: int = 1) -> str | None:
-    """From now on, C computes the tokens after a prompt, for so many samples. Returns why it cannot, or None."""
+def accelerate(model: Llama, samples: int = 1) -> "FastDecoder | str":
+    """A decoder of `model` with which C computes the tokens after a prompt, for so many samples, or why it cannot."""
     if samples > MAX_BATCH:
         return f"for more than {MAX_BATCH} samples torch is faster"
     if reason := unsupported(model.config) or load(model.lm_head.weight.dtype)[1] or load(torch.float32)[1]:
@@ -38,8 +38,7 @@ def accelerate(model: Llama, samples: int = 1) -> str | None:
         same = False
     if not same:
         return "model.py computes something else"
-    model.__class__ = FastLlama
-    return None
+    return FastDecoder(model)
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -68,31 +67,36 @@ def miniature(config: ModelConfig) -> Llama:
 def agrees(model: Llama, most: int) -> bool:
     """Whether C computes what model.py does, which may have been edited: logits after up to `most` cached tokens."""
     config, dtype = model.config, model.lm_head.weight.dtype
-    tokens, cache = torch.zeros(1, 1, dtype=torch.int64), Cache(Llama.new_cache(model, most + 1))
+    tokens, cache = torch.zeros(1, 1, dtype=torch.int64), Cache(model.new_cache(most + 1))
     past = min(config.context - 1, most)
     shape = 2, 1, config.kv_heads, past, config.head_dim  # keys and values
     generator = torch.Generator().manual_seed(0)
     for kept in cache:
         kept.extend(*torch.randn(shape, generator=generator).to(dtype))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        expected = Llama.next_logits(model, tokens, cache).float()
+        expected = model.next_logits(tokens, cache).float()
     for kept in cache:
         kept.length = past  # again, in the same memory
     found = cache.next_logits(model, tokens)
     return found is not None and bool((found - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max())
 
 
-class FastLlama(Llama):
+class FastDecoder:
+    """Generation with `model`: C computes the tokens after a prompt, the model itself what C cannot."""
+
+    def __init__(self, model: Llama):
+        self.model = model
+
     def new_cache(self, tokens: int | None = None) -> "Cache":
-        return Cache(super().new_cache(tokens))
+        return Cache(self.model.new_cache(tokens))
 
     def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
-        logits = cache.next_logits(self, tokens) if isinstance(cache, Cache) else None
-        return super().next_logits(tokens, cache) if logits is None else logits
+        logits = cache.next_logits(self.model, tokens) if isinstance(cache, Cache) else None
+        return self.model.next_logits(tokens, cache) if logits is None else logits
 
 
 class Cache(list[LayerCache]):
-    """The cache of `FastLlama`, with the table of sizes and pointers that decode.c reads."""
+    """The cache of `FastDecoder`, with the table of sizes and pointers that decode.c reads."""
 
     step: Any = None  # the function of C, the table, eps and the memory that the table points to
 

@@ -148,7 +148,7 @@ def rows(batch_size: int) -> range:
 
 
 class Parallel:
-    """The loss of `model` with gradients averaged over the ranks. In one process, simply `model.loss`.
+    """The objective of `model` with gradients averaged over the ranks. In one process, simply `model.objective`.
 
     By default every rank holds the whole model (DDP). With `shard`, each holds its part of every tensor and gathers
     the weights of a block when it needs them (FSDP2).
@@ -157,12 +157,12 @@ class Parallel:
     def __init__(self, model: Llama, shard: bool):
         self.model, self.shard = model, shard
         if shard:
-            shard_weights(model)  # which adds hooks to `model.loss`
-        self.loss: Callable[[Tensor, Tensor], Tensor] = model.loss
+            shard_weights(model)  # which adds hooks to `model.objective`
+        self.objective: Callable[[Tensor, Tensor], dict[str, Tensor]] = model.objective
         if world_size() > 1 and not shard:
             # Rotary tables never change, and norms with running statistics are refused.
-            self.loss = DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
-            self.loss.broadcast_buffers = False  # the argument is deprecated, and older versions have no other
+            self.objective = DistributedDataParallel(Objective(model), gradient_as_bucket_view=True)
+            self.objective.broadcast_buffers = False  # the argument is deprecated, and older versions have no other
 
     def micro_batches(self, batches: list[T]) -> Iterator[T]:
         """`batches`. Gradients are averaged in the last backward pass only, over what all have accumulated."""
@@ -170,19 +170,20 @@ class Parallel:
             last = number == len(batches)
             if self.shard:
                 self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-            with self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) and not last else nullcontext():
+            replicated = isinstance(self.objective, DistributedDataParallel)
+            with self.objective.no_sync() if replicated and not last else nullcontext():  # type: ignore[attr-defined]
                 yield batch
 
 
-class Loss(nn.Module):
-    """The loss as a forward pass, which is what DDP wraps."""
+class Objective(nn.Module):
+    """The objective as a forward pass, which is what DDP wraps."""
 
     def __init__(self, model: Llama):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(tokens, targets)
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return self.model.objective(tokens, targets)
 
 
 def shard_weights(model: Llama) -> None:
@@ -194,7 +195,7 @@ def shard_weights(model: Llama) -> None:
     for block in model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for method in ("loss", "next_logits"):
+    for method in ("objective", "loss", "next_logits"):
         register_fsdp_forward_method(model, method)
 
 

@@ -20,6 +20,7 @@ from config import DEFAULTS, MAX_SIZE, ModelConfig, TrainConfig, configs_from, f
 from data.corpus import Corpus
 from data.prepare import Prepared, prepare
 from files import warn
+from model import Llama, matrices
 from norms import TRAITS
 from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
@@ -137,7 +138,9 @@ def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) ->
     dtype = str(pick_dtype(config.dtype, device, config.shard and ranks > 1)).removeprefix("torch.")
     compiled = config.compile
     if compiled is None:
-        step_flops = 6 * model_config.weights * config.batch_size * model_config.context
+        with torch.device("meta"):
+            weights = sum(weight.numel() for _, _, weight in matrices(Llama(model_config)))
+        step_flops = 6 * weights * config.batch_size * model_config.context
         long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
         compiled = long.get(device.type, False)
     if config.compile:

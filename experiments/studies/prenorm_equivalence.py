@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from experiments.studies.study import Effect, Protocol, Row, Study, new_model
-from model import weights_by_role
+from model import matrices
 
 SHAPE: dict[str, Any] = {"layers": 4, "tie_embeddings": False}  # the output head is not centered
-WRITERS = ("embedding", "attention_out", "down")  # the roles that write to the residual stream
 
 
 def logit_errors(protocol: Protocol, seeds: range) -> list[Row]:
@@ -26,9 +25,9 @@ def logit_errors(protocol: Protocol, seeds: range) -> list[Row]:
                 nn.init.normal_(gain, 1, 0.5, generator=generator)
         rmsnorm.load_state_dict(layernorm.state_dict())
         centered = copy.deepcopy(rmsnorm).double()
-        for role, _, weight in weights_by_role(centered):
-            if role in WRITERS:
-                weight.data -= weight.data.mean(1 if role == "embedding" else 0, keepdim=True)
+        for role, _, weight in matrices(centered):
+            if role.into_stream or role.name == "embedding":  # what writes to the residual stream
+                weight.data -= weight.data.mean(0 if role.into_stream else 1, keepdim=True)
         with torch.no_grad():
             expected = layernorm.double()(tokens)
             for arm, model in (("centered", centered), ("not centered", rmsnorm.double())):

@@ -73,9 +73,9 @@ class ScaledLinear(nn.Module):
     Not an `nn.Linear`, so tools that merge adapters reject it: merging would ignore the scale.
     """
 
-    def __init__(self, linear: nn.Linear, stored: float, factor: float):
+    def __init__(self, linear: Any, stored: float, factor: float):
         super().__init__()
-        self.weight = linear.weight
+        self.weight, self.role = linear.weight, linear.role
         self.scale = nn.Parameter(torch.full((linear.out_features,), stored))
         self.factor = factor
 
@@ -99,11 +99,6 @@ def add_scales(model: Any) -> None:
 @torch.no_grad()
 def return_to_sphere(model: Any) -> None:
     """Give every row or column along the model's width, of every matrix, length 1."""
-    with_rows, with_columns = [model.embed_tokens, model.lm_head], []
-    for block in model.layers:
-        attention, mlp = block.self_attn, block.mlp
-        with_rows += [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
-        with_columns += [attention.o_proj, mlp.down_proj]
-    for axis, modules in ((1, with_rows), (0, with_columns)):
-        for weight in dict.fromkeys(module.weight for module in modules):  # a tied weight once
-            weight.div_(weight.norm(dim=axis, keepdim=True).clamp_min(1e-12))
+    axes = {m.weight: 0 if m.role.into_stream else 1 for m in model.modules() if hasattr(m, "role")}
+    for weight, axis in axes.items():  # a tied weight once
+        weight.div_(weight.norm(dim=axis, keepdim=True).clamp_min(1e-12))
