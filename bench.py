@@ -1,26 +1,19 @@
 """Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.process import start
-
-    start()
-
-import argparse
 import json
 import shlex
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import Parser, add_flags, add_options, require
 from experiments import benchmarks, gpu, plan
-from files import write_atomically
-from runtime.device import describe, pick_device, set_up_cpu
+from files import require, write_atomically
+from machine.device import describe, pick_device, set_up_cpu
+from machine.process import bad_input, exit_codes
+from runtime.flags import Parser, add_flags, add_options, take
 from runtime.plugins import import_first
-from runtime.process import bad_input, exit_codes
 
 # Of each command: the function, its own options, and what reads train.py's flags if it takes them as well.
 COMMANDS: dict[str, tuple[Any, Any, Any]] = {
@@ -37,15 +30,16 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
-            flags = parse(arguments)
-            config = make_config(flags)
+            given = parse(arguments)
+            name, out = given.pop("command"), Path(given.pop("json") or "")
+            config = make_config(name, given)
             device = pick_device(config.device)
-            out = Path(flags.json or f"runs/bench-{flags.command}.json")
+            out = out if out.name else Path(f"runs/bench-{name}.json")
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["bench.py", *arguments])
         report: dict[str, Any] = {"command": command, "device": describe(device), "torch": torch.__version__}
-        report |= COMMANDS[flags.command][0](config, device)
+        report |= COMMANDS[name][0](config, device)
         print_report(report)
         write_atomically(out, json.dumps(report, indent=2) + "\n")
         print(f"written to {out}", file=sys.stderr)
@@ -53,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(1)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> dict[str, Any]:
     parser = Parser(prog="bench.py", description="Measure speed, compared with the limits of the machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (command, options, reads_train_flags) in COMMANDS.items():
@@ -63,16 +57,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         import_first(subparser, arguments)
         if reads_train_flags:
             add_flags(subparser, hidden=("init_from",))
-    return parser.parse_args(arguments)
+    return parser.read(arguments)
 
 
-def make_config(flags: argparse.Namespace) -> Any:
+def make_config(command: str, given: dict[str, Any]) -> Any:
     """The options of the command. Raises ValueError for invalid values."""
-    _, options, read_train_flags = COMMANDS[flags.command]
-    require("init_from" not in flags, "bench.py takes no --init-from; name the sizes of the model")
-    given = {field.name: getattr(flags, field.name) for field in fields(options) if field.name in flags}
-    config = options(**given)
-    return read_train_flags(config, flags) if read_train_flags else config
+    _, options, read_models = COMMANDS[command]
+    require("init_from" not in given, "bench.py takes no --init-from; name the sizes of the model")
+    config = take(given, options)
+    return read_models(config, given) if read_models else config
 
 
 def print_report(report: dict[str, Any]) -> None:

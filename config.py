@@ -1,37 +1,46 @@
-"""Every option, declared once: a dataclass field with its help, from which the flags and the checks follow."""
+"""Every option, declared once as the field of a dataclass, the presets, and how what was asked becomes a configuration.
 
-import argparse
+What was asked is a mapping of options to values, wherever it comes from: flags, `train()`, an ablation, a run.json.
+"""
+
 import dataclasses
-import difflib
 import math
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_origin
+from typing import Any
 
 import torch
 
-from files import BadInput, is_a, one_line
-from norms import KINDS, TRAITS, build_norm, parse_norm_args
+from files import is_a, require
+from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS, check_placement
+from norms.registry import Traits
+
+Asked = Mapping[str, Any]  # options by the names of fields, and "preset"
 
 MAX_SIZE = 2**31 - 1  # of any dimension: file formats use 32-bit integers
-DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `runtime.device.pick_device` checks --device
+DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.device.pick_device` checks --device
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-NOT_PRETRAINED = ("context", "dropout")  # may differ from those of --init-from
-SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
-    "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
-    "--block-size": "--context", "--seq-len": "--context",
-}  # fmt: skip
+FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")  # and the model
+NOT_PRETRAINED = ("context", "trained_context", "dropout")  # may differ from those of --init-from
 
 
-def option(default: Any, help: str, **argument: Any) -> Any:
-    """A dataclass field that is also a flag. Extra keywords go to `add_argument`."""
-    metadata = {"help": help, **argument}
+def option(default: Any, help: str, export: str = "computed", **argument: Any) -> Any:
+    """A dataclass field that is also a flag, unless it has no help. Extra keywords go to argparse's `add_argument`.
+
+    export: "carried" if the configurations of transformers have it, "training" if it does not change what a trained
+        model computes. A computed option must be at its default for an architecture that does not name it.
+    """
+    metadata = {"help": help, "export": export, **argument}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def carried(default: Any, help: str) -> Any:
+    """An option that the configurations of transformers have."""
+    return option(default, help, export="carried")
 
 
 def flag_name(field: str) -> str:
@@ -39,29 +48,11 @@ def flag_name(field: str) -> str:
     return "--norm-arg" if field == "norm_args" else "--" + field.replace("_", "-")
 
 
-def to_flags(options: Mapping[str, Any]) -> list[str]:
-    """Flags that set `options`, such as {"norm": "dyt", "norm_args": {"alpha": 0.5}, "tie_embeddings": False}."""
-    flags = []
-    for name, value in options.items():
-        flag = flag_name(name)
-        if (value is False and name not in FIELDS) or value == []:
-            continue  # --resume has no opposite, and a list needs an item
-        if isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, dict):
-            flags += [f"{flag}={key}={shown(part)}" for key, part in value.items()]
-        elif isinstance(value, list | tuple):
-            flags += [flag, *map(str, value)]
-        elif value is not None:
-            flags.append(f"{flag}={value}")
-    return flags
-
-
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """An option's value as its flag takes it."""
     if isinstance(value, dict):
-        return " ".join(f"{name}={shown(part)}" for name, part in value.items())
-    if isinstance(value, list):
+        return " ".join(f"{name}={as_text(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
@@ -88,12 +79,6 @@ def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
         require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
 
-def require(condition: object, message: str) -> None:
-    """Raise ValueError with `message` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture. Raises ValueError, naming the flag, if a field is invalid or fields are incompatible."""
@@ -102,32 +87,39 @@ class ModelConfig:
     placement: str = option("pre", "where the norm goes around a sublayer", choices=PLACEMENTS)
     qk_norm: str = option("none", "norm on queries and keys", choices=["none", "head", "full"])
     norm_args: dict[str, Any] = option({}, "argument of the norm, such as eps=1e-5; may be repeated")
-    dim: int = option(128, "width of the residual stream")
-    layers: int = option(4, "number of blocks")
-    heads: int = option(2, "number of attention heads")
-    kv_heads: int = option(None, "number of key/value heads, for grouped-query attention (default: --heads)")
-    head_dim: int = option(None, "features per head (default: --dim / --heads)")
-    hidden_dim: int = option(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
-    context: int = option(256, "maximum sequence length in tokens")
-    vocab_size: int = option(2048, "number of token ids; always 257 with --tokenizer bytes")
-    trained_context: int = option(None, "")  # of --init-from, if it was longer; not a flag
-    rope_theta: float = option(10000.0, "base of the rotary frequencies")
-    rope_scaling: dict[str, float] = option(
+    dim: int = carried(128, "width of the residual stream")
+    layers: int = carried(4, "number of blocks")
+    heads: int = carried(2, "number of attention heads")
+    kv_heads: int = option(
+        None, "number of key/value heads, for grouped-query attention (default: --heads)", export="carried"
+    )
+    head_dim: int = carried(None, "features per head (default: --dim / --heads)")
+    hidden_dim: int = option(
+        None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)", export="carried"
+    )
+    context: int = carried(256, "maximum sequence length in tokens")
+    vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
+    trained_context: int = carried(None, "")  # that of --init-from, if it was longer
+    rope_theta: float = carried(10000.0, "base of the rotary frequencies")
+    rope_scaling: dict[str, float] = carried(
         {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"
     )
     rotary_fraction: float = option(1.0, "fraction of each head's features that RoPE rotates, the first ones")
-    tie_embeddings: bool = option(True, "use the embedding as the output head")
+    tie_embeddings: bool = carried(True, "use the embedding as the output head")
     scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, initially sqrt(--dim) (DyT)")
     embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma uses sqrt(--dim)")
-    dropout: float = option(0.0, "dropout probability in training, for small corpora")
+    dropout: float = option(0.0, "dropout probability in training, for small corpora", export="training")
     init: str = option(
         None,
         "initial weights: N(0, 0.02²) for normal, N(0, 2/(inputs + outputs)) for xavier (default: normal; xavier for "
         "--placement deepnorm)",
         choices=["normal", "xavier"],
+        export="training",
     )
     depth_scaled_init: bool = option(
-        None, "with --init normal, divide the std of output projections by sqrt(2 layers) (default: by placement)"
+        None,
+        "with --init normal, divide the std of output projections by sqrt(2 layers) (default: by placement)",
+        export="training",
     )
 
     def __post_init__(self) -> None:
@@ -233,7 +225,9 @@ class TrainConfig:
 
 
 FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
-DEFAULTS = {name: f.default_factory() if callable(f.default_factory) else f.default for name, f in FIELDS.items()}
+DEFAULTS: dict[str, Any] = {
+    name: each.default_factory() if callable(each.default_factory) else each.default for name, each in FIELDS.items()
+}
 
 # What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
 # needs dropout: without, it overfits (results/overfitting.md).
@@ -245,7 +239,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         batch_size=64, micro_batch_size=32, lr=5e-3, momentum=0.95, steps=1000, eval_tokens=1 << 20,
     ),
     "124m": LARGE | dict(
-        dim=768, layers=12, heads=12, hidden_dim=2048, context=1024,
+        dim=768, layers=12, heads=12, context=1024,
         batch_size=480, micro_batch_size=12, lr=6e-4, steps=20000,
     ),
     "1b": LARGE | dict(
@@ -259,152 +253,76 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# If a flag changes an option on the right, the option on the left returns to its default. The micro-batch size does so
-# only if it no longer divides the batch size; warmup, kv_heads and init only if they were at their previous default.
-FOLLOWS = {
-    "hidden_dim": {"dim"},
-    "kv_heads": {"heads"},
-    "head_dim": {"dim", "heads"},
-    "norm_args": {"norm"},
-    "init": {"placement"},
-    "vocab_size": {"tokenizer"},
-    "warmup": {"steps"},
-}
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises BadInput, with one line, where argparse prints the usage and exits."""
-
-    def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, **options)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, but reject unknown arguments here, where the flags of a subcommand are known."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            known = re.findall(r"--[\w-]+", self.format_usage())
-            similar = []
-            for text in unknown:
-                if text.startswith("--"):
-                    name = text.partition("=")[0].replace("_", "-")
-                    similar += difflib.get_close_matches(SYNONYMS.get(name, name), known, n=1)
-            hint = f"; did you mean {' and '.join(dict.fromkeys(similar))}?" if similar else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return namespace, unknown
-
-    def error(self, message: str) -> Any:
-        raise BadInput(one_line(message))
-
-
-def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
-    """Add `--preset`, `--config` and a flag for every field of both configurations; no help for those in `hidden`."""
-    parser.add_argument(
-        "--preset",
-        choices=PRESETS,
-        help="set of defaults (default: tiny, shown below, on a CPU, else small). GPU memory: small 4 GB, 124m 16 GB, "
-        "1b 80 GB, 7b 80 GB on each of 8 GPUs",
-    )
-    parser.add_argument("--config", metavar="RUN.JSON", help="run.json of an earlier run to take options from")
-    add_options(parser.add_argument_group("model"), ModelConfig, hidden)
-    add_options(parser.add_argument_group("training"), TrainConfig, hidden)
-
-
-def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
-    """Add a flag for every field of the dataclass `config`. A flag not given sets nothing, so that presets apply."""
-    for option in (option for option in dataclasses.fields(config) if option.metadata["help"]):
-        kind: Any = option.type
-        several = option.default_factory
-        default = option.default if several is dataclasses.MISSING else " ".join(several())
-        argument = {"type": kind}
-        if kind is bool:
-            argument = {"action": argparse.BooleanOptionalAction}
-        elif get_origin(kind) is dict:
-            argument = {"action": "append", "metavar": "KEY=VALUE"}
-        elif get_origin(kind) is list:
-            argument = {"action": "extend", "nargs": "+", "metavar": "NAME|PATH"}
-        elif "choices" not in option.metadata:
-            argument["metavar"] = kind.__name__.upper()
-        argument |= {"dest": option.name, "default": argparse.SUPPRESS, **option.metadata}
-        if default not in (None, ""):
-            argument["help"] += f" (default: {default})"
-        if option.name in hidden:
-            argument["help"] = argparse.SUPPRESS
-        parser.add_argument(flag_name(option.name), **argument)
-
-
-def check_fields(given: dict[str, Any], source: str) -> None:
-    """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
-    for name, value in given.items():
-        require(name in FIELDS, f"{source}: {name!r} is not a field of this version")
-        kind: Any = FIELDS[name].type
-        valid = is_a(value, kind) or (value is None and FIELDS[name].default is None)
-        require(valid, f"{source}: {name} must be of type {kind.__name__}, not {value!r}")
-
-
-def configs_from(
-    flags: argparse.Namespace,
-    device: str,
-    of_run: dict[str, Any] | None = None,
-    pretrained: dict[str, Any] | None = None,
-    memory: float = math.inf,
+def configure(
+    asked: Asked, pretrained: Asked | None = None, memory: float = math.inf
 ) -> tuple[ModelConfig, TrainConfig]:
-    """Combine defaults, then the fields `of_run` or else the preset (`small` on a GPU), then flags.
+    """The configurations that follow from what was `asked`: defaults, then the preset, then what was asked.
 
-    of_run: the options in a run.json, of `--config` or `--resume`.
-    pretrained: the model options and the tokenizer kind of `--init-from`. They override the preset; flags may only
-        repeat them, or change the context or the dropout.
-    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved. Norms whose statistics are over the
-        batch have no micro-batches unless asked for.
+    pretrained: the options of the model in --init-from, and its kind of tokenizer. They come after the preset; what is
+        asked may only repeat them, or change the context or the dropout.
+    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
-    Raises ValueError for values that are incompatible.
+    What was asked never gives way. A value of the preset does if it does not fit: `hidden_dim` to another `dim`,
+    `kv_heads` to heads that they do not divide, the vocabulary to bytes, and micro-batches that do not divide the
+    batch, or over which a norm would take its statistics. Raises ValueError, naming the flag, for what is incompatible.
     """
-    require(not (flags.preset and flags.config), "use either --preset or --config, not both")
-    given = of_run or PRESETS[flags.preset or ("tiny" if device == "cpu" else "small")]
-    if not of_run and memory < 12e9 and "micro_batch_size" in given:
-        given = given | {"micro_batch_size": given["micro_batch_size"] // 2}
+    preset = dict(PRESETS[asked.get("preset", "tiny")])
+    if "micro_batch_size" in preset and memory < 12e9:
+        preset["micro_batch_size"] //= 2
+    whole = DEFAULTS | combine(preset, pretrained or {}, asked)
+    fits = {
+        "hidden_dim": whole["dim"] == preset.get("dim"),
+        "kv_heads": whole["heads"] % preset.get("kv_heads", 1) == 0,
+        "vocab_size": whole["tokenizer"] != "bytes",
+        "micro_batch_size": whole["batch_size"] % preset.get("micro_batch_size", 1) == 0
+        and TRAITS.get(whole["norm"], Traits()).per_token,
+    }
+    preset = {name: value for name, value in preset.items() if fits.get(name, True)}
     if pretrained:
-        given = given | pretrained | {name: given[name] for name in NOT_PRETRAINED if of_run}
-    by_flag = {name: value for name, value in vars(flags).items() if name in FIELDS}
-    if "rope_scaling" in by_flag:
-        texts = by_flag["rope_scaling"]
-        pairs = [text.split("=") for text in texts]
-        try:
-            by_flag["rope_scaling"] = {key: float(value) for key, value in pairs}
-        except ValueError:
-            raise ValueError(f"--rope-scaling takes key=number, not {' '.join(texts)!r}") from None
-    if "norm_args" in by_flag:
-        norm = by_flag.get("norm", given.get("norm", ModelConfig.norm))
-        by_flag["norm_args"] = parse_norm_args(norm, by_flag["norm_args"])
-        if pretrained:
-            by_flag["norm_args"] = pretrained["norm_args"] | by_flag["norm_args"]
-    changed = {name for name in by_flag if by_flag[name] != given.get(name, FIELDS[name].default)}
+        asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # without repetitions
+    given = combine(preset, pretrained or {}, asked)
     if pretrained:
-        _check_pretrained(pretrained, given | by_flag)
+        check_pretrained(pretrained, given)
         longest = pretrained.get("trained_context") or pretrained["context"]
-        given["trained_context"] = longest if longest > (given | by_flag)["context"] else None
-    steps = given.get("steps", TrainConfig.steps)
-    placement = PLACEMENTS.get(given.get("placement", ""), PLACEMENTS["pre"])
-    usual = {"warmup": steps // 20, "kv_heads": given.get("heads"), "init": placement.init}
-    followers = {name for name, options in FOLLOWS.items() if not changed.isdisjoint(options)}
-    kept = {name: value for name, value in given.items() if name not in followers or value != usual.get(name, value)}
-    given = kept | by_flag
-    micro = given.get("micro_batch_size") or 1
-    if "batch_size" in changed and "micro_batch_size" not in by_flag and given["batch_size"] % micro:
-        del given["micro_batch_size"]
-    if given.get("tokenizer") == "bytes" and not pretrained:
-        size = by_flag.get("vocab_size", 257)
+        given["trained_context"] = longest if longest > given["context"] else None
+    elif given.get("tokenizer") == "bytes":
+        size = given.setdefault("vocab_size", 257)
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
-        given["vocab_size"] = 257
-    model = ModelConfig(**{name: given.pop(name) for name in ModelConfig.__annotations__ if name in given})
-    if not (of_run or "micro_batch_size" in by_flag or TRAITS[model.norm].per_token):
-        given.pop("micro_batch_size", None)  # the statistics would be those of the preset's micro-batches
-    return model, TrainConfig(**given)
+    return split(given)
 
 
-def _check_pretrained(pretrained: dict[str, Any], given: dict[str, Any]) -> None:
+def combine(*sources: Asked) -> dict[str, Any]:
+    """Later sources override earlier ones. One that sets `norm` drops the earlier `norm_args`; others add to them."""
+    combined: dict[str, Any] = {}
+    for source in sources:
+        if "norm" in source:
+            combined.pop("norm_args", None)
+        norm_args = combined.get("norm_args", {}) | source.get("norm_args", {})
+        combined |= source
+        if norm_args:
+            combined["norm_args"] = norm_args
+    return combined
+
+
+def split(given: Asked) -> tuple[ModelConfig, TrainConfig]:
+    """The configurations with the fields `given`. Other names are ignored."""
+    names = (ModelConfig.__annotations__, TrainConfig.__annotations__)
+    model, training = ({name: given[name] for name in fields if name in given} for fields in names)
+    return ModelConfig(**model), TrainConfig(**training)
+
+
+def check_pretrained(pretrained: Asked, given: Asked) -> None:
     """Raise ValueError, naming the flag, unless weights of the model `pretrained` fit what was asked for."""
     for name, value in pretrained.items():
-        require(
-            name in NOT_PRETRAINED or given[name] == value,
-            f"{flag_name(name)} {shown(given[name])} contradicts --init-from, which has {shown(value)}; leave it out",
-        )
+        asked = f"{flag_name(name)} {as_text(given[name])}"
+        fits = name in NOT_PRETRAINED or given[name] == value
+        require(fits, f"{asked} contradicts --init-from, which has {as_text(value)}; leave it out")
+
+
+def check_fields(given: Asked, source: str) -> None:
+    """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
+    for name, value in given.items():
+        require(name in FIELDS, f"{source}: {name!r} is not an option of this version")
+        kind: Any = FIELDS[name].type
+        valid = is_a(value, kind) or (value is None and DEFAULTS[name] is None)
+        require(valid, f"{source}: {name} must be of type {getattr(kind, '__name__', kind)}, not {value!r}")

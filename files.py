@@ -32,6 +32,12 @@ class InUse(Exception):
     code = 4
 
 
+def require(condition: object, message: str) -> None:
+    """Raise ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 

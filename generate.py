@@ -5,11 +5,6 @@ From Python: `ids = generate(model, tokenizer.encode("def "), tokens=100)`.
 Shapes in comments: B samples, T tokens, V token ids.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.process import start
-
-    start(may_close=["stderr"])  # a closed standard output ends the command
-
 import codecs
 import math
 import os
@@ -23,13 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor, nn
 
-from config import DEVICES, DTYPES, Parser, add_options, check_sizes, option, require
+from config import DEVICES, DTYPES, check_sizes, option
 from data.tokenizer import Tokenizer
+from files import require
+from machine.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
+from machine.process import NotFinite, bad_input, exit_codes, write
 from model import Llama
 from runtime.checkpoint import open_checkpoint
-from runtime.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
+from runtime.flags import Parser, add_options
 from runtime.plugins import import_first
-from runtime.process import NotFinite, bad_input, exit_codes, write
 
 DEFAULT_TOKENS = 256  # to generate, if the context allows
 INVALID = -2  # drawn where the largest logit is not finite
@@ -81,17 +78,15 @@ class Options(Sampling):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from runtime.acceleration import fast_decoder  # training, which samples too, needs neither
-    from runtime.decoding import CompiledDecoder
+    from runtime.acceleration import fast_decoder  # training, which samples too, does not need it
 
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     add_options(parser, Options)
     with exit_codes("--samples or --tokens"):
         import_first(parser, arguments)
-        flags = vars(parser.parse_args(arguments))
-        del flags["imports"]
+        given = parser.read(arguments)
         with bad_input():
-            options = Options(**flags)
+            options = Options(**given)
             device = pick_device(options.device)
             dtype = pick_dtype(options.dtype, device)
             prompt = read_prompt(options.prompt)
@@ -99,11 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)
             cast_matrices(model, dtype)
-            decoder, how = model, ""
-            if options.compile:
-                decoder = CompiledDecoder(model)
-            elif options.fast and device.type == "cpu":
-                decoder, how = fast_decoder(model, options.samples)
+            by_c = options.fast and device.type == "cpu"
+            decoder, how = fast_decoder(model, options.samples, by_c, options.compile)
         print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{how}", file=sys.stderr)
         with autocast(device, dtype):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop, decoder)

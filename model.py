@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from config import ModelConfig, require
+from config import ModelConfig
+from files import require
 from norms import TRAITS, build_norm
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
@@ -359,7 +360,7 @@ class Linear(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-def matrices(model: Llama) -> Iterator[tuple[Role, str, Tensor]]:
+def matrices(model: Llama) -> Iterator[tuple[Role, str, nn.Parameter]]:
     """Role, Hugging Face name and weight of every matrix of `model`; a tied one once, as the embedding."""
     for path, module in model.named_modules():
         role = getattr(module, "role", None)

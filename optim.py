@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from config import TrainConfig
+from machine import distributed
 from model import Llama, matrices
-from runtime import distributed
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values above 0.002 end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5

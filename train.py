@@ -1,18 +1,11 @@
-"""Train a LLaMA: `python train.py`. From top to bottom: the command, the training loop, what the loop calls."""
+"""Train a LLaMA: `python train.py`. From top to bottom: the command, a step, the training loop, what the loop calls."""
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    from runtime.process import start
-
-    start()
-
-import argparse
 import json
 import math
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,17 +13,20 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from config import Parser, TrainConfig, add_flags, flag_name, require, to_flags
+from config import split
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import Tokenizer
-from files import lock_file
+from files import lock_file, require
 from generate import Sampling, sample_text
+from machine import distributed
+from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
+from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers, rate_jump
-from runtime import distributed
 from runtime.checkpoint import (
     clear_unfinished,
     find_checkpoint,
@@ -40,12 +36,11 @@ from runtime.checkpoint import (
     save_checkpoint,
     weight_hashes,
 )
-from runtime.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
+from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
-from runtime.plugins import command_to_type, import_first, keep_copies
-from runtime.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
+from runtime.plugins import command_to_type, import_files, import_flags, keep_copies
 from runtime.report import plot_loss, save_plot, write_report
-from runtime.run import FIXED_ON_RESUME, Run, describe_run, resolve_run
+from runtime.run import Run, describe_run, open_run
 from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make_tracker, read_rows, write_run_file
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
@@ -60,10 +55,10 @@ SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
 
 def main(arguments: list[str] | None = None) -> None:
     with distributed.process_group(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
-        flags = parse(arguments)
+        asked = read_train(arguments)
         with bad_input():
-            run = resolve_run(flags)
-        if flags.eval_only:
+            run = open_run(asked, ["train.py", *(sys.argv[1:] if arguments is None else arguments)])
+        if asked.get("eval_only"):
             evaluate_only(run)
         else:
             execute(run)
@@ -84,10 +79,11 @@ def train(**options: Any) -> Trained:
     Raises ValueError with the command's message for invalid options, NotFinite if the run diverges, InUse if another
     process uses its directory, and Stopped if a signal has ended it.
     """
-    require(not options.keys() & {"eval_only", "help"}, "eval_only and help are for the command")
     set_up_cpu()
+    import_files(options.pop("import", ()))
+    asked = read_keywords(options, ("preset", "config", "resume"))
     with distributed.process_group():
-        run = resolve_run(parse(to_flags(options)))
+        run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])
         trainer = execute(run)
     return Trained(run.folder, trainer.model.eval(), run.data.tokenizer, read_rows(run.folder / "metrics.jsonl"))
 
@@ -104,29 +100,44 @@ def execute(run: Run) -> "Trainer":
     return trainer
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
-    fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out (default: the newest run). Options you pass again replace those of the run "
-        f"and are printed; the model, the text, {fixed} cannot change",
-    )
-    parser.add_argument(
-        "--eval-only",
-        action="store_true",
-        help="only evaluate the newest checkpoint of the run in --out (default: the newest run), or the model in "
-        "--init-from; on all of --data or --val-data if you pass other text",
-    )
-    add_flags(parser)
-    import_first(parser, arguments)
-    flags = parser.parse_args(arguments)
-    flags.command = [parser.prog, *(sys.argv[1:] if arguments is None else arguments)]
-    other_text = flags.eval_only and not flags.resume and ("data" in flags or "val_data" in flags)
-    if getattr(flags, "init_from", "") and (flags.resume or (flags.eval_only and not other_text)):
-        parser.error("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")
-    return flags
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def accumulate_gradients(
+    objective: Callable, pairs: Iterable[tuple[Tensor, Tensor]], count: int, dtype: torch.dtype, scaler: GradScaler
+) -> dict[str, Tensor]:
+    """Forward and backward of `count` pairs of inputs and targets. Returns the means of the terms of the objective."""
+    means: dict[str, Tensor] = {}
+    for inputs, targets in pairs:
+        with autocast(inputs.device, dtype):
+            terms = {name: term / count for name, term in objective(inputs, targets).items()}
+        scaler.scale(torch.stack([*terms.values()]).sum()).backward()
+        means = {name: means.get(name, 0) + term.detach() for name, term in terms.items()}
+    return means
+
+
+def update_weights(model: Llama, optimizers: list[Optimizer], lr: float, clip: float, scaler: GradScaler) -> Tensor:
+    """Clip the gradients and let the optimizers use them. Returns their norm before clipping.
+
+    If it overflows in float16, the update is skipped, and the loss scale is halved. Only float16 waits for the device.
+    """
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    weights = list(model.parameters())
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    grad_norm = distributed.full_tensor(get_total_norm(gradients))
+    if clip:
+        clip_grads_with_norm_(weights, clip, grad_norm)
+    if not scaler.is_enabled() or grad_norm.isfinite():
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_ratio"]
+            optimizer.step()
+        if after_step := PLACEMENTS[model.config.placement].after_step:
+            after_step(model)
+    model.zero_grad()
+    scaler.update()
+    return grad_norm
 
 
 # --- the training loop -----------------------------------------------------------------------------------------------
@@ -148,132 +159,123 @@ class Trainer:
                 self.model = Llama(run.model_config, config.seed).to(run.device)
             stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.model.recompute = config.recompute
-        self.after_step = PLACEMENTS[run.model_config.placement].after_step
         self.parallel = distributed.Parallel(self.model, config.shard)
-        self.weights = list(self.model.parameters())
+        self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
-        self.step, self.started = 0, time.perf_counter()
-        self.printed = self.started
-        # The terms and the gradient norm of each step since `read_losses`, on the device.
+        self.step = self.first_step = 0  # steps that are done, and that were done when this process started
+        self.started = self.printed = self.lap_started = time.perf_counter()
+        # The terms and the gradient norm of each step since `read_pending`, on the device.
         self.pending: list[dict[str, Tensor]] = []
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
+        self.log: Any = None  # on rank 0, from `open_log` on
+        self.bar: Any = None
         if checkpoint:
-            with distributed.raise_on_all_ranks():
-                same = read_config(checkpoint)[0] == run.model_config
-                require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
-                state = load_training_state(checkpoint, self.model, self.optimizers)
-            self.step, self.logged_losses = state["step"], state["losses"]
-            self.started -= state["seconds"]
-            if state["scaler"]:
-                self.scaler.load_state_dict(state["scaler"])
-        self.first = self.step  # at which this process starts
+            self.restore(checkpoint)
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
         self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint of the run."""
+        with distributed.raise_on_all_ranks():
+            same = read_config(checkpoint)[0] == self.run.model_config
+            require(same, f"{checkpoint} does not match the model in {self.run.folder / 'run.json'}")
+            state = load_training_state(checkpoint, self.model, self.optimizers)
+        self.step = self.first_step = state["step"]
+        self.logged_losses = state["losses"]
+        self.started -= state["seconds"]
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+
     def train(self) -> None:
-        config, folder = self.run.config, self.run.folder
-        same = self.run.earlier and self.run.earlier["training"]["steps"] == config.steps
-        if self.step > config.steps or (self.step == config.steps and self.evaluated and same):
+        config, folder, earlier = self.run.config, self.run.folder, self.run.earlier
+        same_end = earlier and earlier["resolved"]["steps"] == config.steps
+        if self.step > config.steps or (self.step == config.steps and self.evaluated and same_end):
             if distributed.is_main():
                 if self.evaluated:
                     write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
                 print(f"the run in {folder} already has {self.step} steps; raise --steps to continue")
             return
-        with deterministic(config.deterministic), self.opened_log(), stop_requests() as stop:
-            if config.init_from and not distributed.from_main(list_checkpoints, folder):
-                self.save()  # so that --resume does not need --init-from
-            if self.step and self.due(config.eval_every) and not self.evaluated:
-                self.log_evaluation()  # the run ended between saving and evaluating
-            while self.step < config.steps:
-                self.update(learning_rate(config, self.step))
-                self.step += 1
-                if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
-                    self.log_training()
-                signum = max(distributed.all_gather(stop[0] if stop else 0))
-                if self.due(config.save_every) or signum:
-                    self.save()
-                if signum:
-                    raise Stopped(signum, command_to_type("train.py", "--resume", "--out", str(folder)))
-                if self.due(config.eval_every):
-                    self.log_evaluation()
+        with deterministic(config.deterministic), stop_requests() as stop:
+            self.open_log()
+            try:
+                self.loop(stop)
+            except NotFinite as diverged:
+                if self.log:
+                    self.log.add(step=diverged.step, not_finite=True)
+                    write_report(folder, self.run.data.val_gzip_bpb)
+                raise
+            finally:
+                if self.bar:
+                    self.bar.close()
         self.print_summary()
+
+    def loop(self, stop: list[int]) -> None:
+        """Step, log, save and evaluate until the last step, or until there is a signal in `stop`."""
+        config, folder = self.run.config, self.run.folder
+        if config.init_from and not distributed.from_main(list_checkpoints, folder):
+            self.save()  # so that --resume does not need --init-from
+        if self.step and self.due(config.eval_every) and not self.evaluated:
+            self.log_evaluation()  # the run ended between saving and evaluating
+        while self.step < config.steps:
+            self.train_step()
+            self.step += 1
+            if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
+                self.log_training()
+            signum = distributed.all_reduce_max(stop[0] if stop else 0)
+            if self.due(config.save_every) or signum:
+                self.save()
+            if signum:
+                raise Stopped(signum, command_to_type("train.py", "--resume", "--out", str(folder)))
+            if self.due(config.eval_every):
+                self.log_evaluation()
 
     def due(self, every: int) -> bool:
         """True every `every` steps and at the last step."""
         return self.step % every == 0 or self.step == self.run.config.steps
 
-    def update(self, lr: float) -> None:
-        """One optimizer step at learning rate `lr`, on the batch of this step. Only float16 waits for the device."""
+    def train_step(self) -> None:
+        """One optimizer step, on the batch of this step."""
+        run, config = self.run, self.run.config
         if not self.pending:
             self.lap_started = time.perf_counter()  # evaluation and saving do not count
-        terms = self.accumulate_gradients()
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        gradients = [weight.grad for weight in self.weights if weight.grad is not None]
-        grad_norm = distributed.full_tensor(get_total_norm(gradients))
-        overflowed = self.scaler.is_enabled() and not grad_norm.isfinite()  # skips the step and halves the loss scale
-        if overflowed and self.scaler.get_scale() <= 1:
-            raise NotFinite("gradient is", self.step + 1)
-        with self.watched():
-            if self.run.config.clip:
-                clip_grads_with_norm_(self.weights, self.run.config.clip, grad_norm)
-            if not overflowed:
-                for optimizer in self.optimizers:
-                    for group in optimizer.param_groups:
-                        group["lr"] = lr * group["lr_ratio"]
-                    optimizer.step()
-                if self.after_step:
-                    self.after_step(self.model)
-        self.model.zero_grad()
-        self.scaler.update()
-        self.pending.append({**terms, "grad_norm": grad_norm})
-
-    def accumulate_gradients(self) -> dict[str, Tensor]:
-        """Accumulate the gradients of this step's batch. Returns the terms of the objective, means over the batch."""
-        run, config = self.run, self.run.config
         # A resumed run repeats its dropout; rank 0 has that of a single process. CPUs use the low 32 bits of the seed.
         torch.manual_seed(config.seed + 1_000_003 * self.step + 2_654_435_769 * distributed.rank())
         rows = distributed.rows(config.batch_size)
         batch = training_batch(run.data.train, config.seed, self.step, rows, run.model_config.context)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
-        terms = defaultdict(lambda: torch.zeros((), device=run.device))
-        for micro_inputs, micro_targets in self.parallel.micro_batches(list(zip(inputs, targets, strict=True))):
-            with autocast(run.device, run.dtype):
-                parts = {k: x / len(inputs) for k, x in self.objective(micro_inputs, micro_targets).items()}
-            self.scaler.scale(sum(parts.values())).backward()
-            for name, part in parts.items():
-                terms[name] += part.detach()
-        return {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
+        pairs = self.parallel.micro_batches(list(zip(inputs, targets, strict=True)))
+        terms = accumulate_gradients(self.objective, pairs, len(inputs), run.dtype, self.scaler)
+        watch = self.start_watch(inputs[0])
+        lr = learning_rate(config, self.step)
+        grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler)
+        if self.scaler.get_scale() < 1:
+            raise NotFinite("gradient is", self.step + 1)
+        if watch:
+            watch.finish()
+        terms = {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
+        self.pending.append({**terms, "grad_norm": grad_norm})
 
-    def watched(self) -> AbstractContextManager:
-        """A context for the update, which adds rows to `watch.jsonl` at the steps that `--watch` records."""
+    def start_watch(self, tokens: Tensor) -> Any:
+        """At the steps that `--watch` records, the measurement of an update that comes next; else None."""
         run, step, every = self.run, self.step + 1, self.run.config.watch
         if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
-            return nullcontext()
-        from runtime import watch
+            return None
+        from runtime.watch import Watch
 
-        rows = distributed.rows(run.config.batch_size)[: run.config.micro_batch_size]
-        tokens, _ = training_batch(run.data.train, run.config.seed, self.step, rows, run.model_config.context)
-        return watch.watched(self.model, to_device(tokens, run.device), run.dtype, step, run.folder / "watch.jsonl")
+        return Watch(self.model, tokens, run.dtype, self.scaler.get_scale(), step, run.folder / "watch.jsonl")
 
     # Logging, evaluation, saving.
 
-    @contextmanager
-    def opened_log(self) -> Iterator[None]:
-        """Write run.json, open the log and the progress bar, and log a divergence, which ends the run.
-
-        Only rank 0 does these things.
-        """
+    def open_log(self) -> None:
+        """Write run.json, and open the log and the progress bar, on rank 0. All ranks call it."""
         run = self.run
         config, folder = run.config, run.folder
-        description = describe_run(run, sum(weight.numel() for weight in self.weights))
+        description = describe_run(run, sum(weight.numel() for weight in self.model.parameters()))
         if not distributed.is_main():
-            yield
             return
         if run.earlier:
-            if jump := rate_jump(TrainConfig(**run.earlier["training"]), config, self.step):
+            if jump := rate_jump(split(run.earlier["resolved"])[1], config, self.step):
                 print(jump, file=sys.stderr)
             description = continued(run.earlier, description, self.step)
             keep_rows(folder / "metrics.jsonl", self.step)  # before a new --save-every is in run.json
@@ -282,32 +284,24 @@ class Trainer:
         write_run_file(folder / "run.json", description)
         keep_copies(folder)
         self.log = Log(folder, self.step, make_tracker(config.log, folder, description, self.step))
+        self.bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
         compiled = ", with torch.compile" if config.compile else ""
-        with tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True) as self.bar:
-            self.bar.write(
-                f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
-                f"{run.model_config.placement}, on {description['device']} in {config.dtype}{compiled}; "
-                f"the run is {folder}{f', from step {self.step}' if self.step else ''}"
-            )
-            try:
-                yield
-            except NotFinite as diverged:
-                self.log.add(step=diverged.step, not_finite=True)
-                write_report(folder, run.data.val_gzip_bpb)
-                raise
+        self.bar.write(
+            f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
+            f"{run.model_config.placement}, on {description['device']} in {config.dtype}{compiled}; "
+            f"the run is {folder}{f', from step {self.step}' if self.step else ''}"
+        )
 
-    def read_losses(self) -> float:
-        """Read the losses of the steps since the last call, and return the last gradient norm. Waits for the device.
+    def read_pending(self) -> float:
+        """Read what the steps since the last call gave, and return the last gradient norm. Waits for the device.
 
         Raises NotFinite, which names the step. It is called before every save.
         """
-        steps = (
-            torch.stack([torch.stack((*terms.values(),)) for terms in self.pending]).tolist() if self.pending else []
-        )
-        names = list(self.pending[0]) if self.pending else []
+        steps = [torch.stack([*terms.values()]) for terms in self.pending]
+        names = list(self.pending[0]) if steps else []
         self.pending.clear()
         grad_norm = math.nan
-        for step, values in enumerate(steps, self.step - len(steps) + 1):
+        for step, values in enumerate(torch.stack(steps).tolist() if steps else [], self.step - len(steps) + 1):
             *losses, grad_norm = values
             if not all(map(math.isfinite, losses)):
                 raise NotFinite("loss is", step)
@@ -318,12 +312,12 @@ class Trainer:
 
     def log_training(self) -> None:
         config = self.run.config
-        grad_norm = self.read_losses()
+        grad_norm = self.read_pending()
         losses, self.logged_losses = self.logged_losses, []
         if not distributed.is_main():
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
-        timed_steps = min(len(losses), self.step - self.first)  # not those before a resume
+        timed_steps = min(len(losses), self.step - self.first_step)  # not those before a resume
         speed = timed_steps * tokens_per_step / (time.perf_counter() - self.lap_started)
         self.log.add(
             step=self.step,
@@ -359,7 +353,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""
-        self.read_losses()
+        self.read_pending()
         tensors = map(distributed.local, self.model.state_dict().values())
         finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
         if not all(distributed.all_gather(bool(finite))):

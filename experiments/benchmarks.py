@@ -4,7 +4,6 @@ Every time is a median over rounds in which all candidates are timed in turn, be
 minutes at a time. Ratios within one report are reliable; milliseconds of two reports cannot be compared.
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -12,22 +11,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.amp import GradScaler
 
-from config import DEVICES, TrainConfig, check_sizes, configs_from, option
+from config import DEVICES, TrainConfig, check_sizes, option
 from generate import cast_matrices, generate
+from machine.builds import check_compile
+from machine.device import autocast, peak_memory, pick_device, pick_dtype
 from model import Llama, matrices
 from norms import KINDS, TRAITS, build_norm
 from optim import hidden_matrices, make_optimizers
-from runtime.acceleration import accelerate
-from runtime.decoding import CompiledDecoder
-from runtime.device import autocast, peak_memory, pick_device, pick_dtype
-from runtime.machine import check_compile
-from runtime.run import read_options
+from runtime.acceleration import fast_decoder
+from runtime.run import default_preset, follow, read_config_file
+from train import accumulate_gradients, update_weights
 
 Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
@@ -67,12 +67,13 @@ class GenerateConfig(RoundsConfig):
     samples: int = option(8, "batch size to measure in addition to batch size 1")
 
 
-def read_model(config: RoundsConfig, flags: argparse.Namespace) -> argparse.Namespace:
-    """The options in `config`, with the model and the training that flags of train.py describe."""
-    device = pick_device(getattr(flags, "device", "auto"))
-    model, train = configs_from(flags, device.type, read_options(flags.config))
+def read_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
+    """The options in `config`, with the model and the training that are asked for as of train.py."""
+    device = pick_device(asked.get("device", "auto"))
+    previous = read_config_file(asked)
+    model, train = follow(asked if previous else {"preset": default_preset(device)} | asked, previous)
     dtype = pick_dtype(train.dtype, device)
-    return argparse.Namespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
+    return SimpleNamespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
 def time_alternately(calls: dict[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
@@ -145,7 +146,7 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor
     return torch.autograd.grad(norm(x), [x, *norm.parameters()], grad_y)
 
 
-def bench_train(config: argparse.Namespace, device: torch.device) -> Report:
+def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     """Measure a training step of one micro-batch, compared with the speed of matrix products alone."""
     before = peak_memory(device)
     model = Llama(config.model).to(device)
@@ -174,34 +175,20 @@ def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model.recompute = config.recompute
     device = model.embed_tokens.weight.device
-    loss = model.objective
+    objective = model.objective
     if config.compile:
         check_compile(device)
-        loss = torch.compile(loss)
+        objective = torch.compile(objective)
     optimizers = make_optimizers(model, config)
     shape = config.micro_batch_size, model.config.context + 1
     tokens = torch.randint(model.config.vocab_size, shape, device=device)
+    pairs, scaler = [(tokens[:, :-1], tokens[:, 1:])], GradScaler(device.type, enabled=dtype == torch.float16)
 
     def step() -> None:
-        accumulate_gradients(loss, tokens[:, :-1], tokens[:, 1:], dtype)
-        update(model, optimizers)
+        accumulate_gradients(objective, pairs, 1, dtype, scaler)
+        update_weights(model, optimizers, config.lr, config.clip, scaler)
 
     return step
-
-
-def accumulate_gradients(loss: Callable, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> None:
-    """Forward and backward of a micro-batch, as in train.py."""
-    with autocast(inputs.device, dtype):
-        value = sum(loss(inputs, targets).values())
-    value.backward()
-
-
-def update(model: Llama, optimizers: list[Optimizer]) -> None:
-    """Clip, update the weights and free the gradients, as in train.py."""
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def flops_per_token(model: Llama) -> float:
@@ -232,7 +219,7 @@ def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
     return {"shape": SHAPE, "rows": rows}
 
 
-def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
+def bench_generate(config: SimpleNamespace, device: torch.device) -> Report:
     """Measure greedy generation: plain, with fast/, and with --compile, compared with reading the weights per token."""
     tokens = min(config.tokens, config.model.context - 1)
     with torch.device("meta"):
@@ -245,13 +232,9 @@ def bench_generate(config: argparse.Namespace, device: torch.device) -> Report:
     for name in names:
         model = Llama(config.model).to(device).eval()
         cast_matrices(model, config.dtype)
-        decoder: Any = model
-        if name == "fast":
-            decoder = accelerate(model, config.samples)
-        if name == "compiled":
-            decoder = CompiledDecoder(model)
-        if isinstance(decoder, str):  # a reason why not
-            continue
+        decoder, _ = fast_decoder(model, config.samples, name == "fast", name == "compiled")
+        if decoder is model and name != "plain":
+            continue  # it cannot be used
         for samples in sorted({1, config.samples}):
             prompts = torch.zeros(samples, 1, dtype=torch.int64)
             calls[name, samples] = partial(generate, model, prompts, decoder=decoder, tokens=tokens, temperature=0)

@@ -9,15 +9,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from config import Parser, require
+from config import as_text
 from experiments.ablation.grid import Cell, compared
 from experiments.ablation.outcome import Arm, Outcome, read_outcome
 from experiments.ablation.plots import plot_curves
 from experiments.ablation.report import HOW_TO_READ, NONE, comparison_section, table
-from files import digest, write_atomically
+from files import digest, require, write_atomically
+from machine.process import bad_input
 from norms.registry import TRAITS, Traits
-from runtime.process import bad_input
-from runtime.report import figure, markdown, page, save_plot, shown
+from runtime.flags import Parser
+from runtime.report import figure, markdown, page, save_plot
 from runtime.run_dir import RUNS_FOLDER, check_run_dir, read_rows, read_run_file
 
 Settings = dict[Path, dict[str, str]]  # of each run, as flags take them
@@ -70,13 +71,13 @@ def find_runs(names: list[str]) -> list[Path]:
 def read_settings(folder: Path) -> dict[str, str]:
     """The options that can change a run's results. What comes from files has a part of their hash."""
     run = read_run_file(folder / "run.json")
-    settings = {name: shown(value) for name, value in compared(run["model"], run["training"]).items()}
+    settings = {name: as_text(value) for name, value in compared(run["resolved"]).items()}
     for kind in ("norm", "placement"):
         imported = [record["sha256"][:6] for record in run["imports"] if settings[kind] in record[f"{kind}s"]]
         settings[kind] = "@".join([settings[kind], *imported])
     changed = [f"{record['file']}@{record['sha256'][:6]}" for record in run["imports"] if record.get("changes")]
     settings["imports"] = " ".join(changed) or "none"
-    if TRAITS.get(run["model"]["norm"], Traits()).per_token:
+    if TRAITS.get(run["resolved"]["norm"], Traits()).per_token:
         settings["micro_batch_size"] = settings["batch_size"]  # micro-batches change rounding only
     if norm_args := settings.pop("norm_args"):
         settings["norm"] += ":" + norm_args.replace(" ", ",")

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from config import option, require
+from config import option
 from experiments.benchmarks import Report
+from files import require
 
 PART_SECONDS = 480
 ROOT = Path(__file__).parents[1]

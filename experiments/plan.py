@@ -5,9 +5,10 @@ kernels allocate for themselves, fragmentation and the CUDA context come on top.
 operation takes as long as its data at the card's bandwidth, or as its matrix product at the card's peak.
 """
 
-import argparse
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,16 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # private, but documented: "Fake tensor" in torch's manual
+from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import FIELDS, PRESETS, ModelConfig, TrainConfig, configs_from, option, require
-from experiments.benchmarks import Report, accumulate_gradients, flops_per_token, update
+from config import PRESETS, ModelConfig, TrainConfig, option
+from experiments.benchmarks import Report, flops_per_token
 from experiments.cards import BEFORE_AMPERE, CARDS
+from files import require
+from machine.distributed import resolve_shard
 from model import Llama
 from optim import make_optimizers
-from runtime.distributed import resolve_shard
-from runtime.run import check_options, read_options
+from runtime.run import check_options, follow, read_config_file
+from train import accumulate_gradients, update_weights
 
 GIB = 2**30
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # saves for backward what flash attention saves on CUDA
@@ -38,24 +42,23 @@ class PlanConfig:
     ranks: int = option(1, "number of GPUs")
 
 
-def read_models(options: PlanConfig, flags: argparse.Namespace) -> argparse.Namespace:
-    """`options`, with the model that flags of train.py describe or, without any, every preset."""
+def read_models(options: PlanConfig, asked: dict[str, Any]) -> SimpleNamespace:
+    """`options`, with the model that is asked for as of train.py or, if nothing is, every preset."""
     require(options.ranks >= 1, f"--ranks must be at least 1, not {options.ranks}")
-    given = flags.preset or flags.config or FIELDS.keys() & vars(flags)
-    plans = {}
-    for preset in [flags.preset] if given else PRESETS:
-        flags.preset = preset
-        model, config = configs_from(flags, "cuda", read_options(flags.config), memory=CARDS[options.card].memory)
+    previous, plans = read_config_file(asked), {}
+    for preset in [asked.get("preset", "small")] if asked else PRESETS:
+        of_preset = asked if previous else {"preset": preset} | asked
+        model, config = follow(of_preset, previous, memory=CARDS[options.card].memory)
         if config.dtype == "auto":
             older = "float32" if config.shard and options.ranks > 1 else "float16"
             config = replace(config, dtype=older if options.card in BEFORE_AMPERE else "bfloat16")
         check_options(model, config, options.ranks)
-        shard = resolve_shard(config.shard, "shard" in flags and config.shard, config.dtype, options.ranks)
-        plans[preset or flags.config or "small"] = model, config, options.card, options.ranks, shard
-    return argparse.Namespace(**vars(options), plans=plans, device="cpu")
+        shard = resolve_shard(config.shard, asked.get("shard", False), config.dtype, options.ranks)
+        plans[asked.get("config", preset)] = model, config, options.card, options.ranks, shard
+    return SimpleNamespace(**vars(options), plans=plans, device="cpu")
 
 
-def bench_plan(config: argparse.Namespace, device: torch.device) -> Report:
+def bench_plan(config: SimpleNamespace, device: torch.device) -> Report:
     """Estimate memory and speed of a training step on a GPU, for every preset or for train.py's flags."""
     card = CARDS[config.card]
     return {
@@ -90,16 +93,18 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
         model = Llama(model_config)
         model.recompute = config.recompute
         optimizers = make_optimizers(model, config)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        accumulate_gradients(model.objective, tokens, tokens, dtype)
-        update(model, optimizers)  # creates the optimizers' state
+        tokens, scaler = torch.zeros(shape, dtype=torch.int64), GradScaler("cpu", enabled=False)
+        accumulate = partial(accumulate_gradients, model.objective, [(tokens, tokens)], 1, dtype, scaler)
+        update = partial(update_weights, model, optimizers, config.lr, config.clip, scaler)
+        accumulate()
+        update()  # creates the optimizers' state
         weights = list(model.parameters())
         state = [optimizer.state for optimizer in optimizers]
         with Trace(weights, state, peak_flops, limits.bandwidth) as trace:
             for _ in range(passes):
-                accumulate_gradients(model.objective, tokens, tokens, dtype)
+                accumulate()
             seconds = trace.seconds + trace.unread()
-            update(model, optimizers)
+            update()
         block = size(list(model.layers[0].parameters()))
     share = ranks if shard else 1
     # With Muon, every rank orthogonalizes whole matrices.

@@ -3,9 +3,9 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from norms.registry import KINDS, TRAITS, build_norm, parse_norm_args, register
+from norms.registry import KINDS, TRAITS, build_norm, register
 
 for _module in (found for found in iter_modules(__path__) if not found.ispkg):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["KINDS", "TRAITS", "build_norm", "parse_norm_args", "register"]
+__all__ = ["KINDS", "TRAITS", "build_norm", "register"]

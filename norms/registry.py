@@ -30,8 +30,6 @@ class Traits:
 
 KINDS: dict[str, type[nn.Module]] = {}
 TRAITS: dict[str, Traits] = {}
-TRUTH = {"true": True, "false": False}
-PARSERS: dict[Any, Callable] = {bool: lambda text: TRUTH[text.lower()], int: int, float: float}
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -73,21 +71,6 @@ def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
             raise ValueError(f"--norm-arg {name} takes {expected}, not {value!r}")
 
 
-def parse_norm_args(kind: str, texts: list[str]) -> dict[str, Any]:
-    """Turn `["eps=1e-5", "bias=false"]` into `{"eps": 1e-5, "bias": False}`. Raises ValueError like `check_norm`."""
-    types, norm_args = _argument_types(kind), {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"--norm-arg takes key=value, not {text!r}")
-        try:
-            norm_args[name] = PARSERS.get(types.get(name), str)(value)
-        except (KeyError, ValueError):
-            norm_args[name] = value  # refused below
-    check_norm(kind, norm_args)
-    return norm_args
-
-
 def _argument_types(kind: str) -> dict[str, Any]:
     """The arguments that `--norm-arg` can set, with their types: all of the constructor's except width and site."""
     if kind not in KINDS:
@@ -96,4 +79,4 @@ def _argument_types(kind: str) -> dict[str, Any]:
     hints = get_type_hints(constructor)
     arguments = list(inspect.signature(constructor).parameters.values())[2:]
     types = {each.name: hints.get(each.name, type(each.default)) for each in arguments if each.name != "site"}
-    return {name: get_args(kind)[0] if type(None) in get_args(kind) else kind for name, kind in types.items()}
+    return {name: get_args(hint)[0] if type(None) in get_args(hint) else hint for name, hint in types.items()}

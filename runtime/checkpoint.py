@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import require
 from data.tokenizer import Tokenizer
-from files import explained, read_json, sha256, sync
+from files import explained, read_json, require, sha256, sync
+from machine import distributed
 from model import Llama
-from runtime import distributed
 from runtime.huggingface.directory import (
     CONFIG,
     match_weights,
@@ -63,7 +62,7 @@ def save_checkpoint(
     try:
         with explained(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
             unfinished.mkdir(parents=True)
-            write_model(unfinished, model.config, weights, tokenizer)
+            write_model(unfinished, model, weights, tokenizer)
             save_tensors(state, unfinished / OPTIMIZER)
             (unfinished / TRAINER).write_text(json.dumps({"step": step} | trainer, indent=1))
             hashes = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
@@ -98,7 +97,7 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     try:
         with explained(directory, sum(tensor.nbytes for tensor in state.values())):
             unfinished.mkdir()
-            write_model(unfinished, model.config, state, tokenizer)
+            write_model(unfinished, model, state, tokenizer)
             read_tokenizer(unfinished)
             for stored in open_model(unfinished)[1].values():
                 stored.read()

@@ -8,7 +8,7 @@ import copy
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from config import ModelConfig, require
-from files import one_line, sha256, warn
+from config import ModelConfig
+from files import one_line, require, sha256, warn
+from machine import distributed
+from machine.process import bad_input
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
-from runtime import distributed
-from runtime.process import bad_input
 
 ROOT = Path(__file__).parents[1]
 IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record, for run.json and config.json, and the source
@@ -147,15 +147,16 @@ def keep_copies(run: Path) -> None:
         copy.write_bytes(source)
 
 
-def check_imports(description: dict[str, Any]) -> list[str]:
-    """A line for each file that differs from those with which a model was trained, by its run.json or config.json.
+def check_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> list[str]:
+    """A line for each file that differs from those with which a model was trained.
 
-    Raises ValueError, naming the file, if it is not imported and the model needs its norm, placement or changes.
+    `records` and `options` are those of its run.json or config.json. Raises ValueError, naming the file, if it is not
+    imported and the model needs its norm, placement or changes.
     """
     lines, here = [], {record["file"]: record for record in import_records()}
     hashes = {record["sha256"] for record in here.values()}
-    norm, placement = (description["model"].get(name) for name in ("norm", "placement"))
-    there = {record["file"]: record for record in description["imports"]}  # the latest of each file
+    norm, placement = options.get("norm"), options.get("placement")
+    there = {record["file"]: record for record in records}  # the latest of each file
     for file, record in there.items():
         if record["sha256"] in hashes:
             continue
@@ -172,7 +173,7 @@ def check_imports(description: dict[str, Any]) -> list[str]:
     return lines
 
 
-def warn_of_imports(description: dict[str, Any]) -> None:
+def warn_of_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
     """`check_imports`, and print what differs, once per process."""
-    for line in check_imports(description):
+    for line in check_imports(records, options):
         warn(f"warning: {one_line(line)}")

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config import shown
+from config import as_text
 from files import write_atomically
 from runtime.run_dir import SAMPLE_HEADING, read_rows, read_run_file, read_samples
 
@@ -145,11 +145,11 @@ def write_report(folder: Path, gzip_bpb: float) -> None:
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
         preformatted(shlex.join(["python", *run["command"]])),
-        folded("Settings", settings_list(run["model"] | run["training"] | run["versions"])),
+        folded("Settings", settings_list(run["resolved"] | run["versions"])),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))
 
 
 def settings_list(values: dict[str, Any]) -> str:
     """HTML: a line per setting."""
-    return preformatted("\n".join(f"{name}: {shown(value)}" for name, value in values.items()))
+    return preformatted("\n".join(f"{name}: {as_text(value)}" for name, value in values.items()))

@@ -1,6 +1,5 @@
-"""The run that flags describe: a new one, or one to continue or evaluate."""
+"""The run that was asked for: a new one, or one to continue or evaluate."""
 
-import argparse
 import math
 import os
 import platform
@@ -12,21 +11,33 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from config import DEFAULTS, MAX_SIZE, ModelConfig, TrainConfig, configs_from, flag_name, require, shown
+from config import (
+    DEFAULTS,
+    FIXED_ON_RESUME,
+    MAX_SIZE,
+    Asked,
+    ModelConfig,
+    TrainConfig,
+    as_text,
+    combine,
+    configure,
+    flag_name,
+    split,
+)
 from data.corpus import Corpus
 from data.prepare import Prepared, prepare
-from files import warn
+from files import require, warn
+from machine import distributed
+from machine.builds import check_compile, missing_for_compile
+from machine.device import COMPILE_FLOPS, COMPILE_STEPS, describe, has_device, pick_device, pick_dtype
 from model import Llama, matrices
 from norms import TRAITS
-from runtime import distributed
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
-from runtime.device import COMPILE_FLOPS, COMPILE_STEPS, describe, pick_device, pick_dtype
 from runtime.huggingface.directory import open_model, read_tokenizer
-from runtime.machine import check_compile, missing_for_compile
 from runtime.plugins import ROOT, check_imported_norm, import_records, warn_of_imports
 from runtime.run_dir import (
     RUNS_FOLDER,
@@ -38,57 +49,71 @@ from runtime.run_dir import (
     read_run_file,
 )
 
-FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")
-
 
 @dataclass
 class Run:
     """A resolved run: where it is stored, what is trained, how, and on what."""
 
     folder: Path
+    asked: Asked
     model_config: ModelConfig
     config: TrainConfig
-    device: torch.device
-    dtype: torch.dtype
     data: Prepared
     command: list[str]
     earlier: dict[str, Any] | None = None  # the run.json of the run that is continued or evaluated
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.config.device)
 
-def resolve_run(flags: argparse.Namespace) -> Run:
-    """Turn flags into a run. Raises ValueError for incompatible options. All ranks get the same run or error."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.dtype)
+
+
+def open_run(asked: Asked, command: list[str]) -> Run:
+    """The run that was `asked` for, with "resume", "eval_only" and "config" as flags have them.
+
+    Raises ValueError for incompatible options. All ranks get the same run or error.
+    """
     launch = distributed.launch()
     with distributed.raise_on_all_ranks():
-        run = resolve_settings(flags, launch)
-    run.config, run.dtype = distributed.from_main(lambda: (run.config, run.dtype))  # where ranks timed differently
-    if run.earlier is None and not flags.eval_only:
-        out = run.folder if getattr(flags, "out", "") else None
+        run = find_run(asked, command, launch)
+    run.config = distributed.from_main(lambda: run.config)  # where ranks timed differently
+    if run.earlier is None and not asked.get("eval_only"):
+        out = run.folder if asked.get("out") else None
         run.folder = distributed.from_main(make_run_dir, out, run.folder.name)
     torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
     return run
 
 
-def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
+def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     """Resolve the run without writing anything. Cheap checks run first.
 
     If this `launch` of torchrun has started the run in --out, it is a restart, which continues it.
     """
-    out = Path(flags.out) if getattr(flags, "out", "") else None
+    out, file = (Path(asked[name]) if asked.get(name) else None for name in ("out", "config"))
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     require(out or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
-    other_text = flags.eval_only and (getattr(flags, "val_data", []) or getattr(flags, "data", []))
-    existing = flags.resume or (flags.eval_only and not getattr(flags, "init_from", ""))
+    eval_only = asked.get("eval_only")
+    other_text = eval_only and (asked.get("val_data") or asked.get("data"))
+    require(
+        not asked.get("init_from") or not (asked.get("resume") or (eval_only and not other_text)),
+        "--init-from is for new runs, or for --eval-only with --data; a run has its own weights",
+    )
+    existing = bool(asked.get("resume") or (eval_only and not asked.get("init_from")))
     if existing:
-        require(not (flags.preset or (flags.config and out)), "--preset and --config are for new runs; leave them out")
-        out = out or (Path(flags.config).parent if flags.config else newest_run())
+        require(not ("preset" in asked or (file and out)), "--preset and --config are for new runs; leave them out")
+        out = out or (file.parent if file else newest_run())
     elif launch and out and (out / "run.json").exists():
         existing = not set(launch).isdisjoint(read_run_file(out / "run.json").get("launch") or [])
     if out:
-        if distributed.is_main() and not flags.eval_only:
+        if distributed.is_main() and not eval_only:
             check_not_in_use(out)
         check_run_dir(out, existing)
     earlier = read_run_file(out / "run.json") if out and existing else None
-    model_config, config = resolve(flags, earlier)
+    settings = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
+    model_config, config = settings.model, settings.training
     changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
     above = (out or RUNS_FOLDER / "new").resolve().parents
     paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
@@ -103,7 +128,7 @@ def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or out))
     if other_text:
         names, val_names = [], other_text
-        config = replace(config, eval_tokens=getattr(flags, "eval_tokens", MAX_SIZE))
+        config = replace(config, eval_tokens=asked.get("eval_tokens", MAX_SIZE))
     vocab_size, context = model_config.vocab_size, model_config.context
     data = prepare(names, config.tokenizer, vocab_size, cache, context, tokenizer, val_names, column)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
@@ -112,56 +137,109 @@ def resolve_settings(flags: argparse.Namespace, launch: list[str]) -> Run:
     if changed and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)
     folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
-    device = pick_device(config.device)
-    return Run(folder, model_config, config, device, pick_dtype(config.dtype, device), data, flags.command, earlier)
+    return Run(folder, settings.asked, model_config, config, data, command, earlier)
 
 
-def resolve(flags: argparse.Namespace, earlier: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations, with everything that depends on the machine decided. A run that exists is `earlier`."""
-    given, pretrained = read_options(flags.config, earlier), None
-    init_from = getattr(flags, "init_from", "") or given.get("init_from")
-    if init_from and not earlier:
-        directory = find_checkpoint(init_from)  # verified before the text is prepared
-        model, _ = open_model(directory)
-        pretrained = asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
-    device = pick_device(getattr(flags, "device", given.get("device", "auto")))
+def read_config_file(asked: Asked) -> dict[str, Any] | None:
+    """The run.json that --config names, if any."""
+    if "config" not in asked:
+        return None
+    require("preset" not in asked, "use either --preset or --config, not both")
+    return read_run_file(Path(asked["config"]))
+
+
+class Settings(NamedTuple):
+    """What was asked, with the preset, and the configurations that follow on this machine."""
+
+    asked: dict[str, Any]
+    model: ModelConfig
+    training: TrainConfig
+
+
+def resolve(asked: Asked, previous: dict[str, Any] | None = None, continues: bool = False) -> Settings:
+    """Configurations in which everything that depends on the machine is decided.
+
+    `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken.
+    """
+    asked = {name: asked[name] for name in asked if name in DEFAULTS.keys() - {"out"} or name == "preset"}
+    before, kept = (previous["asked"], previous["resolved"]) if previous else ({}, {})
+    if previous:
+        warn_of_imports(previous["imports"], kept)
+    there = kept.get("device", "auto")  # another machine may lack it
+    device = pick_device(asked.get("device") or (there if has_device(there) else before.get("device", "auto")))
+    if not previous:
+        asked = {"preset": default_preset(device)} | asked
+    everything = combine(before, asked)
+    pretrained = None
+    if everything.get("init_from") and continues:  # DIR may be gone by now
+        pretrained = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
+    elif everything.get("init_from"):
+        pretrained = pretrained_options(everything["init_from"])
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
-    model_config, config = configs_from(flags, device.type, given, pretrained, memory)
-    longest = pretrained and (pretrained["trained_context"] or pretrained["context"])
-    if longest and model_config.context > longest:
-        warn(f"--context {model_config.context} is longer than that of --init-from, which is {longest}")
-    device, ranks = pick_device(config.device), distributed.world_size()
+    model, training = follow(asked, previous, pretrained, memory)
+    if pretrained and not continues:
+        longest = pretrained["trained_context"] or pretrained["context"]
+        if model.context > longest:
+            warn(f"--context {model.context} is longer than that of --init-from, which is {longest}")
+    return Settings(everything, model, decide(model, training, device, asked))
+
+
+def default_preset(device: torch.device) -> str:
+    return "tiny" if device.type == "cpu" else "small"
+
+
+def follow(
+    asked: Asked, previous: dict[str, Any] | None, pretrained: Asked | None = None, memory: float = math.inf
+) -> tuple[ModelConfig, TrainConfig]:
+    """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
+
+    What differs is what was asked now, and what follows otherwise from it. So a changed default or another machine does
+    not change the options of a run.
+    """
+    before: Asked = previous["asked"] if previous else {}
+    model, training = configure(combine(before, asked), pretrained, memory)
+    if not previous:
+        return model, training
+    then, now = fields_of(*configure(before, pretrained, memory)), fields_of(model, training)
+    changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
+    return split(DEFAULTS | previous["resolved"] | changed)
+
+
+def decide(model: ModelConfig, training: TrainConfig, device: torch.device, asked: Asked) -> TrainConfig:
+    """`training` with what depends on the machine. Raises ValueError for what it cannot do."""
+    ranks = distributed.world_size()
     distributed.check_device(device)
-    check_imported_norm(model_config, device)
-    installed = config.log == "none" or find_spec(config.log)
-    require(installed, f"--log {config.log} needs the package {config.log}: pip install {config.log}")
-    dtype = str(pick_dtype(config.dtype, device, config.shard and ranks > 1)).removeprefix("torch.")
-    compiled = config.compile
+    check_imported_norm(model, device)
+    installed = training.log == "none" or find_spec(training.log)
+    require(installed, f"--log {training.log} needs the package {training.log}: pip install {training.log}")
+    dtype = str(pick_dtype(training.dtype, device, training.shard and ranks > 1)).removeprefix("torch.")
+    compiled = training.compile
     if compiled is None:
         with torch.device("meta"):
-            weights = sum(weight.numel() for _, _, weight in matrices(Llama(model_config)))
-        step_flops = 6 * weights * config.batch_size * model_config.context
-        long = {"cuda": config.steps >= COMPILE_STEPS, "cpu": config.steps * step_flops >= COMPILE_FLOPS}
+            weights = sum(weight.numel() for _, _, weight in matrices(Llama(model)))
+        step_flops = 6 * weights * training.batch_size * model.context
+        long = {"cuda": training.steps >= COMPILE_STEPS, "cpu": training.steps * step_flops >= COMPILE_FLOPS}
         compiled = long.get(device.type, False)
-    if config.compile:
+    if asked.get("compile"):
         check_compile(device)
     elif compiled and (missing := missing_for_compile(device)):
         warn(f"not compiled: torch.compile needs {missing}")
         compiled = False
-    shard = distributed.resolve_shard(config.shard, getattr(flags, "shard", False), dtype, ranks)
-    config = replace(config, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
-    check_options(model_config, config, ranks)
-    return model_config, config
+    shard = distributed.resolve_shard(training.shard, asked.get("shard", False), dtype, ranks)
+    training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
+    check_options(model, training, ranks)
+    return training
 
 
-def read_options(config: str | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The options of `run` or of the run.json that `--config` names. Prints which of its imports have changed."""
-    if config and not run:
-        run = read_run_file(Path(config))
-    if not run:
-        return {}
-    warn_of_imports(run)
-    return run["model"] | run["training"]
+def pretrained_options(init_from: str) -> dict[str, Any]:
+    """The options of a model in --init-from, which is checked first, and its kind of tokenizer."""
+    directory = find_checkpoint(init_from)
+    model, _ = open_model(directory)
+    return asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
+
+
+def fields_of(model: ModelConfig, training: TrainConfig) -> dict[str, Any]:
+    return asdict(model) | asdict(training)
 
 
 def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
@@ -180,18 +258,17 @@ def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) ->
         raise ValueError(f"--batch-size {config.batch_size} cannot be split evenly over {parts}")
 
 
-def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig, config: TrainConfig) -> list[str]:
+def check_same_run(folder: Path, run: dict[str, Any], model: ModelConfig, training: TrainConfig) -> list[str]:
     """Options that differ. Raises ValueError if they cannot change, or if the checkpoints are missing."""
-    fixed, changed, there = [], [], run["model"] | run["training"]
-    for name, here in (asdict(model_config) | asdict(config)).items():
-        before = there.get(name, DEFAULTS[name])
-        flag = f"{flag_name(name)} {shown(before)}"
-        if before == here:
+    fixed, changed, there = [], [], DEFAULTS | run["resolved"]
+    for name, here in fields_of(model, training).items():
+        before = f"{flag_name(name)} {as_text(there[name])}"
+        if there[name] == here:
             continue
-        if name in run["model"] or name in FIXED_ON_RESUME:
-            fixed.append(f"{flag}, not {shown(here)}")
+        if name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME:
+            fixed.append(f"{before}, not {as_text(here)}")
         else:
-            changed.append(f"{flag} -> {shown(here)}")
+            changed.append(f"{before} -> {as_text(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     rows = read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")  # refuses a damaged one
@@ -206,8 +283,8 @@ def check_same_run(folder: Path, run: dict[str, Any], model_config: ModelConfig,
 def describe_run(run: Run, parameters: int) -> dict[str, Any]:
     """The contents of `run.json`: what is needed to repeat the run, and what it ran on. All ranks call it."""
     return {
-        "model": asdict(run.model_config),
-        "training": asdict(run.config),
+        "asked": run.asked,
+        "resolved": fields_of(run.model_config, run.config),
         "parameters": parameters,
         "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
         "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash},

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config import check_fields, require
-from files import digest, explained, lock_file, read_json, write_atomically
+from config import check_fields
+from files import digest, explained, lock_file, read_json, require, write_atomically
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # in a folder that one process at a time may write to
-FORMAT = 2  # of run.json; increase it whenever its fields change, or what they mean
+FORMAT = 3  # of run.json; increase it whenever its fields change, or what they mean
 CHECKSUM = "sha256"  # of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
 Tracker = Callable[[dict[str, Any]], None]
@@ -70,7 +70,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     require(run.get("format") == FORMAT, f"{other}; commit {run.get('commit')} can read it")
     found = run.pop(CHECKSUM, None)
     require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")
-    check_fields(run["model"] | run["training"], str(path))
+    check_fields(run["resolved"], str(path))
     return run
 
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
+from machine.device import autocast
 from model import Llama
 from norms import KINDS
 from norms.numerics import upcast
-from runtime.device import autocast
 from runtime.run_dir import append
 
 if TYPE_CHECKING:
@@ -41,30 +40,34 @@ PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def watched(model: Llama, tokens: Tensor, dtype: torch.dtype, step: int, path: Path) -> Iterator[None]:
-    """Append rows about the update of `step`, which happens inside, to `path`. The update keeps its bits.
+class Watch:
+    """Measures an update of `model`, between its construction and `finish`. The update keeps its bits.
 
     What happens in the forward pass is measured on `tokens` (B, T). Gradients are those of the whole batch, before
-    clipping. Needs memory for a second copy of the matrices.
+    clipping, without the `loss_scale`. Needs memory for a second copy of the matrices.
     """
-    with autocast(tokens.device, dtype):
-        rows = measure(model, tokens)
-    sites = [matrices(site) for _, _, site in split(model)]
-    for row, site in zip(rows, sites, strict=True):
-        for name, weight in site.items():
-            if weight.grad is not None:
-                row[f"grad_rms.{name}"] = rms(weight.grad)
-    before = {weight: weight.detach().clone() for site in sites for weight in site.values()}
-    yield
-    for row, site in zip(rows, sites, strict=True):
-        for name, weight in site.items():
-            change = weight.detach() - before[weight]
-            row[f"update.{name}"] = (change.norm() / before[weight].norm()).item()  # some weights start at zero
-        for key, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[key] = None
-    append(path, "".join(json.dumps({"step": step} | row) + "\n" for row in rows))
+
+    def __init__(self, model: Llama, tokens: Tensor, dtype: torch.dtype, loss_scale: float, step: int, path: Path):
+        self.step, self.path = step, path
+        with autocast(tokens.device, dtype):
+            self.rows = measure(model, tokens)
+        self.sites = [matrices(site) for _, _, site in split(model)]
+        for row, site in zip(self.rows, self.sites, strict=True):
+            for name, weight in site.items():
+                if weight.grad is not None:
+                    row[f"grad_rms.{name}"] = rms(weight.grad) / loss_scale
+        self.before = {weight: weight.detach().clone() for site in self.sites for weight in site.values()}
+
+    def finish(self) -> None:
+        """Add what has changed, and append the rows to the file."""
+        for row, site in zip(self.rows, self.sites, strict=True):
+            for name, weight in site.items():
+                change, before = weight.detach() - self.before[weight], self.before[weight]
+                row[f"update.{name}"] = (change.norm() / before.norm()).item()  # some weights start at zero
+            for key, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    row[key] = None
+        append(self.path, "".join(json.dumps({"step": self.step} | row) + "\n" for row in self.rows))
 
 
 def measure(model: Llama, tokens: Tensor) -> list[Row]:

@@ -21,9 +21,9 @@ from torch._guards import TracingContext
 
 import train
 from config import ModelConfig
+from fast.compiled import compile_decoding
 from generate import Sampling, stream_ids
 from model import Llama
-from runtime.decoding import compile_decoding
 
 SIZES: dict[str, Any] = dict(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
 SMALL = ModelConfig(**SIZES)
@@ -91,7 +91,7 @@ def test_training_with_all_options_matches_eager():
 def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Make `torch.compile` use aot_eager. Returns the list of graphs, to which every compilation adds one."""
     torch.compiler.reset()
-    monkeypatch.setattr("runtime.machine.missing_for_compile", lambda device: "")  # Inductor's, which is not used here
+    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")  # Inductor's, which is not used here
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -144,7 +144,7 @@ def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):
         return graph
 
     torch.compiler.reset()
-    monkeypatch.setattr("runtime.machine.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
     backend = aot_autograd(fw_compiler=record, keep_inference_input_mutations=True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
     model = random_weights_model(SMALL).eval()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from config import ModelConfig
+from fast.compiled import compile_decoding
 from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
 from norms.rmsnorm import RMSNorm
-from runtime.decoding import compile_decoding
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
@@ -82,7 +82,7 @@ def test_which_attention_is_called(monkeypatch):
     model(TOKENS)
     for part in TOKENS.split([5, 2, 1], dim=1):
         model(part, cache)
-    monkeypatch.setattr("runtime.machine.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
     compile_decoding(model)
     model.next_logits(TOKENS, model.new_cache())
     whole = (8, SMALL.heads, 8, False, True)

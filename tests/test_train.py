@@ -20,13 +20,13 @@ from torch import Tensor
 import train
 from config import ModelConfig, TrainConfig
 from files import warn
+from machine import distributed
+from machine.process import NotFinite
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from optim import learning_rate
-from runtime import distributed
 from runtime.checkpoint import find_checkpoint, load_pretrained
-from runtime.process import NotFinite
 from runtime.run import resolve_run
 from runtime.run_dir import read_run_file, read_samples
 

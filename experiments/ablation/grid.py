@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -20,16 +20,17 @@ from typing import Any
 from tqdm import tqdm
 
 import train
-from config import DEFAULTS, ModelConfig, TrainConfig, flag_name, require
+from config import DEFAULTS, Asked, ModelConfig, TrainConfig, combine, flag_name
 from data.prepare import Prepared, prepare
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
 from experiments.ablation.rates import Optimum, find_optimum, next_runs
-from files import InUse, digest
+from files import InUse, digest, require
+from machine.device import pick_device
+from machine.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
 from norms.placement import Unsupported
-from runtime.device import pick_device
+from runtime.flags import to_flags
 from runtime.plugins import check_imports, import_flags
-from runtime.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
-from runtime.run import resolve
+from runtime.run import fields_of, read_config_file, resolve
 from runtime.run_dir import read_rows, read_run_file
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
@@ -67,24 +68,23 @@ def selection(arms: Collection[Arm], lrs: Iterable[float], first_seed: int, seed
     return cells(arms, lrs, range(first, first + seeds))
 
 
-def resolve_arms(arms: Iterable[Arm], train_flags: list[str]) -> Settings:
-    """The configurations of each arm, with `train_flags` for all. Prints why it skips an unsupported combination.
+def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
+    """The configurations of each arm, with what all share. Prints why it skips an unsupported combination.
 
     `--dtype auto` is decided once, for all arms. Raises ValueError if no arm is left.
     """
-    settings = {}
-    shared, reason = train_flags, ""
+    settings, reason, previous = {}, "", read_config_file(shared)
     for arm in dict.fromkeys(arms):
         try:
-            settings[arm] = resolve(train.parse([*shared, *arm.flags]))
+            _, model, config = resolve(combine(shared, arm.asked), previous)
         except Unsupported as error:
             reason = str(error)
             print(f"skipped: {reason}", file=sys.stderr)
             continue
-        model, config = settings[arm]
+        settings[arm] = model, config
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
         require(not model.norm_args or ":" in arm.name, "arguments of a norm go into --norms, as in dyt:alpha=1")
-        shared = [*train_flags, "--dtype", config.dtype]
+        shared = {**shared, "dtype": config.dtype}
     require(settings, reason)
     return settings
 
@@ -97,16 +97,19 @@ def prepare_text(settings: Settings) -> Prepared:
     return prepare(config.data, config.tokenizer, model.vocab_size, cache, context, val_names=val_names, column=column)
 
 
-def compared(model: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
+def compared(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The options that must match between runs of an arm. The GPU index is ignored."""
-    device = training["device"].partition(":")[0]
-    options = DEFAULTS | model | training | {"device": device}  # an earlier version may lack some
+    options = {
+        **DEFAULTS,
+        **resolved,
+        "device": resolved["device"].partition(":")[0],
+    }  # an earlier version may lack some
     return {name: options[name] for name in options if name not in NOT_COMPARED}
 
 
 def settings_digest(settings: Settings) -> str:
     """Short hash of the compared settings. More seeds or learning rates do not change it."""
-    arms = [(arm.factors, compared(asdict(model), asdict(config))) for arm, (model, config) in settings.items()]
+    arms = [(arm.factors, compared(fields_of(*each))) for arm, each in settings.items()]
     return digest(arms)[:8]
 
 
@@ -123,11 +126,11 @@ class Grid:
 
     folder: Path
     settings: Settings  # their learning rate and seed are replaced by those of a cell
-    train_flags: list[str]  # flags of train.py that all cells share
+    shared: Asked  # of train.py, by all cells
     data: Prepared
     jobs: int
     threads: int
-    devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `train_flags`
+    devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
 
     def cell_folder(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
@@ -153,8 +156,8 @@ class Grid:
         if not (folder / "run.json").exists():
             return
         run, name = read_run_file(folder / "run.json"), f"the run in {folder}"
-        there, (model, config) = compared(run["model"], run["training"]), self.settings[cell.arm]
-        here = compared(asdict(model), asdict(replace(config, lr=cell.lr, seed=cell.seed)))
+        there, (model, config) = compared(run["resolved"]), self.settings[cell.arm]
+        here = compared(fields_of(model, replace(config, lr=cell.lr, seed=cell.seed)))
         changed = [
             f"{flag_name(option)} {there.get(option)}, not {value}"
             for option, value in here.items()
@@ -163,7 +166,7 @@ class Grid:
         require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
         same_text = run["corpus"]["hash"] == self.data.corpus_hash
         require(same_text, f"{name} was trained on other text; delete it, or choose another --out")
-        imports = check_imports(run)
+        imports = check_imports(run["imports"], run["resolved"])
         require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 
     # Running.
@@ -231,12 +234,12 @@ class Grid:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
         folder, config = self.cell_folder(cell), self.settings[cell.arm][1]
         if (folder / "run.json").exists():
-            flags = ["--resume", *import_flags(), "--cache-dir", config.cache_dir, "--watch", str(config.watch)]
+            asked: dict[str, Any] = {"resume": True, "cache_dir": config.cache_dir, "watch": config.watch}
         else:
-            flags = [*self.train_flags, *cell.arm.flags, "--lr", str(cell.lr), "--seed", str(cell.seed)]
-            flags += ["--dtype", config.dtype, "--compile" if config.compile else "--no-compile"]
-        flags += ["--device", device] if device else []
-        return [sys.executable, train.__file__, *flags, "--out", str(folder)]
+            decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}
+            asked = combine(self.shared, cell.arm.asked, decided)
+        asked |= ({"device": device} if device else {}) | {"out": str(folder)}
+        return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
 
     # Learning rates.
 

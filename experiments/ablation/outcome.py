@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from config import FIELDS, require, to_flags
+from config import FIELDS, check_fields
+from runtime.flags import read_pairs, read_value
 
 BySeed = Mapping[int, float]
 
@@ -30,17 +31,14 @@ class Arm:
         )
 
     @property
-    def flags(self) -> list[str]:
-        """Its flags of `train.py`. Raises ValueError for a bad truth value."""
-        options: dict[str, Any] = dict(self.factors)
-        if "norm" in options:
-            options["norm"], _, norm_args = options["norm"].partition(":")
-            options["norm_args"] = dict(pair.partition("=")[::2] for pair in norm_args.split(",") if pair)
-        for factor, value in self.factors:
-            if FIELDS[factor].type is bool:
-                require(value in ("true", "false"), f"factor {factor} takes true or false, not {value!r}")
-                options[factor] = value == "true"
-        return to_flags(options)
+    def asked(self) -> dict[str, Any]:
+        """What it asks of `train.py`. Raises ValueError for a value of another type."""
+        asked = {name: read_value(text, FIELDS[name].type) for name, text in self.factors}
+        if "norm" in asked:
+            asked["norm"], _, norm_args = asked["norm"].partition(":")
+            asked["norm_args"] = read_pairs("--norms", filter(None, norm_args.split(",")))
+        check_fields(asked, "--factor")
+        return asked
 
 
 @dataclass(frozen=True)

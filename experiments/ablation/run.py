@@ -1,6 +1,5 @@
 """The command: which runs an ablation needs, and what it writes about them."""
 
-import argparse
 import csv
 import io
 import math
@@ -8,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from config import FIELDS, check_sizes, flag_name, option, require
+from config import FIELDS, MAX_SIZE, Asked, check_sizes, flag_name, option
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
@@ -28,10 +28,10 @@ from experiments.ablation.outcome import Arm
 from experiments.ablation.plots import plot_curves, plot_differences
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import HOW_TO_READ, comparison_section, sweep_section
-from files import write_atomically
+from files import require, write_atomically
+from machine.device import describe
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from runtime.device import describe
 from runtime.report import figure, folded, markdown, page, save_plot, settings_list
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
 from runtime.watch import plot_watch
@@ -91,36 +91,38 @@ class Ablation:
         return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.grid.settings if optima]
 
 
-def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablation:
-    """An ablation from its flags, and those of train.py, which every cell gets. Raises ValueError for invalid ones."""
-    check_sizes(flags, "seeds", "jobs", "threads", most=MAX_SEEDS)
-    require(all(0 < lr < math.inf for lr in flags.lrs), "--lrs must be positive numbers")
-    require("norm_args" not in flags, "--norm-arg is for a single run; write --norms dyt:alpha=1")
-    arms = resolve_factors(flags)
-    devices = resolve_devices(flags.device) if "device" in flags else ("",)
-    on_device = train_flags + (["--device", devices[0]] if devices[0] else [])
+def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation:
+    """An ablation from its options and what all cells ask of train.py. Raises ValueError for invalid ones."""
+    check_sizes(options, "seeds", "jobs", "threads", most=MAX_SEEDS)
+    require(all(0 < lr < math.inf for lr in options.lrs), "--lrs must be positive numbers")
+    require("norm_args" not in asked, "--norm-arg is for a single run; write --norms dyt:alpha=1")
+    shared = {name: value for name, value in asked.items() if name not in ("out", "device")}
+    arms = resolve_factors(options, shared)
+    devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
+    shared |= {"watch": MAX_SIZE} if options.probe else {}
+    on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
     settings = resolve_arms(arms, on_device)
-    dtype = getattr(flags, "dtype", "auto")
+    dtype = asked.get("dtype", "auto")
     as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in settings.items()}
-    folder = Path(getattr(flags, "out", "") or RUNS_FOLDER / f"ablation-{settings_digest(as_asked)}")
+    folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{settings_digest(as_asked)}")
     check_not_in_use(folder)
     started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
     if started and dtype == "auto":  # a measurement, which might come out differently now
-        settings = resolve_arms(arms, [*on_device, "--dtype", started[0]["training"]["dtype"]])
+        settings = resolve_arms(arms, on_device | {"dtype": started[0]["resolved"]["dtype"]})
     config = next(iter(settings.values()))[1]
-    most = max(1, torch.get_num_threads() // flags.threads) if config.device == "cpu" else 1
+    most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     grid = Grid(
         folder=folder,
         settings=settings,
-        train_flags=train_flags,
+        shared=shared,
         data=prepare_text(settings),
-        jobs=flags.jobs or most,
-        threads=flags.threads,
+        jobs=options.jobs or most,
+        threads=options.threads,
         devices=devices,
     )
-    lrs = sorted({*flags.lrs, config.lr})
-    seeds = range(config.seed, config.seed + flags.seeds)
-    torch.set_num_threads(flags.threads)  # as in the runs: the report says how many
+    lrs = sorted({*options.lrs, config.lr})
+    seeds = range(config.seed, config.seed + options.seeds)
+    torch.set_num_threads(options.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
     grid.outcomes([*cells(settings, lrs, seeds), *selection(settings, lrs, config.seed)])  # before anything is written
@@ -128,13 +130,13 @@ def resolve_ablation(flags: argparse.Namespace, train_flags: list[str]) -> Ablat
     return Ablation(grid, lrs, seeds)
 
 
-def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
-    """The arms, without checking whether the model supports each. Raises ValueError for invalid flags."""
-    factors = {"norm": flags.norms, "placement": flags.placements}
-    for text in flags.norms:
+def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
+    """The arms, without checking whether the model supports each. Raises ValueError for invalid options."""
+    factors = {"norm": options.norms, "placement": options.placements}
+    for text in options.norms:
         kind = text.partition(":")[0]
         require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}, separated by spaces")
-    for text in flags.factor:
+    for text in options.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
         require(name in FIELDS, f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer")
@@ -145,7 +147,7 @@ def resolve_factors(flags: argparse.Namespace) -> list[Arm]:
     for name, levels in factors.items():
         flag = OWN_FLAG.get(name, f"--factor {name}")
         require(all(levels) and len(set(levels)) == len(levels), f"{flag} needs distinct values, not {levels}")
-        require(name not in flags, f"{flag_name(name)} is for a single run; list all values with {flag}")
+        require(name not in shared, f"{flag_name(name)} is for a single run; list all values with {flag}")
     return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
 
 

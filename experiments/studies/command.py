@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from config import DEVICES, Parser, check_sizes, require
+from config import DEVICES, check_sizes
 from data.batches import evaluation_batches
 from data.corpus import RULES, Corpus
 from experiments.ablation.grid import Cell, Grid, prepare_text, resolve_arms, resolve_devices, settings_digest
@@ -23,10 +23,11 @@ from experiments.ablation.rates import SPACING
 from experiments.studies.page import PROSE, RESULTS, write_page
 from experiments.studies.study import Measured, Protocol, Row, Study
 from experiments.studies.verdict import read_entries
-from files import digest, lock_file, read_json, write_atomically
+from files import digest, lock_file, read_json, require, write_atomically
+from machine.device import describe
+from machine.process import bad_input
 from runtime.checkpoint import load_pretrained
-from runtime.device import describe
-from runtime.process import bad_input
+from runtime.flags import Parser, read_train
 from runtime.run import commit
 from runtime.run_dir import LOCK, RUNS_FOLDER, read_run_file
 from runtime.watch import stream_rms
@@ -138,7 +139,7 @@ def make_grid(
 ) -> Grid:
     """The runs on one text. Studies with the same flags share a folder, and so their runs."""
     source = excerpt(int(data), folder, cache_dir) if data.isdigit() else ["--data", data]
-    shared = [*flags.split(), *source, "--device", devices[0], "--cache-dir", cache_dir]
+    shared = read_train([*flags.split(), *source, "--device", devices[0], "--cache-dir", cache_dir])
     torch.set_num_threads(THREADS)  # a run's description of its device includes them
     base = resolve_arms([Arm(())], shared)
     text = prepare_text(base)

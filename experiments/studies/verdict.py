@@ -8,13 +8,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from config import require
 from experiments.ablation.comparison import Finding
 from experiments.ablation.outcome import grouped
 from experiments.ablation.rates import NEAR, Optimum
 from experiments.statistics import ALPHA, estimate, holm, p_inside, p_outside
 from experiments.studies.study import Effect, Measured, Protocol, Study, lowest
-from files import read_json
+from files import read_json, require
 
 
 @dataclass

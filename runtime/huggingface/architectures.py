@@ -5,13 +5,15 @@ value only. A field that is not known here is refused by its name, whatever its 
 computes.
 """
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from config import MAX_SIZE, ROPE_SCALING, ModelConfig, require
-from files import is_a, warn
+from config import MAX_SIZE, ROPE_SCALING, ModelConfig
+from files import is_a, require, warn
+from norms import KINDS
 
 OWN_TYPE = "normal-llama"  # the model_type of a model that no architecture expresses
 OWN = "normal_llama"  # the key of our configuration in config.json
@@ -54,6 +56,7 @@ class Architecture:
     fixed: its fields that we compute at one value only, which is also their default.
     defaults: its other defaults for missing fields; that of `eps` is 1e-5 otherwise.
     unused: its fields that do nothing at the fixed values.
+    carries: options of ours, besides sizes and rotary positions, that its configuration has at any value.
     """
 
     name: str
@@ -63,9 +66,10 @@ class Architecture:
     eps: str = "rms_norm_eps"
     defaults: dict[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    carries: tuple[str, ...] = ()
 
 
-PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none", "rotary_fraction": 1.0}
+PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
 RMSNORM = {"elementwise_affine": True}
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "eps": 1e-5}
 # Fields of any architecture, which `transformers` writes only if they are not at these defaults, or in a full dump.
@@ -96,20 +100,26 @@ ARCHITECTURES = {
         lambda config: USUAL,
     ),
     "stablelm": Architecture(
-        "StableLmForCausalLM", {"placement": "pre", "norm": "layernorm", "qk_norm": "none"},
-        {"elementwise_affine": True, "bias": True},
+        "StableLmForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": True, "bias": True},
         lambda config: {
             "hidden_act": "silu", "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_qkv_bias": False,
             "qk_layernorm": False, "use_parallel_residual": False, "head_dim": config.dim // config.heads,
         },
         eps="layer_norm_eps",
         defaults={"partial_rotary_factor": 0.25},
+        carries=("rotary_fraction",),
     ),
 }  # fmt: skip
 
 
 def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
-    theirs = {"scaled_embedding": False, "embedding_scale": 1.0} | architecture.ours | architecture.norm_args
+    """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
+    defaults = {each.name: each.default for each in inspect.signature(KINDS[config.norm]).parameters.values()}
+    carried = {*architecture.norm_args, "eps", "cast_order"}  # the order of casts changes rounding only
+    theirs = {field.name: field.default for field in fields(ModelConfig) if field.metadata["export"] == "computed"}
+    theirs |= {name: defaults[name] for name in config.norm_args if name not in carried}
+    theirs |= architecture.ours | architecture.norm_args
+    theirs = {name: value for name, value in theirs.items() if name not in ("norm_args", *architecture.carries)}
     if config.dim % config.heads or "head_dim" in architecture.fixed(config):
         theirs["head_dim"] = config.dim / config.heads
     ours = NORM_DEFAULTS | asdict(config) | config.norm_args
@@ -130,7 +140,7 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
     scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
     theirs["max_position_embeddings"] = max(config.context, config.trained_context or 0)
-    partial = {} if "rotary_fraction" in architecture.ours else {"partial_rotary_factor": config.rotary_fraction}
+    partial = {} if "rotary_fraction" not in architecture.carries else {"partial_rotary_factor": config.rotary_fraction}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
     theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | partial
@@ -160,7 +170,7 @@ def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
     tied = theirs.get("tie_word_embeddings", False)
     require(is_a(tied, bool), "tie_word_embeddings must be true or false")
     rope = _rope(theirs)
-    whole = rope["rotary_fraction"] == 1 or "rotary_fraction" not in given
+    whole = rope["rotary_fraction"] == 1 or "rotary_fraction" in architecture.carries
     require(whole, f"partial_rotary_factor {rope['rotary_fraction']} is not supported with {architecture.name}")
     config = ModelConfig(**rope | given, norm_args=norm_args, tie_embeddings=tied)
     windows = [kind for kind in theirs.get("layer_types", []) if kind != "full_attention"]

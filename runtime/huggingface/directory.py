@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import ModelConfig, check_fields, require
+from config import ModelConfig, check_fields
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from files import is_a, read_json
+from files import is_a, read_json, require
+from machine import distributed
 from model import Llama
-from runtime import distributed
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
 from runtime.huggingface.weights import (
     WEIGHTS,
@@ -37,8 +37,9 @@ PRETRAINED = "pretrained"  # a tokenizer of others
 TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PRETRAINED)
 
 
-def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
     """Write a model's `stored_state` with its configuration and tokenizer."""
+    config = model.config
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # which also starts a text without a prompt
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
@@ -46,6 +47,7 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
     try:
         for record in import_records():
             require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
+        require(not (name := edited_module(model)), f"{name or 'the model'} is not as model.py makes it")
         described |= to_theirs(config)
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
@@ -55,6 +57,19 @@ def write_model(directory: Path, config: ModelConfig, state: dict[str, Tensor], 
     tokenizer.save(directory)
     if tokenizer.generation:
         (directory / GENERATION).write_text(json.dumps(tokenizer.generation, indent=1), "utf-8")
+
+
+def edited_module(model: Llama) -> str | None:
+    """The first module that does not compute what model.py's own does for this configuration, or None."""
+    with torch.device("meta"):
+        own = dict(Llama(model.config).named_modules())
+    for name, module in model.named_modules():
+        plain, kind = type(own.pop(name, None)), type(module)  # sharding swaps classes, but not what they define
+        defined = [each for each, value in vars(plain).items() if callable(value) and not each.startswith("_")]
+        same = all(getattr(kind, each, None) is getattr(plain, each, module) for each in ("forward", *defined))
+        if not same or "forward" in vars(module):
+            return name
+    return next(iter(own), None)
 
 
 def stored_state(model: Llama) -> dict[str, Tensor]:
@@ -88,7 +103,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         require(version == FORMAT, f"another version of normal-llama wrote it: its format is {version!r}, not {FORMAT}")
         require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
         check_fields(own["model"], OWN)
-        warn_of_imports(own)
+        warn_of_imports(own["imports"], own["model"])
         config = ModelConfig(**own["model"])
         if described.get("model_type") != OWN_TYPE:
             theirs = from_theirs(described)

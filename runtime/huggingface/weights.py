@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config import ModelConfig, require
-from files import is_a, read_json
+from config import ModelConfig
+from files import is_a, read_json, require
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 import generate
 import train
+from machine.device import autocast
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
-from runtime.device import autocast
 from runtime.run import Run, resolve_run
 
 FOLDER = Path(sys.argv[2])

@@ -9,9 +9,9 @@ import torch
 
 import bench
 from experiments import benchmarks
+from fast.compiled import CompiledLlama
 from model import Llama
 from norms import KINDS
-from runtime.decoding import CompiledLlama
 
 MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --device cpu"
 MATRICES = 100 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)
@@ -79,7 +79,7 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "generate", generate)
     monkeypatch.setattr(benchmarks, "accelerate", lambda model, samples: None)
-    monkeypatch.setattr("runtime.machine.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0, "compiled": 0.5})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()

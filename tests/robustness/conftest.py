@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import train
-from runtime.process import stop_at_signals
+from machine.process import stop_at_signals
 from runtime.run_dir import read_rows
 
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import generate
 import train
+from machine.process import NotFinite
 from model import Llama
 from runtime.checkpoint import list_checkpoints, load_pretrained, save_pretrained
-from runtime.process import NotFinite
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.process import PACKAGES
+from machine.process import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 

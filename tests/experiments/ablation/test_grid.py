@@ -22,7 +22,7 @@ from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
 from files import BadInput, InUse
-from runtime.process import Stopped, exit_codes
+from machine.process import Stopped, exit_codes
 from runtime.run_dir import read_rows, write_run_file
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --batch-size 4 --tokenizer bytes --device cpu --lr 0.01 --steps 4"

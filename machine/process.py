@@ -187,7 +187,7 @@ def out_of_memory(error: Exception) -> bool:
 def _exit(code: int, line: str, together: bool = False) -> None:
     """Print the line and exit. If all ranks do it `together`, rank 0 prints before torchrun sees any of them end."""
     if together:
-        from runtime import distributed
+        from machine import distributed
     if not together or distributed.is_main():
         print(f"error: {one_line(line)}", file=sys.stderr)
     for number in STOP_SIGNALS:

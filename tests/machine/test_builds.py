@@ -11,9 +11,10 @@ import torch
 import files
 import train
 from config import ModelConfig, TrainConfig
-from runtime import machine, run
-from runtime.device import pick_device, pick_dtype
-from runtime.machine import unused_gpu
+from machine import builds
+from machine.builds import unused_gpu
+from machine.device import pick_device, pick_dtype
+from runtime import run
 
 CU126 = "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
 
@@ -27,14 +28,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
-    monkeypatch.setattr(machine, "Path", lambda *names: tmp_path.joinpath(*(name.lstrip("/") for name in names)))
+    monkeypatch.setattr(builds, "Path", lambda *names: tmp_path.joinpath(*(name.lstrip("/") for name in names)))
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr("sysconfig.get_path", lambda name: "include")
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     files.warn.cache_clear()
-    machine.nvidia_driver.cache_clear()
+    builds.nvidia_driver.cache_clear()
     return add
 
 
@@ -48,7 +49,7 @@ def card(monkeypatch: pytest.MonkeyPatch, install: Callable) -> Callable[..., No
         for name, value in (found | {"get_arch_list": ["sm_75", "sm_80", "sm_120", "compute_120"]}).items():
             monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(machine, "find_spec", lambda name: name == "triton")
+        monkeypatch.setattr(builds, "find_spec", lambda name: name == "triton")
 
     install("gcc")
     install("include/Python.h")

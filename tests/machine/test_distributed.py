@@ -22,7 +22,7 @@ import train
 from config import ModelConfig, TrainConfig
 from files import lock_file
 from generate import Sampling
-from runtime import distributed
+from machine import distributed
 from runtime.checkpoint import find_checkpoint
 from runtime.run import check_options
 from runtime.run_dir import LOCK

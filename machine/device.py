@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from files import warn
-from runtime.machine import check_capability, unused_gpu
+from machine.builds import check_capability, unused_gpu
 
 FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
 # `torch.compile` takes about a minute, which shorter runs do not amortize.
@@ -27,13 +27,12 @@ def pick_device(name: str) -> torch.device:
     """The device `name` ("cpu", "cuda", "cuda:1", "mps"), or the fastest available one for "auto"."""
     if not re.fullmatch("auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", name):
         raise ValueError(f"--device {name!r}: choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1")
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        name = next(device for device in available if available[device])
+        name = next(device for device in ("cuda", "mps", "cpu") if has_device(device))
         if name == "cpu" and (reason := unused_gpu()):
             warn(f"warning: {reason}")
     kind, _, index = name.partition(":")
-    if not available[kind]:
+    if not has_device(kind):
         reason = (kind == "cuda" and unused_gpu()) or f"torch {torch.__version__} finds no such device"
         raise ValueError(f"--device {name}: {reason}; try --device cpu")
     if index and int(index) >= (count := torch.cuda.device_count()):
@@ -42,6 +41,14 @@ def pick_device(name: str) -> torch.device:
     if kind == "cuda":
         check_capability(device)
     return device
+
+
+def has_device(name: str) -> bool:
+    """Whether this machine has the device `name`, such as "cuda:1"; "auto" always."""
+    kind, _, index = name.partition(":")
+    if kind == "cuda":
+        return torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count()
+    return kind != "mps" or torch.backends.mps.is_available()
 
 
 def pick_dtype(name: str, device: torch.device, shard: bool = False) -> torch.dtype:

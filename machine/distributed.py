@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from files import InUse
-from model import Llama
 
 T = TypeVar("T")
 
@@ -85,6 +84,14 @@ def all_reduce_mean(x: Tensor) -> Tensor:
     x = x / world_size()
     dist.all_reduce(x)
     return x
+
+
+def all_reduce_max(number: int) -> int:
+    """The largest `number` of all ranks."""
+    largest = torch.tensor(number)  # on the CPU: over Gloo
+    if world_size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def launch() -> list[str]:
@@ -154,7 +161,7 @@ class Parallel:
     the weights of a block when it needs them (FSDP2).
     """
 
-    def __init__(self, model: Llama, shard: bool):
+    def __init__(self, model: Any, shard: bool):
         self.model, self.shard = model, shard
         if shard:
             shard_weights(model)  # which adds hooks to `model.objective`
@@ -169,7 +176,7 @@ class Parallel:
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             if self.shard:
-                self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+                self.model.set_requires_gradient_sync(last)
             replicated = isinstance(self.objective, DistributedDataParallel)
             with self.objective.no_sync() if replicated and not last else nullcontext():  # type: ignore[attr-defined]
                 yield batch
@@ -178,7 +185,7 @@ class Parallel:
 class Objective(nn.Module):
     """The objective as a forward pass, which is what DDP wraps."""
 
-    def __init__(self, model: Llama):
+    def __init__(self, model: Any):
         super().__init__()
         self.model = model
 
@@ -186,7 +193,7 @@ class Objective(nn.Module):
         return self.model.objective(tokens, targets)
 
 
-def shard_weights(model: Llama) -> None:
+def shard_weights(model: Any) -> None:
     """Shard each block, and the rest together: a tied embedding and head must be gathered at the same time."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

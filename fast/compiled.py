@@ -7,8 +7,8 @@ the whole context, a mask hides the positions that are not filled yet, and the n
 import torch
 from torch import Tensor, nn
 
+from machine.builds import check_compile
 from model import LayerCache, Llama
-from runtime.machine import check_compile
 
 
 class StaticCache(nn.Module, LayerCache):
