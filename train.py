@@ -27,6 +27,8 @@ from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requ
 from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers, rate_jump
+from pages.html import save_plot
+from pages.run import plot_loss, write_report
 from runtime.checkpoint import (
     clear_unfinished,
     find_checkpoint,
@@ -39,7 +41,6 @@ from runtime.checkpoint import (
 from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.plugins import command_to_type, import_files, import_flags, keep_copies
-from runtime.report import plot_loss, save_plot, write_report
 from runtime.run import Run, describe_run, open_run
 from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make_tracker, read_rows, write_run_file
 

@@ -17,8 +17,8 @@ from experiments.ablation.report import HOW_TO_READ, NONE, comparison_section, t
 from files import digest, require, write_atomically
 from machine.process import bad_input
 from norms.registry import TRAITS, Traits
+from pages.html import figure, markdown, page, save_plot
 from runtime.flags import Parser
-from runtime.report import figure, markdown, page, save_plot
 from runtime.run_dir import RUNS_FOLDER, check_run_dir, read_rows, read_run_file
 
 Settings = dict[Path, dict[str, str]]  # of each run, as flags take them

@@ -32,9 +32,9 @@ from files import require, write_atomically
 from machine.device import describe
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from runtime.report import figure, folded, markdown, page, save_plot, settings_list
+from pages.html import figure, folded, markdown, page, save_plot, settings_list
+from pages.watch import plot_watch
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
-from runtime.watch import plot_watch
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms", "lr": "--lrs", "seed": "--seeds"}
 SHARED = NOT_COMPARED | {

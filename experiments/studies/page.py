@@ -12,7 +12,7 @@ from experiments.ablation.report import NONE, table
 from experiments.studies.study import Effect, Region
 from experiments.studies.verdict import Entry
 from files import write_atomically
-from runtime.report import save_plot
+from pages.html import save_plot
 
 PROSE = Path(__file__).with_name("page.md")
 RESULTS = Path("results", "claims")

@@ -8,7 +8,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
-from runtime.report import markdown, plot_loss, write_report
+from pages.html import markdown
+from pages.run import plot_loss, write_report
 from runtime.run_dir import Log, read_run_file, write_run_file
 
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
