@@ -326,7 +326,10 @@ class Embedding(nn.Module):
 def check_tie(model: Llama, state: dict[str, Tensor], prefix: str, *arguments) -> None:
     """Before a state dict is loaded: an error unless the head of a tied model, if it is in there, is the embedding."""
     embedding, head = (state.get(f"{prefix}{name}.weight") for name in ("embed_tokens", "lm_head"))
-    if model.config.tie_embeddings and head is not None and (embedding is None or not torch.equal(embedding, head)):
+    if not model.config.tie_embeddings or head is None:
+        return
+    same = embedding is not None and head.data_ptr() == embedding.data_ptr()
+    if not same and (embedding is None or not torch.equal(embedding.nan_to_num(), head.nan_to_num())):
         arguments[-1].append("lm_head.weight is not embed_tokens.weight; load it into a Llama(tie_embeddings=False)")
 
 

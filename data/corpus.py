@@ -28,8 +28,9 @@ class Corpus:
 
     A document longer than a hundredth of the corpus gives its own last tenth. Of the others, whole ones are held out in
     the order of their SHA-256, until that is a tenth of their bytes. Copies of a text count together and are treated
-    alike. So the split does not depend on the order of the documents. With `val_names`, those texts are the validation
-    text; their copies in the other text are left out.
+    alike; where they are too large for that, they give their last tenths too. So the split does not depend on the order
+    of the documents. With `val_names`, those texts are the validation text; their copies in the other text are left
+    out.
 
     name: safe in folder names, at most 80 bytes long.
     hash: SHA-256 of the rules, the documents' hashes, and which are named for validation, in hex.
@@ -98,18 +99,30 @@ def _split(hashes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     """Where each document's training text ends and its validation text begins, by the rule of `Corpus`."""
     total = lengths.sum()
     share = min(HELD_OUT, MOST_HELD_OUT / total)
+    slack = 2 * LONG * share * total
     _, number, copies = np.unique(hashes, return_inverse=True, return_counts=True)  # texts in the order of their hashes
     length = np.zeros(len(copies), np.int64)
     length[number] = lengths
     long = length > LONG * share * total
-    size = np.where(long, 0, length * copies)
-    # Many copies of a short text could be more than all that is wanted. They stay in the training text.
-    candidates = np.where(size <= 2 * LONG * share * total, size, 0)
-    held_out = (candidates > 0) & (candidates.cumsum() - candidates < share * size.sum())
-    if not (long.any() or held_out.any()):
-        long[:] = True
-    cuts = length - np.where(held_out, length, np.where(long, length * share, 0).astype(np.int64))
-    return cuts[number], cuts[number]
+    for cut in (long, long | (length * copies > slack)):  # the second if whole texts do not do
+        sizes = np.where(cut, 0, length * copies)
+        whole = _whole(sizes, share * sizes.sum(), slack)
+        if sizes[whole].sum() > share * sizes.sum() - slack:
+            break
+    held_out = np.where(cut, (length * share).astype(np.int64), np.where(whole, length, 0))
+    return (length - held_out)[number], (length - held_out)[number]
+
+
+def _whole(sizes: np.ndarray, wanted: float, slack: float) -> np.ndarray:
+    """Which texts are held out, in order, until they have `wanted` bytes. Those that would add too much are not."""
+    sizes = sizes.copy()
+    while True:
+        before = sizes.cumsum() - sizes
+        taken = (sizes > 0) & (before < wanted)
+        too_much = taken & (before + sizes > wanted + slack)
+        if not too_much.any():
+            return taken
+        sizes[too_much.argmax()] = 0
 
 
 def _named(hashes: np.ndarray, lengths: np.ndarray, for_training: int) -> tuple[np.ndarray, np.ndarray]:

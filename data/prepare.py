@@ -201,18 +201,18 @@ def _encode_long(chunks: Iterator[str], tokenizer: Tokenizer) -> Iterator[Ids]:
     while group := list(islice(windows, WINDOWS)):
         encoded = tokenizer.encode_with_starts([text for _, text in group])
         for (offset, text), (next_ids, next_starts) in zip(group, encoded, strict=True):
-            next_starts = next_starts + offset
-            common = np.intersect1d(starts[starts >= offset], next_starts[: 4 * OVERLAP])  # at most 4 bytes a character
-            if len(common):
-                cut = common[len(common) // 2]  # far from both ends, where a text that goes on may have other tokens
-                ids = ids[: np.searchsorted(starts, cut)]
-                kept = np.searchsorted(next_starts, cut)
-                next_ids, next_starts = next_ids[kept:], next_starts[kept:]
-            elif offset:  # nowhere: the next begins where this one ends
-                ((next_ids, next_starts),) = tokenizer.encode_with_starts([text[OVERLAP:]])
-                next_starts = next_starts + offset + len(text[:OVERLAP].encode())
-            yield ids
-            ids, starts = next_ids, next_starts
+            overlap = starts[starts >= offset]
+            common = np.intersect1d(overlap, next_starts[: 4 * OVERLAP] + offset)  # at most 4 bytes a character
+            if len(overlap) and not len(common):  # as in text that repeats itself: begin where a token does
+                rest = text.encode()[overlap[0] - offset :].decode(errors="ignore")
+                offset = int(overlap[0])
+                ((next_ids, next_starts),) = tokenizer.encode_with_starts([rest])
+                common = np.intersect1d(overlap, next_starts[: 4 * OVERLAP] + offset)
+            # The middle is far from both ends, where a text that goes on may have other tokens.
+            cut = common[len(common) // 2] if len(common) else offset
+            kept = np.searchsorted(next_starts + offset, cut)
+            yield ids[: np.searchsorted(starts, cut)]
+            ids, starts = next_ids[kept:], next_starts[kept:] + offset
     yield ids
 
 

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import shlex
 import sys
 import sysconfig
 import urllib.request
@@ -29,14 +28,15 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 NAMED = 3  # files that are named of those left out for one reason
 LONGEST_LINE = 1 << 24  # bytes
-UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
-TO_JSON_LINES = (
-    'make JSON lines of it, python -c "import csv, json, sys; [print(json.dumps(row)) for row in '
-    'csv.DictReader(sys.stdin)]" < FILE > FILE.jsonl, and name the column with --text-column'
-)
 # What is left out of a folder and refused under its own name, and how to make text of it.
-CONVERT = {"UTF-16": "iconv -f UTF-16 -t UTF-8 FILE > FILE.utf8", "CSV": TO_JSON_LINES, "TSV": TO_JSON_LINES}
-OTHER_COLUMN = "--text-column names another; a list of messages must first be joined into one string"
+FROM_TABLE = (
+    'make JSON lines of it, python -c "import csv, json; [print(json.dumps(row)) for row in csv.DictReader('
+    "open('FILE', encoding='utf-8-sig', newline=''), delimiter='{}')]\" > FILE.jsonl, "
+    "and name the column with --text-column"
+)
+CONVERT = {"CSV": FROM_TABLE.format(","), "TSV": FROM_TABLE.format("\\t")}
+CONVERT |= {name: f"iconv -f {name} -t UTF-8 FILE > utf8-NAME" for name in ("UTF-16", "UTF-16LE", "UTF-16BE")}
+OTHER_COLUMN = "name one with --text-column; a list of messages must first be joined into one string"
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -56,7 +56,7 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
     if not path.is_file():  # the text is read twice, so a pipe does not do
         raise ValueError(f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
     if (problem := _not_text(path)) in CONVERT:
-        advice = CONVERT[problem].replace("FILE", shlex.quote(name))
+        advice = CONVERT[problem].replace("FILE", name).replace("NAME", path.name)
         raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8: {advice}")
     if _stem(path).endswith(".json") and not _is_json_lines(path):
         warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
@@ -83,16 +83,18 @@ def _first(root: Path, paths: list[Path]) -> str:
 def _not_text(path: Path) -> str:
     """What a file is if it is no text, or nothing. Like git, it looks for a NUL in the first 8 KB."""
     if not path.is_file():
-        return "dangling" if path.is_symlink() else "special"
+        return "broken link" if path.is_symlink() else "no regular file"
     if path.suffix.lower() == ".parquet":
         return ""
     if _stem(path).endswith((".csv", ".tsv")):
         return _stem(path)[-3:].upper()
     with _open(path) as file:
         start = file.read(8192)
-    halves = (start[::2], start[1::2])  # of which one is all NUL in UTF-16 of Latin letters
-    if start.startswith(UTF16) or (len(start) > 1 and not all(map(any, halves))):
+    even, odd = any(start[::2]), any(start[1::2])  # one of them is all NUL in UTF-16 of Latin letters
+    if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         return "UTF-16"
+    if len(start) > 1 and even != odd:
+        return "UTF-16LE" if even else "UTF-16BE"
     return "binary" if b"\0" in start else ""
 
 
@@ -201,7 +203,8 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 problem = f"line {number} is not a JSON object in UTF-8"
                 if isinstance(row, dict):
-                    problem = f'line {number} has no string under "{column}", but {", ".join(row)}; {OTHER_COLUMN}'
+                    keys = ", ".join(f"{key} ({type(value).__name__})" for key, value in [*row.items()][:9])
+                    problem = f'line {number} has no string under "{column}", but {keys}; {OTHER_COLUMN}'
                 raise ValueError(f"{path}: {problem}") from None
             if text is None:
                 empty += 1
@@ -220,7 +223,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
         # With a buffer it reads a page at a time, not a whole row group.
         with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
             columns = {field.name: str(field.type) for field in file.schema_arrow}
-            if not re.match(r"(dictionary<values=)?(large_)?string", columns.get(column, "")):
+            if not re.match(r"(dictionary<values=)?(large_)?string|null", columns.get(column, "")):
                 raise ValueError(f'{path}: no column "{column}" of strings, but {columns}; {OTHER_COLUMN}')
             batches = file.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
             for text in chain.from_iterable(batch[column].to_pylist() for batch in batches):
@@ -228,7 +231,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
                     empty += 1
                 else:
                     yield text
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError, KeyError) as error:  # a key that two columns have
         raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
     _print_empty(path, empty)
 

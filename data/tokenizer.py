@@ -17,6 +17,7 @@ from files import write_atomically
 SPACE = "\u2581"  # how SentencePiece writes a space
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
 SAMPLE_CHARS = 4096  # per sampled block
+NOTHING_LEARNED = "SentencePiece learns nothing from this text; use --tokenizer bytes"
 ENCODE_CHARS = 16384  # per call of SentencePiece, whose memory for merges grows with the length of its input
 
 # For transformers, whose ids equal ours except for two kinds of text: it takes U+2581 as a space, and a reserved piece
@@ -232,10 +233,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
             problem = f"--vocab-size {vocab_size} is too large for this text; use at most {largest[1]}"
         elif smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
             problem = f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}"
-        else:  # text of line ends or NUL characters alone, which it never makes a piece of
-            problem = f"SentencePiece learns nothing from this text ({message}); use --tokenizer bytes"
+        else:
+            problem = f"{NOTHING_LEARNED} ({message})"
         raise ValueError(problem) from None
-    return SentencePieceTokenizer(model.getvalue())
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    if len(tokenizer.encode(" ")) > 1:  # of line ends, NUL and U+2585 it makes no piece, and then none of the space
+        raise ValueError(NOTHING_LEARNED)
+    return tokenizer
 
 
 def _sample(texts: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,18 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
 
     So does `transformers`, if it has the architecture; otherwise config.json says why not. It is written under another
-    name, read again and renamed. Raises ValueError, naming the tensor, for a model that could not be loaded as it is.
+    name, read again and renamed; in a directory that exists and is empty, config.json comes last. Raises ValueError,
+    naming the tensor, for a model that could not be loaded as it is.
     """
     directory, state = Path(directory).resolve(), stored_state(model)
-    require(not state["embed_tokens.weight"].is_meta, "the model is on the meta device and has no weights yet")
-    new = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    for name, tensor in state.items():
+        require(not tensor.is_meta, f"{name} is on the meta device and has no values yet")
+    exists = directory.is_dir()
+    new = not any(directory.iterdir()) if exists else not directory.exists()
     require(new, f"{directory} is not empty; name a new directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = directory.with_name(f".{directory.name}-unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    parent = directory if exists else directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent)) / directory.name
     try:
         with explained(directory, sum(tensor.nbytes for tensor in state.values())):
             unfinished.mkdir()
@@ -101,13 +105,14 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
             read_tokenizer(unfinished)
             for stored in open_model(unfinished)[1].values():
                 stored.read()
-            if directory.exists():  # Windows replaces no directory
-                directory.rmdir()
-            unfinished.rename(directory)
+            for path in sorted(unfinished.iterdir(), key=lambda path: path.name == CONFIG) if exists else []:
+                path.rename(directory / path.name)
+            if not exists:
+                unfinished.rename(directory)
     except ValueError as error:
         raise ValueError(str(error).replace(str(unfinished), str(directory))) from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished.parent)
 
 
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ def import_files(names: Iterable[str]) -> None:
         require(module.__name__ not in sys.modules, f"--import {name}: another imported file has this name; rename one")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # torch.compile looks for classes there
-        before, owners = {*KINDS, *PLACEMENTS}, [(owner, {**vars(owner)}) for owner in definitions()]
+        earlier: list[Mapping[str, Any]] = [{**KINDS}, {**PLACEMENTS}]
+        owners = [(owner, {**vars(owner)}) for owner in definitions()]
         source = path.read_bytes()
         try:
             SourceFileLoader(module.__name__, str(path)).exec_module(module)
@@ -60,7 +61,9 @@ def import_files(names: Iterable[str]) -> None:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
             line = lines[-1] if lines else getattr(error, "lineno", 1)
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
-        norms, placements = ([name for name in table if name not in before] for table in (KINDS, PLACEMENTS))
+        tables: list[Mapping[str, Any]] = [KINDS, PLACEMENTS]
+        pairs = list(zip(tables, earlier, strict=True))
+        norms, placements = ([name for name in table if name not in before] for table, before in pairs)
         require(norms or placements, f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
         changes = sorted(
             f"{owner.__name__}.{name}"
@@ -68,6 +71,7 @@ def import_files(names: Iterable[str]) -> None:
             for name, value in vars(owner).items()
             if value is not was.get(name) and (name in was or isinstance(value, FunctionType))
         )
+        changes += [name for table, before in pairs for name in before if table.get(name) is not before[name]]
         record = {"file": path.name, "sha256": sha256(path), "norms": norms, "placements": placements}
         IMPORTED[path] = record | {"changes": changes}, source
 
@@ -104,12 +108,17 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         require(torch.equal(given, tokens), f"--norm {config.norm} changes its input in place; the stream needs it")
         return y
 
-    for training in (TRAITS[config.norm].causal_in_training, False):
+    traits = TRAITS[config.norm]
+    for training in (True, False):
         y, after = apply(norm, x, training), apply(norm, changed, training)
         same = isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype
         require(same, f"--norm {config.norm} must return a tensor with the shape and dtype of its input")
         causal = torch.equal(y[:, :-1].nan_to_num(), after[:, :-1].nan_to_num())
-        require(causal, f"--norm {config.norm} lets a token see later tokens")
+        allowed = causal or (training and not traits.causal_in_training)
+        require(allowed, f"--norm {config.norm} lets a token see later tokens")
+        alone = torch.equal(y[:1].nan_to_num(), apply(norm, x[:1], training).nan_to_num())
+        advice = "register it with per_token=False"
+        require(alone or not traits.per_token, f"--norm {config.norm} mixes the sequences of a batch; {advice}")
     try:
         state = load(save(norm.state_dict()))
         with torch.device("meta"):  # as checkpoints are loaded

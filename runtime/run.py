@@ -117,11 +117,11 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
     above = (out or RUNS_FOLDER / "new").resolve().parents
     paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
-    inside = any(Path(path).resolve() in above for path in paths)
+    inside = not eval_only and any(Path(path).resolve() in above for path in paths)
     require(not inside, f"--data contains {out or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     names, val_names, cache, column = config.data, config.val_data, Path(config.cache_dir), config.text_column
-    if other_text and earlier and Corpus(names, cache, val_names, column).hash == earlier["corpus"]["hash"]:
-        other_text = []  # it is the run's own, perhaps in another place
+    if other_text == names and earlier and not val_names:  # perhaps the run's own text, in another place
+        other_text = [] if Corpus(names, cache, (), column).hash == earlier["corpus"]["hash"] else names
     tokenizer = None
     if config.init_from or other_text:
         saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now

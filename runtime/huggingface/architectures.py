@@ -142,6 +142,8 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     theirs["max_position_embeddings"] = max(config.context, config.trained_context or 0)
     partial = {} if "rotary_fraction" not in architecture.carries else {"partial_rotary_factor": config.rotary_fraction}
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
+    if scaling:
+        scaling[ROPE_SCALING[-1]] = int(scaling[ROPE_SCALING[-1]])  # transformers asks for an integer
     theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
     theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | partial
     return theirs | architecture.fixed(config)

@@ -95,6 +95,23 @@ def test_copies_of_one_text_alone_all_give_their_last_tenth(tmp_path, copies):
     assert texts_of(corpus, "val") == [".."] * copies
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {(100, 250): 40, (500, 1): 1}, {(1000, 100): 30, (1000, 1): 100}, {(2000, 3): 40, (741, 1): 1},  # backups
+        {(10, 7000): 14}, {(1000, 83): 12}, {(1000, 91): 11}, {(20, 5000): 1, (3, 1): 9},
+    ],
+)  # fmt: skip
+def test_a_tenth_is_held_out_of_texts_with_many_copies(texts):
+    """`texts` are their numbers, by length and number of copies."""
+    draw, kinds = np.random.default_rng(0), [kind for kind, count in texts.items() for _ in range(count)]
+    lengths, copies = np.array(kinds).T
+    hashes = np.repeat(draw.integers(2**64 - 1, size=len(kinds), dtype=np.uint64), copies)
+    lengths = np.repeat(lengths, copies)
+    cuts = splitting._split(hashes, lengths)[0]
+    assert 0.08 <= (lengths - cuts).sum() / lengths.sum() <= 0.12
+
+
 def test_a_tenth_of_the_bytes_is_held_out_of_any_corpus():
     """2,000 corpora: sizes from Zipf's law, with a few long texts and with copies. More than 1 GB is capped."""
     draw = np.random.default_rng(0)

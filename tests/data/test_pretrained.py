@@ -161,19 +161,29 @@ def test_documents_begin_as_prompts_do_and_a_held_out_tail_does_not(directories,
 
 
 @pytest.mark.parametrize("name", ["byte-level", "llama"])
-def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, monkeypatch, name):
-    """No space is put in front of a window, and no merge is lost between two."""
-    for constant, size in {"WHOLE": 1000, "WINDOW": 4000, "OVERLAP": 400}.items():
+@pytest.mark.parametrize("window", [4000, 60])
+def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, monkeypatch, name, window):
+    """No space is put in front of a window, no merge is lost between two, and no character is cut. It begins as one."""
+    assert (preparing.WHOLE, preparing.WINDOW > 10 * preparing.OVERLAP) == (1 << 24, True)
+    for constant, size in {"WHOLE": 1000, "WINDOW": window, "OVERLAP": window // 3}.items():
         monkeypatch.setattr(preparing, constant, size)
-    ours, text = PretrainedTokenizer(directories[name]), TEXT[:30_000] + "日本語 😀é" * 900 + "no line end " * 900
-    (tmp_path / "a.txt").write_text(text)
-    prepared = prepare([], "", 0, tmp_path / "cache", 16, ours, [str(tmp_path / "a.txt")])
-    assert prepared.val.tolist() == [*ours.encode(text), ours.end_of_document]
-    for constant, size in {"WINDOW": 40, "OVERLAP": 20}.items():
-        monkeypatch.setattr(preparing, constant, size)
-    (tmp_path / "a.txt").write_text(text + "a" * 5000 + "\n\n" * 500)
-    prepared = prepare([], "", 0, tmp_path / "cache", 16, ours, [str(tmp_path / "a.txt")])
-    assert ours.decode(prepared.val).replace(" ", "") == (text + "a" * 5000 + "\n\n" * 500).replace(" ", "")
+    ours = PretrainedTokenizer(directories[name])
+    monkeypatch.setattr(ours, "prompt_start", [1])
+    for text in (
+        TEXT[:30_000],
+        "日本語 😀é地夤" * 900,
+        "no line end " * 900,
+        "abc" * 3000,
+        "ha " * 3000,
+        "0,1,2," * 900,
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        prepared = prepare([], "", 0, tmp_path / "cache", 16, ours, [str(tmp_path / "a.txt")])
+        ids = prepared.val.tolist()
+        if window > 1000:
+            assert ids == [1, *ours.encode(text), ours.end_of_document], text[:9]
+        else:  # too short for the same tokens
+            assert ids[0] == 1 and (ours.decode(ids[1:]) == text or name == "llama")
 
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -106,8 +106,8 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     found = [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path), tmp_path)]
     taken = ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
     assert found == taken
-    left_out = "2 hidden (.git, .hidden), 1 binary (image.png), 1 dangling (link), 2 UTF-16 (a/be.txt, a/old.txt), "
-    left_out += "5 CSV (x/0.csv, x/1.csv, x/2.csv, 2 more), 1 special (z/pipe)"
+    left_out = "2 hidden (.git, .hidden), 1 binary (image.png), 1 broken link (link), 2 UTF-16 (a/be.txt, a/old.txt), "
+    left_out += "5 CSV (x/0.csv, x/1.csv, x/2.csv, 2 more), 1 no regular file (z/pipe)"
     assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
 
 
@@ -132,21 +132,38 @@ def test_names_that_are_no_text_are_refused(tmp_path):
             find_files(str(tmp_path / name), tmp_path)
 
 
-def test_a_table_and_utf_16_are_refused_with_the_way_to_convert_them(tmp_path):
-    table = write(tmp_path / "a.csv", 'id,content\n1,"first, é\nline"\n2,second\n')
-    with pytest.raises(ValueError, match=f"^--val-data {table} is CSV, not text in UTF-8: .*--text-column") as error:
-        find_files(str(table), tmp_path, "--val-data")
-    command = str(error.value).partition("JSON lines of it, ")[2].partition(", and name")[0]
+def converted(path: Path) -> Path:
+    """What the command in the error about a file makes of it."""
+    with pytest.raises(ValueError, match=f"^--val-data {path} is .*, not text in UTF-8: ") as error:
+        find_files(str(path), path.parent, "--val-data")
+    command = (
+        str(error.value).partition("UTF-8: ")[2].removeprefix("make JSON lines of it, ").partition(", and name")[0]
+    )
     command = command.replace("python", sys.executable, 1)
-    subprocess.run(command, shell=True, check=True, env={"PYTHONUTF8": "1"})
-    converted = list(read_documents(tmp_path / "a.csv.jsonl", "content"))
-    assert ["".join(document) for document in converted] == ["first, é\nline", "second"]
-    for name in ("b.tsv", "c.CSV.gz"):
-        with pytest.raises(ValueError, match=r" is .SV, not text in UTF-8"):
-            find_files(str(write(tmp_path / name, b"")), tmp_path)
-    for content in ("語".encode("utf-16"), "text".encode("utf-16-le"), "text".encode("utf-16-be")):
-        with pytest.raises(ValueError, match=r"b.txt is UTF-16, not text in UTF-8: iconv -f UTF-16 -t UTF-8"):
-            find_files(str(write(tmp_path / "b.txt", content)), tmp_path)
+    subprocess.run(
+        command, shell=True, check=True, cwd=path.parent, env={"PATH": os.environ["PATH"], "PYTHONUTF8": "1"}
+    )
+    (made,) = set(path.parent.iterdir()) - {path}
+    return made
+
+
+@pytest.mark.parametrize("name, start", [("a.csv", ""), ("a.CSV", "\ufeff"), ("a.tsv", "")])
+def test_a_table_is_refused_with_the_command_that_converts_it(tmp_path, name, start):
+    content = start + 'content,id\n"first, é\nline",1\nsecond,2\n'
+    content = content.replace(",", "\t") if name.endswith("tsv") else content
+    made = converted(write(tmp_path / "folder" / name, content))
+    texts = ["".join(document).replace("\t", ",") for document in read_documents(made, "content")]
+    assert texts == ["first, é\nline", "second"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "b.jsonl"])
+def test_utf_16_is_refused_with_the_command_that_converts_it(tmp_path, name, encoding):
+    lines = '{"text": "café text"}\n{"text": "here"}\n'
+    made = converted(write(tmp_path / "folder" / name, lines.encode(encoding)))
+    assert text_of(made) == ([lines] if name == "a.txt" else ["café text", "here"])
+    (tmp_path / "nul").write_bytes(b"\0" * 100)
+    assert find_files(str(tmp_path / "nul"), tmp_path), "NUL alone is no UTF-16"
 
 
 def test_short_names_are_safe_in_folder_names(tmp_path, monkeypatch):
@@ -199,11 +216,11 @@ WHOLE = parquet(text=["some text"] * 100)
         ("short.txt.gz", PACKED[:-20], NOT_GZIP),
         ("text.txt.gz", b"plain", NOT_GZIP),
         ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ", but {'content': 'string', 'n': 'int64'}"),
-        ("list.parquet", parquet(text=[["a"]]), NO_COLUMN + ".*--text-column names another"),
+        ("list.parquet", parquet(text=[["a"]]), NO_COLUMN + ".*; name one with --text-column"),
         (
             "chat.jsonl",
             CHAT,
-            f"{NO_STRING}, but id, messages; --text-column names another; a list of messages",
+            rf"{NO_STRING}, but id \(int\), messages \(list\); name one with --text-column",
         ),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
         ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),

@@ -154,8 +154,9 @@ def test_an_impossible_vocabulary_size_is_refused_with_one_that_works(size):
     assert train_tokenizer(texts, advised).vocab_size == advised
     with pytest.raises(ValueError, match=f" {advised}$"):
         train_tokenizer(texts, advised + (1 if size > 1000 else -1))
-    with pytest.raises(ValueError, match=r"learns nothing from this text .*; use --tokenizer bytes$"):
-        train_tokenizer(["\0" * 2000], 300)
+    for text in ("\0", "\u2585", "\u2585\u2585\n", "\n", "\r\n", "a\n\n"[1:]):
+        with pytest.raises(ValueError, match=r"^SentencePiece learns nothing from this text; use --tokenizer bytes"):
+            train_tokenizer([text * 2000], 261)
 
 
 def test_the_sample_is_bounded_and_spread_evenly(monkeypatch):

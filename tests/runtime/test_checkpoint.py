@@ -157,7 +157,7 @@ def test_what_could_not_be_loaded_as_it_is_is_not_saved(tmp_path, message):
 
 
 def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
-    """Also into an empty one, and after a process that was killed. Tensors need not be contiguous."""
+    """Also into an empty one, which stays the same. Tensors need not be contiguous."""
     model, directory = Llama(CONFIG), tmp_path / "new"
     replace(model.embed_tokens, model.embed_tokens.weight.T.contiguous().T)
     model.tie_weights()
@@ -165,10 +165,12 @@ def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
         patch.setattr(ByteTokenizer, "save", Mock(side_effect=KeyboardInterrupt))
         save_pretrained(directory, model, ByteTokenizer())
     assert not list(tmp_path.iterdir())
-    directory.mkdir()
-    (tmp_path / ".new-unfinished/sub").mkdir(parents=True)
-    save_pretrained(directory, model, ByteTokenizer())
-    assert list(tmp_path.iterdir()) == [directory]
+    directory.mkdir(mode=0o700)
+    monkeypatch.chdir(directory)
+    save_pretrained(".", model, ByteTokenizer())
+    save_pretrained(tmp_path / "other/new", model, ByteTokenizer())
+    assert Path("config.json").exists() and directory.stat().st_mode & 0o777 == 0o700
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "other"} and not list(directory.glob(".*"))
     assert torch.equal(load_pretrained(directory)[0](torch.tensor([[1, 2]])), model(torch.tensor([[1, 2]])))
 
 
