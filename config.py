@@ -18,11 +18,11 @@ from norms.registry import Traits
 
 Asked = Mapping[str, Any]  # options by the names of fields, and "preset"
 
-MAX_SIZE = 2**31 - 1  # of any dimension: file formats use 32-bit integers
+MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.device.pick_device` checks --device
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")  # and the model
+FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")  # The model is fixed as well.
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # may differ from those of --init-from
 
 
@@ -99,7 +99,7 @@ class ModelConfig:
     )
     context: int = carried(256, "maximum sequence length in tokens")
     vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
-    trained_context: int = carried(None, "")  # that of --init-from, if it was longer
+    trained_context: int = carried(None, "")  # the context of --init-from, if it was longer
     rope_theta: float = carried(10000.0, "base of the rotary frequencies")
     rope_scaling: dict[str, float] = carried(
         {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"

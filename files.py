@@ -23,7 +23,7 @@ DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over
 class BadInput(ValueError):
     """What the user asked for cannot be done."""
 
-    code = 2  # with which a command exits
+    code = 2  # exit code of the command
 
 
 class InUse(Exception):

@@ -266,8 +266,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """Keep the smallest set of tokens of each row with total probability p (arXiv 1904.09751)."""
     ordered, index = logits.sort(-1, descending=True)
     probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # of all more likely tokens
-    return logits.scatter(-1, index, ordered.masked_fill(before >= p, -math.inf))
+    more_likely = probabilities.cumsum(-1) - probabilities
+    return logits.scatter(-1, index, ordered.masked_fill(more_likely >= p, -math.inf))
 
 
 def keep_min_p(logits: Tensor, fraction: float) -> Tensor:

@@ -79,7 +79,7 @@ class Muon(Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, dtype: torch.dtype = torch.float32):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.dtype = dtype  # of the matrix products
+        self.dtype = dtype  # the matrix products are computed in it
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

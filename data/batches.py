@@ -26,7 +26,7 @@ def evaluation_batches(
     that is more than `max_tokens` targets, only as many full windows as fit are used, at least one, evenly spaced.
     """
     targets = len(tokens) - 1
-    windows, remainder = divmod(targets, context)  # of full length, and the targets after them
+    windows, remainder = divmod(targets, context)  # full windows, and the number of targets after them
     used = windows
     if windows and max_tokens is not None and targets > max_tokens:
         used, remainder = max(1, max_tokens // context), 0

@@ -18,9 +18,9 @@ from files import warn
 
 SPLITS = ("train", "val")
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
-HELD_OUT = 0.1  # of the bytes
+HELD_OUT = 0.1  # share of the bytes
 MOST_HELD_OUT = 100_000_000  # bytes
-LONG = 0.1  # of the validation text: longer documents are split, shorter ones are held out as a whole or not at all
+LONG = 0.1  # share of the validation text. Longer documents are split, shorter ones are held out whole or not at all.
 
 
 class Corpus:

@@ -21,11 +21,11 @@ from data.corpus import SPLITS, Corpus
 from data.tokenizer import ByteTokenizer, Ids, Tokenizer, load_tokenizer, train_tokenizer
 from files import explained, lock_file, read_json, sha256, write_atomically
 
-FORMAT_VERSION = 6  # of a prepared folder; increase it whenever the same text would give different tokens
-BATCH_CHARS = 1 << 20  # of documents that are encoded at a time, in parallel
+FORMAT_VERSION = 6  # Increase it whenever the same text would give different tokens.
+BATCH_CHARS = 1 << 20  # characters of the documents that are encoded at a time, in parallel
 # Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
 WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
-WINDOWS = 8  # encoded at a time, in parallel
+WINDOWS = 8  # windows that are encoded at a time, in parallel
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists."""
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e3:,.0f} kB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
     part.mkdir()
     try:
         if tokenizer is None:
@@ -203,7 +203,7 @@ def _encode_long(chunks: Iterator[str], tokenizer: Tokenizer) -> Iterator[Ids]:
         for (offset, text), (next_ids, next_starts) in zip(group, encoded, strict=True):
             overlap = starts[starts >= offset]
             common = np.intersect1d(overlap, next_starts[: 4 * OVERLAP] + offset)  # at most 4 bytes a character
-            if len(overlap) and not len(common):  # as in text that repeats itself: begin where a token does
+            if len(overlap) and not len(common):  # text that repeats itself: begin where a token does
                 rest = text.encode()[overlap[0] - offset :].decode(errors="ignore")
                 offset = int(overlap[0])
                 ((next_ids, next_starts),) = tokenizer.encode_with_starts([rest])

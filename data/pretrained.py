@@ -105,7 +105,7 @@ class PretrainedTokenizer(Tokenizer):
         found = []
         for text, one in zip(texts, self._encode(texts), strict=True):
             codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-            sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # of the characters, in UTF-8
+            sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # UTF-8 bytes of each character
             starts, ends = np.array(one.offsets).T
             starts[1:][starts[1:] < ends[:-1]] = 0  # tokens that begin inside a character count with those before
             starts = np.maximum.accumulate(starts)

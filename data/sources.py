@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from files import lock_file, one_line, sha256, warn, write_atomically
 
 CHUNK_BYTES = 1 << 20
-PARQUET_ROWS = 64  # that are held in memory at a time
+PARQUET_ROWS = 64  # rows held in memory at a time
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -110,7 +110,7 @@ def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.is_file())
     sources = (file for file in found if file.suffix in (".py", ".txt", ".rst"))
-    files = [file for file in sources if not file.name.startswith("_sysconfigdata")]  # which depends on the build
+    files = [file for file in sources if not file.name.startswith("_sysconfigdata")]  # This file depends on the build.
     if not files:
         raise ValueError(f"--data python: no standard library source in {root}; pass --data FILE instead")
     return files

@@ -237,7 +237,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
             problem = f"{NOTHING_LEARNED} ({message})"
         raise ValueError(problem) from None
     tokenizer = SentencePieceTokenizer(model.getvalue())
-    if len(tokenizer.encode(" ")) > 1:  # of line ends, NUL and U+2585 it makes no piece, and then none of the space
+    if len(tokenizer.encode(" ")) > 1:  # Text of line ends, NUL and U+2585 only gives no piece, not even the space.
         raise ValueError(NOTHING_LEARNED)
     return tokenizer
 

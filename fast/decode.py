@@ -17,7 +17,7 @@ from fast.native import load
 from model import LayerCache, Llama
 
 MAX_BATCH = 32  # torch's products are faster for more
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of differences that are rounding, by the matrices' dtype
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest rounding difference, by the matrices' dtype
 SERVED = {"norm": "rmsnorm", "placement": "pre", "qk_norm": "none", "scaled_embedding": False, "embedding_scale": 1.0}
 SERVED |= {"rotary_fraction": 1.0, "elementwise_affine": True, "cast_order": "fp32"}  # the last two of RMSNorm
 

@@ -67,7 +67,8 @@ def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
             choices = ", ".join(types) or "none"
             raise ValueError(f"norm {kind!r} has no argument {name!r}; it takes {choices}")
         if not is_a(value, types[name]):
-            expected = EXPECTED.get(types[name], " or ".join(map(str, get_args(types[name]))))  # of Literal's choices
+            choices = " or ".join(map(str, get_args(types[name])))  # for a Literal
+            expected = EXPECTED.get(types[name], choices)
             raise ValueError(f"--norm-arg {name} takes {expected}, not {value!r}")
 
 
