@@ -81,8 +81,8 @@ def train(**options: Any) -> Trained:
     process uses its directory, and Stopped if a signal has ended it.
     """
     set_up_cpu()
-    import_files(options.pop("import", ()))
-    asked = read_keywords(options, ("preset", "config", "resume"))
+    asked = read_keywords(options, {"preset": str, "config": str, "resume": bool, "import": list[str]})
+    import_files(asked.pop("import", ()))
     with distributed.process_group():
         run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])
         trainer = execute(run)
