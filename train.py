@@ -1,5 +1,7 @@
 """Train a LLaMA: `python train.py`. From top to bottom: the command, a step, the training loop, what the loop calls."""
 
+import machine.startup  # isort: skip # noqa: F401
+
 import json
 import math
 import sys
