@@ -152,6 +152,28 @@ def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
         assert row["grad_norm"] == part[-1]["grad_norm"]
 
 
+def test_a_term_of_the_objective_is_minimized_and_logged_apart(command, monkeypatch):
+    """A z-loss (arXiv 2204.02311). The losses that are logged stay cross-entropies."""
+    flags, objective = "--steps 20 --eval-every 10 --schedule constant", Llama.objective
+
+    def with_z_loss(model, tokens, targets):
+        return objective(model, tokens, targets) | {"z_loss": 0.1 * model(tokens).logsumexp(-1).square().mean()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "objective", with_z_loss)
+        first, run = command("--steps 1", "first"), command(f"{flags} --micro-batch-size 4")
+    settings, (model, _) = opened(f"--eval-only --out {run}"), load_pretrained(run)
+    models = Llama(settings.model_config), model, load_pretrained(command(flags, "plain"))[0]
+    batch = train.training_batch(settings.data.train, 0, 0, range(8), 32)
+    with torch.no_grad():
+        at_first, trained, without = (with_z_loss(each, *batch) for each in models)
+    assert all(read_metrics(first)[0][name] == pytest.approx(float(term)) for name, term in at_first.items())
+    assert trained["z_loss"] < without["z_loss"] / 2
+    *rows, last = read_metrics(run)
+    assert (last["val_loss"], last["val_bpb"]) == pytest.approx(train.evaluate(model, settings), rel=1e-6)
+    assert ["z_loss" in row for row in rows] == ["train_loss" in row for row in rows]
+
+
 ARMS = [(kind, "pre") for kind in sorted(KINDS)] + [("rmsnorm", name) for name in PLACEMENTS if name != "pre"]
 
 
@@ -234,7 +256,7 @@ def test_learning_rate_schedules():
 
 @pytest.mark.parametrize("flags, on", [("--tf32 --deterministic", True), ("", False)])
 def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch):
-    """Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
+    """Also after a sample. It is drawn without `--deterministic`, because CUDA's cumsum would raise."""
     seen = []
 
     def record(*args):
@@ -244,10 +266,10 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch
     monkeypatch.setattr(train, "sample_text", lambda *args: record() or "")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # which the run leaves alone
     before = torch.get_float32_matmul_precision()
-    command(f"--steps 1 {flags}")
+    command(f"--steps 2 --eval-every 1 {flags}")
     torch.set_float32_matmul_precision(before)
     precision = "high" if on else "highest"
-    assert seen == [(precision, on), (precision, on), (precision, False)]
+    assert seen == [(precision, on), (precision, on), (precision, False)] * 2
     assert not torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
