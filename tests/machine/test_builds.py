@@ -1,6 +1,7 @@
 """Machines and cards that are not here, pretended by their files, commands, names, capabilities and memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,22 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
     _, model, config = run.resolve(read_train(flags.split()))
     assert (config.dtype, config.batch_size, config.micro_batch_size, config.compile) == expected
     assert model.dim == 384
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_default_run_stays_what_it_is_on_another_machine(continues, card, monkeypatch):
+    """From a CPU to a card, to a smaller card, and back to a CPU, where only the device gives way."""
+    for before, after in ((None, 24e9), (24e9, 8e9), (8e9, None)):
+        settings = []
+        for memory in (before, after):
+            card((8, 0), memory or 0.0)
+            monkeypatch.setattr(torch.cuda, "is_available", lambda memory=memory: memory is not None)
+            earlier = settings and {"asked": settings[0].asked, "resolved": run.fields_of(*settings[0][1:]), "imports": []}
+            settings.append(run.resolve({}, earlier or None, continues))
+        first, second = settings
+        assert (first.asked, first.model) == (second.asked, second.model) and first.model.dim == (384 if before else 128)
+        device, compiled = (first.training.device, first.training.compile) if after else ("cpu", False)
+        assert second.training == replace(first.training, device=device, compile=compiled)
 
 
 def test_auto_is_float32_where_there_is_no_loss_scale_and_on_mps(card, monkeypatch):

@@ -1,0 +1,98 @@
+"""What follows from what was asked: of a new run, of one that is resumed, and of one whose run.json is taken."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import train
+from config import DEFAULTS, PRESETS, ModelConfig, TrainConfig
+from data.prepare import prepare
+from machine import device
+from machine.process import Stopped
+from runtime import run
+from runtime.run_dir import read_run_file
+
+
+def run_file(asked: dict[str, Any]) -> dict[str, Any]:
+    """What the run.json says of options of a run for which this was asked."""
+    first = run.resolve(asked)
+    return {"asked": first.asked, "resolved": run.fields_of(first.model, first.training), "imports": []}
+
+
+def changes(asked: dict[str, Any], previous: dict[str, Any], continues: bool) -> dict[str, Any]:
+    """The options that are not those of the earlier run if this is asked, whether it is resumed or its file taken."""
+    settings = run.resolve(asked, previous, continues)
+    now = run.fields_of(settings.model, settings.training)
+    return {name: now[name] for name in now if now[name] != previous["resolved"][name]}
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """`faster(3)`: a product in bfloat16 takes a third of the time of one in float32."""
+    return lambda times: monkeypatch.setattr(device, "product_times", lambda: [times, 1.0])
+
+
+either = pytest.mark.parametrize("continues", [True, False])
+
+
+@either
+def test_a_run_keeps_its_dtype_where_products_are_timed_differently(continues, faster):
+    faster(3)
+    previous = run_file({"device": "cpu"})
+    assert previous["resolved"]["dtype"] == "bfloat16"
+    faster(0.3)
+    assert changes({}, previous, continues) == {}
+    assert changes({"dtype": "auto"}, previous, continues) == {"dtype": "float32"}
+
+
+@either
+def test_a_changed_default_is_that_of_new_runs_only(continues, monkeypatch):
+    """That of an option or of a preset. What follows from a new flag does."""
+    asked = {"device": "cpu", "dtype": "float32"}
+    previous = run_file(asked)
+    for config, name, value in ((ModelConfig, "layers", 3), (TrainConfig, "lr", 0.5)):
+        defaults = zip(config.__annotations__, config.__init__.__defaults__, strict=True)
+        changed = tuple(value if each == name else default for each, default in defaults)
+        monkeypatch.setattr(config.__init__, "__defaults__", changed)
+        monkeypatch.setitem(DEFAULTS, name, value)
+    monkeypatch.setitem(PRESETS, "tiny", {"momentum": 0.5})
+    assert changes({}, previous, continues) == {}
+    assert changes({"steps": 40}, previous, continues) == {"steps": 40, "warmup": 2}
+    _, model, training = run.resolve(asked)
+    assert (model.layers, training.lr, training.momentum) == (3, 0.5, 0.5)
+
+
+@either
+def test_a_device_that_this_machine_lacks_gives_way_unless_it_was_asked_for(continues):
+    previous = run_file({"dtype": "float32"})
+    here, there = previous["resolved"]["device"], "cuda:99"
+    previous["resolved"]["device"] = there
+    assert changes({}, previous, continues) == {"device": here}
+    previous["asked"]["device"] = there
+    assert changes({"device": "cpu"}, previous, continues) == {"device": "cpu"}
+    for asked in ({}, {"device": there}):
+        with pytest.raises(ValueError, match=f"--device {there}: "):
+            changes(asked, previous, continues)
+
+
+def test_run_json_stores_what_was_asked_and_the_preset(text, tmp_path, monkeypatch):
+    """Also the preset that was chosen by default. Nothing else that follows is stored as if it had been asked for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small = prepare([str(text)], "bytes", 257, tmp_path, 32)  # the default corpus would take longer
+    monkeypatch.setattr(run, "prepare", lambda *args: small)
+    monkeypatch.setattr(train.Trainer, "loop", Mock(side_effect=Stopped(signal.SIGTERM, "")))
+    file = Path("runs/text-rmsnorm-pre/run.json")
+    for flags, asked in (
+        ("", {"preset": "tiny"}),
+        ("--resume --steps 400", {"preset": "tiny", "steps": 400}),
+        (f"--config {file} --norm dyt --out runs/dyt", {"preset": "tiny", "steps": 400, "norm": "dyt"}),
+    ):
+        with pytest.raises(SystemExit):
+            train.main(flags.split())
+        assert read_run_file(file if "dyt" not in flags else Path("runs/dyt/run.json"))["asked"] == asked
