@@ -55,6 +55,17 @@ def test_muon_matches_the_svd_formula(dtype, tolerance):
         assert (weights[number] - expected).norm() < tolerance * update_norm, tuple(start.shape)
 
 
+@pytest.mark.parametrize("dtype, products", [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")])
+def test_muon_multiplies_in_bfloat16_only_in_such_a_run(dtype, products, monkeypatch):
+    """In float16 the weights of a run are in float32, too, and the iteration has no loss scale."""
+    seen, product = set(), torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda *args, **by: seen.update(x.dtype for x in args) or product(*args, **by))
+    model = Llama(dim=8, layers=1)
+    muon, _ = make_optimizers(model, TrainConfig(dtype=dtype))
+    take_random_steps(muon, list(model.parameters()))
+    assert seen == {getattr(torch, products)}
+
+
 def adamw(weight, gradients, lr, decay):
     """AdamW in float64, by its definition (arXiv 1711.05101)."""
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)

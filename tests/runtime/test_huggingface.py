@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 import generate
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
+from files import sha256
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from runtime.checkpoint import load_pretrained, save_pretrained
+from runtime.checkpoint import load_pretrained, save_pretrained, weight_hashes
 from runtime.huggingface.architectures import from_theirs, to_theirs
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
@@ -151,6 +152,7 @@ def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
     change_config(directory, torch_dtype="float32", is_causal=True, rope_interleaved=False, top_p=0.9, auto_map=code)
     (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
     loaded = load_pretrained(directory)[0]
+    assert weight_hashes(directory)["sha256"] == {name: sha256(directory / name) for name in SHARDS}
     assert loaded.config == expected.config and not marker.exists()
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in expected.state_dict().items())
 
