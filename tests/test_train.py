@@ -486,7 +486,7 @@ def test_a_tracker_continues_with_the_run(command, monkeypatch):
 
 
 def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, monkeypatch):
-    """Twice in one process: the same bits. An option that is wrong is an error, which does not end the process."""
+    """Twice in one process: the same bits. A wrong option is an error, which does not end the process."""
     by_command = command("--steps 3 --norm dyt --norm-arg alpha=0.25 --no-tie-embeddings --seed 4")
     options = {"dim": 32, "layers": 2, "heads": 2, "context": 32, "batch_size": 8, "tokenizer": "bytes"}
     options |= {"device": "cpu", "dtype": "float32", "data": [text], "cache_dir": tmp_path / "cache"}

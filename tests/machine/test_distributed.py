@@ -61,8 +61,8 @@ def train_and_record(command: str) -> dict[str, Any]:
     """Run train.py in this process: its exit code, what it prints on standard error, and the rows of each step."""
     rows: dict[int, list[str]] = {}
     sent: dict[int, list[str]] = {}  # in each step: "pickle", or dtype and size of a tensor
-    batch, evaluate, objective, errors, code = train.training_batch, train.evaluate, Llama.objective, StringIO(), 0
-    gather, reduce = dist.all_gather_object, dist.all_reduce
+    batch, evaluate, errors, code = train.training_batch, train.evaluate, StringIO(), 0
+    objective, gather, reduce = Llama.objective, dist.all_gather_object, dist.all_reduce
 
     def record_rows(tokens, seed, step, *rest):
         inputs, targets = batch(tokens, seed, step, *rest)

@@ -1,4 +1,4 @@
-"""What follows from what was asked: of a new run, of one that is resumed, and of one whose run.json is taken."""
+"""What follows from what was asked, of a new run, of a resumed one, and of one from the run.json of another."""
 
 import signal
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def run_file(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes(asked: dict[str, Any], previous: dict[str, Any], continues: bool) -> dict[str, Any]:
-    """The options that are not those of the earlier run if this is asked, whether it is resumed or its file taken."""
+    """What is asked changes these options of the run, which `continues` or whose run.json is taken."""
     settings = run.resolve(asked, previous, continues)
     now = run.fields_of(settings.model, settings.training)
     return {name: now[name] for name in now if now[name] != previous["resolved"][name]}
@@ -56,10 +56,9 @@ def test_a_changed_default_is_that_of_new_runs_only(continues, monkeypatch):
     asked = {"device": "cpu", "dtype": "float32"}
     previous = run_file(asked)
     for config, name, value in ((ModelConfig, "layers", 3), (TrainConfig, "lr", 0.5)):
-        defaults = zip(config.__annotations__, config.__init__.__defaults__, strict=True)
-        changed = tuple(value if each == name else default for each, default in defaults)
-        monkeypatch.setattr(config.__init__, "__defaults__", changed)
         monkeypatch.setitem(DEFAULTS, name, value)
+        changed = tuple(DEFAULTS[each] for each in config.__annotations__)
+        monkeypatch.setattr(config.__init__, "__defaults__", changed)
     monkeypatch.setitem(PRESETS, "tiny", {"momentum": 0.5})
     assert changes({}, previous, continues) == {}
     assert changes({"steps": 40}, previous, continues) == {"steps": 40, "warmup": 2}
@@ -81,7 +80,7 @@ def test_a_device_that_this_machine_lacks_gives_way_unless_it_was_asked_for(cont
 
 
 def test_run_json_stores_what_was_asked_and_the_preset(text, tmp_path, monkeypatch):
-    """Also the preset that was chosen by default. Nothing else that follows is stored as if it had been asked for."""
+    """Also a preset that was chosen by default, and nothing that follows from something else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     small = prepare([str(text)], "bytes", 257, tmp_path, 32)  # the default corpus would take longer
