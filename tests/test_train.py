@@ -366,24 +366,22 @@ def test_dropout_differs_between_steps_seeds_and_ranks_and_repeats_with_them(tex
 
 
 def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command, monkeypatch):
-    """Its batch size does not matter."""
-    run = opened(f"--eval-only --out {command('--steps 1 --dropout 0.5')}")
+    """Its batch size does not matter. It covers --eval-tokens tokens."""
+    run = opened(f"--eval-only --out {command('--steps 1 --dropout 0.5 --eval-tokens 640')}")
     model, _ = load_pretrained(find_checkpoint(run.folder), run.device)
     state = torch.get_rng_state()
-    gradients = set()
+    gradients, sizes, losses = set(), [], set()
 
     def loss(inputs, targets):
         gradients.add(torch.is_grad_enabled())
+        sizes.append(targets.numel())
         return Llama.loss(model, inputs, targets)
 
     monkeypatch.setattr(model, "loss", loss)
-
-    losses = set()
     for mode in (True, False):
         losses.add(train.evaluate(model.train(mode), run))
         assert model.training == mode  # or the rest of a run would train without dropout
-    assert gradients == {False}
-    assert len(losses) == 1
+    assert gradients == {False} and sum(sizes) == 2 * 640 and len(losses) == 1
     assert torch.equal(torch.get_rng_state(), state)
     for batch_tokens in (1, 96):
         monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
@@ -537,19 +535,6 @@ def test_resuming_prints_the_options_that_change(command, capsys):
     ]
     command("--resume --steps 8 --lr 0.02")
     assert "\nthe learning rate goes from 0.015 to 0.0175 at step 1: the linear" in capsys.readouterr().err
-
-
-def test_evaluation_is_shortened_by_a_flag(command, monkeypatch):
-    targets, loss = [], Llama.loss
-
-    def count(model, inputs, labels):
-        if not model.training:
-            targets.append(labels.numel())
-        return loss(model, inputs, labels)
-
-    monkeypatch.setattr(Llama, "loss", count)
-    command("--steps 1 --eval-tokens 640")
-    assert sum(targets) == 640
 
 
 def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path, fingerprint):

@@ -1,8 +1,6 @@
 """What follows from what was asked, of a new run, of a resumed one, and of one from the run.json of another."""
 
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +13,10 @@ from data.prepare import prepare
 from machine import device
 from machine.process import Stopped
 from runtime import run
-from runtime.run_dir import read_run_file
+from runtime.run_dir import newest_run, read_run_file
+
+CPU = {"device": "cpu", "dtype": "float32"}
+either = pytest.mark.parametrize("continues", [True, False], ids=["resumed", "from its run.json"])
 
 
 def run_file(asked: dict[str, Any]) -> dict[str, Any]:
@@ -26,26 +27,16 @@ def run_file(asked: dict[str, Any]) -> dict[str, Any]:
 
 def changes(asked: dict[str, Any], previous: dict[str, Any], continues: bool) -> dict[str, Any]:
     """What is asked changes these options of the run, which `continues` or whose run.json is taken."""
-    settings = run.resolve(asked, previous, continues)
-    now = run.fields_of(settings.model, settings.training)
+    now = run.fields_of(*run.resolve(asked, previous, continues)[1:])
     return {name: now[name] for name in now if now[name] != previous["resolved"][name]}
 
 
-@pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """`faster(3)`: a product in bfloat16 takes a third of the time of one in float32."""
-    return lambda times: monkeypatch.setattr(device, "product_times", lambda: [times, 1.0])
-
-
-either = pytest.mark.parametrize("continues", [True, False])
-
-
 @either
-def test_a_run_keeps_its_dtype_where_products_are_timed_differently(continues, faster):
-    faster(3)
+def test_a_run_keeps_its_dtype_where_products_are_timed_differently(continues, monkeypatch):
+    monkeypatch.setattr(device, "product_times", lambda: [3.0, 1.0])
     previous = run_file({"device": "cpu"})
     assert previous["resolved"]["dtype"] == "bfloat16"
-    faster(0.3)
+    monkeypatch.setattr(device, "product_times", lambda: [1.0, 3.0])
     assert changes({}, previous, continues) == {}
     assert changes({"dtype": "auto"}, previous, continues) == {"dtype": "float32"}
 
@@ -53,8 +44,7 @@ def test_a_run_keeps_its_dtype_where_products_are_timed_differently(continues, f
 @either
 def test_a_changed_default_is_that_of_new_runs_only(continues, monkeypatch):
     """That of an option or of a preset. What follows from a new flag does."""
-    asked = {"device": "cpu", "dtype": "float32"}
-    previous = run_file(asked)
+    previous = run_file(CPU)
     for config, name, value in ((ModelConfig, "layers", 3), (TrainConfig, "lr", 0.5)):
         monkeypatch.setitem(DEFAULTS, name, value)
         changed = tuple(DEFAULTS[each] for each in config.__annotations__)
@@ -62,7 +52,7 @@ def test_a_changed_default_is_that_of_new_runs_only(continues, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", {"momentum": 0.5})
     assert changes({}, previous, continues) == {}
     assert changes({"steps": 40}, previous, continues) == {"steps": 40, "warmup": 2}
-    _, model, training = run.resolve(asked)
+    _, model, training = run.resolve(CPU)
     assert (model.layers, training.lr, training.momentum) == (3, 0.5, 0.5)
 
 
@@ -86,12 +76,13 @@ def test_run_json_stores_what_was_asked_and_the_preset(text, tmp_path, monkeypat
     small = prepare([str(text)], "bytes", 257, tmp_path, 32)  # the default corpus would take longer
     monkeypatch.setattr(run, "prepare", lambda *args: small)
     monkeypatch.setattr(train.Trainer, "loop", Mock(side_effect=Stopped(signal.SIGTERM, "")))
-    file = Path("runs/text-rmsnorm-pre/run.json")
-    for flags, asked in (
-        ("", {"preset": "tiny"}),
-        ("--resume --steps 400", {"preset": "tiny", "steps": 400}),
-        (f"--config {file} --norm dyt --out runs/dyt", {"preset": "tiny", "steps": 400, "norm": "dyt"}),
+    asked: dict[str, Any] = {"preset": "tiny"}
+    for flags, more in (
+        ("", {}),
+        ("--resume --lr 0.01", {"lr": 0.01}),
+        ("--config runs/text-rmsnorm-pre/run.json --clip 2", {"clip": 2.0}),
     ):
         with pytest.raises(SystemExit):
             train.main(flags.split())
-        assert read_run_file(file if "dyt" not in flags else Path("runs/dyt/run.json"))["asked"] == asked
+        asked |= more
+        assert read_run_file(newest_run() / "run.json")["asked"] == asked

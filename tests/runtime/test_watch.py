@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -153,9 +154,7 @@ def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(run):
     folder = run("--watch 1 --dropout 0.5 --keep 9", "run")
     before = (folder / "watch.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("")
-    for file in (folder / "checkpoints" / "step-000006").iterdir():
-        file.unlink()
-    (folder / "checkpoints" / "step-000006").rmdir()
+    shutil.rmtree(folder / "checkpoints/step-000006")
     (folder / "watch.jsonl").write_text(before + '{"step": 6, "block"')
     run("--resume", "run")
     assert (folder / "watch.jsonl").read_text() == before
