@@ -10,7 +10,6 @@ import torch
 
 import files
 import train
-from config import ModelConfig, TrainConfig
 from machine import builds
 from machine.builds import unused_gpu
 from machine.device import pick_device, pick_dtype
@@ -82,14 +81,6 @@ def test_a_gpu_that_torch_does_not_use_is_named(cuda, file, text, said, install,
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert unused_gpu() == ""
-
-
-def test_a_run_on_the_cpu_resumes_without_a_word_about_the_gpu(install, capsys):
-    install("dev/kfd")
-    training = TrainConfig(device="cpu", dtype="float32", compile=False)
-    resolved = run.fields_of(ModelConfig(), training)
-    run.resolve({}, {"asked": {"preset": "tiny"}, "resolved": resolved, "imports": []}, continues=True)
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
