@@ -119,7 +119,8 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
             assert expected[name] == pytest.approx(actual[name], rel=1e-4)
 
 
-def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys):
+def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     warn.cache_clear()
     run = command("--steps 1 --norm batchnorm --micro-batch-size 4")
     config = f"--config {run / 'run.json'}"
