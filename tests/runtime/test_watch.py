@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ from torch import Tensor
 
 import train
 from config import ModelConfig, TrainConfig
+from data.batches import training_batch
 from model import Llama, rotate
 from norms.placement import PLACEMENTS
-from runtime.run import check_options
+from pages.watch import plot_watch, tabulate
+from runtime.checkpoint import load_pretrained
+from runtime.flags import read_train
+from runtime.run import check_options, open_run
 from runtime.run_dir import read_rows
-from runtime.watch import measure, plot_watch, tabulate, watched
+from runtime.watch import Watch, measure, stream_rms
 
 LAYERS, LR = 3, 0.5
 # fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
@@ -45,7 +50,7 @@ def rms(x: Tensor) -> float:
 def largest_logit(x: Tensor, model: Any, layer: int) -> float:
     """Over all sequences, heads, tokens and those that each token sees, from the normalized input of attention."""
     attention, (batch, length, _) = model.layers[layer].self_attn, x.shape
-    rope = model.rope(0, length)
+    rope = model.rope(slice(length))
     q = rotate((x @ attention.q_proj.weight.T).view(batch, length, 4, 4), rope)
     k = rotate((x @ attention.k_proj.weight.T).view(batch, length, 2, 4), rope)
     seen = [(b, h, t, s) for b in range(batch) for h in range(4) for t in range(length) for s in range(t + 1)]
@@ -59,16 +64,17 @@ def test_rows_match_float64(norm, placement, tmp_path):
     exact.loss(tokens, targets).backward()
     model.loss(tokens, targets).backward()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with watched(model, tokens, torch.float32, 7, tmp_path / "watch.jsonl"), torch.no_grad():
+    watch = Watch(model, tokens, torch.float32, 1.0, 7, tmp_path / "watch.jsonl")
+    with torch.no_grad():
         for weight in model.parameters():
             weight.sub_(weight.grad, alpha=LR)
-
+    watch.finish()
     rows = read_rows(tmp_path / "watch.jsonl")
     assert [row["site"] for row in rows] == ["embedding", *["attention", "mlp"] * LAYERS, "output"]
     assert [row["block"] for row in rows] == [0, 1, 1, 2, 2, 3, 3, 4] and {row["step"] for row in rows} == {7}
     exact.requires_grad_(False)
     stream = PLACEMENTS[placement].init_stream(exact.embed_tokens.weight[tokens])
-    rope = exact.rope(0, tokens.shape[1])
+    rope = exact.rope(slice(tokens.shape[1]))
     for layer, block in enumerate(exact.layers):
         for site, arguments in (("attention", (block.self_attn, rope)), ("mlp", (block.mlp,))):
             row = next(row for row in rows if (row["block"], row["site"]) == (layer + 1, site))
@@ -127,13 +133,28 @@ def test_watching_does_not_change_a_bit(flags, run, fingerprint):
     assert sorted({row["step"] for row in read_rows(watched / "watch.jsonl")}) == [1, 3, 6]
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("float32", TOLERANCE), ("float16", 0.02)])
+def test_a_row_is_about_its_step_before_the_gradients_are_clipped(dtype, tolerance, run):
+    """Gradients of the whole batch, without the scale of the loss, and the stream of its first micro-batch."""
+    flags = "--watch 2 --save-every 1 --keep 9 --eval-every 9 --clip 1e-3 --batch-size 8 --micro-batch-size 4"
+    folder = run(f"{flags} --dtype {dtype}", "run")
+    model, _ = load_pretrained(folder / "checkpoints/step-000003")
+    data = open_run(read_train(["--eval-only", "--out", str(folder)]), []).data
+    tokens, targets = training_batch(data.train, 0, 3, range(8), 32)
+    model.loss(tokens, targets).backward()
+    rows = [row for row in read_rows(folder / "watch.jsonl") if row["step"] == 4]
+    found = [rows[1]["stream_before"], *(row["stream_after"] for row in rows if row["site"] == "mlp")]
+    assert found == pytest.approx(stream_rms(model, tokens[:4]), rel=tolerance)
+    for row, layer in zip(rows[1:5:2], range(2), strict=True):
+        weight = model.get_parameter(f"layers.{layer}.self_attn.q_proj.weight")
+        assert weight.grad is not None and row["grad_rms.q_proj"] == pytest.approx(rms(weight.grad), rel=tolerance)
+
+
 def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(run):
     folder = run("--watch 1 --dropout 0.5 --keep 9", "run")
     before = (folder / "watch.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("")
-    for file in (folder / "checkpoints" / "step-000006").iterdir():
-        file.unlink()
-    (folder / "checkpoints" / "step-000006").rmdir()
+    shutil.rmtree(folder / "checkpoints/step-000006")
     (folder / "watch.jsonl").write_text(before + '{"step": 6, "block"')
     run("--resume", "run")
     assert (folder / "watch.jsonl").read_text() == before
@@ -143,8 +164,7 @@ def test_what_is_not_finite_is_none_and_white(tmp_path):
     model, (tokens, _) = make_model(), make_batch()
     with torch.no_grad():
         model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
-    with watched(model, tokens, torch.float32, 1, tmp_path / "watch.jsonl"):
-        pass
+    Watch(model, tokens, torch.float32, 1.0, 1, tmp_path / "watch.jsonl").finish()
     lines = (tmp_path / "watch.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert rows[3]["stream_after"] > 0 and rows[4]["stream_after"] is None
