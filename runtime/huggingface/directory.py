@@ -47,7 +47,8 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     try:
         for record in import_records():
             require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
-        require(not (name := edited_module(model)), f"{name or 'the model'} is not as model.py makes it")
+        edited = edited_module(model)
+        require(edited is None, f"{edited or 'the model'} is not as model.py makes it")
         described |= to_theirs(config)
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
@@ -60,14 +61,17 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
 
 
 def edited_module(model: Llama) -> str | None:
-    """The first module that does not compute what model.py's own does for this configuration, or None."""
+    """The first module that does not compute what model.py's own does for this configuration, or None.
+
+    The model itself is "".
+    """
     with torch.device("meta"):
         own = dict(Llama(model.config).named_modules())
     for name, module in model.named_modules():
         plain, kind = type(own.pop(name, None)), type(module)  # sharding swaps classes, but not what they define
         defined = [each for each, value in vars(plain).items() if callable(value) and not each.startswith("_")]
         same = all(getattr(kind, each, None) is getattr(plain, each, module) for each in ("forward", *defined))
-        if not same or "forward" in vars(module):
+        if not same or vars(module).keys() & {"forward", "hidden", "logits"}:  # sharding replaces other methods
             return name
     return next(iter(own), None)
 
