@@ -80,7 +80,7 @@ def plans(flags: str) -> dict:
     return bench.make_config(given.pop("command"), given).plans
 
 
-def test_the_model_of_a_run_is_planned(tmp_path):
+def test_the_model_of_a_run_is_planned_and_measured(tmp_path):
     asked = {"dim": 64, "layers": 1, "dtype": "float32"}
     model, training = configure(asked)
     run = {"asked": asked, "resolved": fields_of(model, training), "imports": []}
@@ -89,6 +89,11 @@ def test_the_model_of_a_run_is_planned(tmp_path):
     assert plan(f"--config {tmp_path}/run.json")["parameters"] == parameters
     more = plan(f"--config {tmp_path}/run.json --layers 2 --card t4")["parameters"]
     assert more == sum(weight.numel() for weight in Llama(dim=64, layers=2).parameters())
+    flags = {"config": f"{tmp_path}/run.json", "layers": 2, "rounds": 3, "device": "cpu"}
+    measured = bench.make_config("train", flags)
+    assert (measured.model, measured.train) == (replace(model, layers=2), replace(training, device="cpu"))
+    with pytest.raises(ValueError, match="--device 'abacus'"):
+        bench.make_config("train", {"device": "abacus"})
 
 
 def test_parts_are_counted_and_ranks_share_them():

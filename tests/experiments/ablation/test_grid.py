@@ -89,6 +89,7 @@ def test_arms_are_the_product_of_all_factors(resolve):
         ("--factor optimiser=muon,adamw", "'optimiser' is not an option of train.py"),
         ("--factor lr=0.1,0.2", "use --lrs"),
         ("--factor clip=1,1", "--factor clip needs distinct values"),
+        ("--factor clip=1,high", "--factor: clip must be of type float, not 'high'"),
         ("--factor clip=0,1 --clip 1", "--clip is for a single run"),
         ("--seeds 0", "--seeds must be at least 1, not 0"),
         ("--lrs 0.1 nan", "--lrs must be positive numbers"),
