@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import tokenizer as tokenizers
+from data.prepare import FORMAT_VERSION
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -169,3 +170,15 @@ def test_the_sample_is_bounded_and_spread_evenly(monkeypatch):
     tenths = [sum(int(line) // 10_000 == tenth for line in kept) for tenth in range(10)]
     assert max(tenths) < 1.2 * min(tenths)
     assert tokenizers._sample(["a\nb", "c"]) == ["a\nb", "c"]
+
+
+def test_the_ids_of_a_text_are_those_of_this_format():
+    """Other settings of the trainer need another FORMAT_VERSION: prepared folders keep tokens."""
+    unit = "    return self.x1  # of the characteristically\n\tif a == 10:\n"
+    rare = "αβγ\n" * 1100 + "ö" * 10 + "é"  # a block of more than 4 kB, and a letter that is left to its bytes
+    ids = "294 299 298 321 327 313 260 320 289 293 301 316 308 308 3 274 280 287 279 322 263 3 199 173 303 243 "
+    ids += "176 133 230 154 133 262 329"
+    found = train_tokenizer([unit * 600 + rare], 330).encode(
+        "    return self.x1  # of the characters\n\n\tif a == 100:\té ﬁ▁αβγö"
+    )
+    assert (FORMAT_VERSION, " ".join(map(str, found))) == (6, ids)
