@@ -6,6 +6,8 @@
 The code is in `experiments/`.
 """
 
+import machine.startup  # isort: skip # noqa: F401
+
 import shlex
 import sys
 from typing import Any

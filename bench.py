@@ -1,5 +1,7 @@
 """Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
+import machine.startup  # isort: skip # noqa: F401
+
 import json
 import shlex
 import sys

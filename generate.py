@@ -5,6 +5,8 @@ From Python: `ids = generate(model, tokenizer.encode("def "), tokens=100)`.
 Shapes in comments: B samples, T tokens, V token ids.
 """
 
+import machine.startup  # isort: skip # noqa: F401
+
 import codecs
 import math
 import os

@@ -1,5 +1,7 @@
 """Train a LLaMA: `python train.py`. From top to bottom: the command, a step, the training loop, what the loop calls."""
 
+import machine.startup  # isort: skip # noqa: F401
+
 import json
 import math
 import sys
@@ -81,8 +83,8 @@ def train(**options: Any) -> Trained:
     process uses its directory, and Stopped if a signal has ended it.
     """
     set_up_cpu()
-    import_files(options.pop("import", ()))
-    asked = read_keywords(options, ("preset", "config", "resume"))
+    asked = read_keywords(options, {"preset": str, "config": str, "resume": bool, "import": list[str]})
+    import_files(asked.pop("import", ()))
     with distributed.process_group():
         run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])
         trainer = execute(run)
@@ -117,10 +119,13 @@ def accumulate_gradients(
     return means
 
 
-def update_weights(model: Llama, optimizers: list[Optimizer], lr: float, clip: float, scaler: GradScaler) -> Tensor:
+def update_weights(
+    model: Llama, optimizers: list[Optimizer], lr: float, clip: float, scaler: GradScaler, step: int = 0
+) -> Tensor:
     """Clip the gradients and let the optimizers use them. Returns their norm before clipping.
 
-    If it overflows in float16, the update is skipped, and the loss scale is halved. Only float16 waits for the device.
+    If it overflows in float16, the update is skipped, and the loss scale is halved; at a scale of 1, NotFinite names
+    the `step`. Only float16 waits for the device, once.
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -136,6 +141,8 @@ def update_weights(model: Llama, optimizers: list[Optimizer], lr: float, clip: f
             optimizer.step()
         if after_step := PLACEMENTS[model.config.placement].after_step:
             after_step(model)
+    elif scaler.get_scale() <= 1:
+        raise NotFinite("gradient is", step)
     model.zero_grad()
     scaler.update()
     return grad_norm
@@ -249,9 +256,7 @@ class Trainer:
         terms = accumulate_gradients(self.objective, pairs, len(inputs), run.dtype, self.scaler)
         watch = self.start_watch(inputs[0])
         lr = learning_rate(config, self.step)
-        grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler)
-        if self.scaler.get_scale() < 1:
-            raise NotFinite("gradient is", self.step + 1)
+        grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
         if watch:
             watch.finish()
         terms = {name: distributed.all_reduce_mean(term) for name, term in terms.items()}

@@ -32,13 +32,13 @@ def main(arguments: list[str]) -> None:
     parser = Parser(prog="ablate.py compare", description=main.__doc__)
     parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or of an ablation for all its runs")
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-HASH of the runs)")
-    flags = parser.parse_args(arguments[1:])
+    asked = parser.read(arguments[1:])
     with bad_input():
-        folders = find_runs(flags.runs)
+        folders = find_runs(asked["runs"])
         settings = {folder: read_settings(folder) for folder in folders}
         logs = {folder: read_rows(folder / "metrics.jsonl") for folder in folders}
         name = f"compare-{digest([str(folder.resolve()) for folder in folders])[:8]}"
-        out = Path(flags.out or RUNS_FOLDER / name)
+        out = Path(asked["out"] or RUNS_FOLDER / name)
         out.mkdir(parents=True, exist_ok=True)
     options = [name for name in settings[folders[0]] if name not in ("seed", "folder")]
     differing = [name for name in options if len({run[name] for run in settings.values()}) > 1]

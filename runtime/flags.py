@@ -19,7 +19,7 @@ from config import (
     check_fields,
     flag_name,
 )
-from files import BadInput, one_line, require
+from files import BadInput, is_a, one_line, require
 from runtime.plugins import import_first
 
 SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
@@ -153,10 +153,11 @@ def read_value(text: str, kind: Any = None) -> Any:
     return text
 
 
-def read_keywords(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def read_keywords(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Options from Python, such as {"norm_args": {"alpha": 0.5}, "out": Path("runs/mine")}. None is not asked.
 
     Raises ValueError, naming the option, for one that is neither a field nor `known`, and for a value of another type.
+    `known` has their types.
     """
     asked: dict[str, Any] = {}
     for name, value in options.items():
@@ -170,6 +171,11 @@ def read_keywords(options: Mapping[str, Any], known: Collection[str]) -> dict[st
         if value is not None:
             asked[name] = value
     check_fields({name: value for name, value in asked.items() if name in FIELDS}, "train")
+    for name, kind in known.items():
+        valid = name not in asked or is_a(asked[name], kind)
+        require(valid, f"train: {name} must be of type {kind.__name__}, not {asked.get(name)!r}")
+    preset = asked.get("preset", "tiny")
+    require(preset in PRESETS, f"unknown --preset {preset!r}; choose from {', '.join(PRESETS)}")
     return asked
 
 

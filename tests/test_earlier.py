@@ -52,6 +52,6 @@ def test_its_run_and_an_ablation_of_it_are_refused_in_one_line(tmp_path, refused
         ablate.main: f"{shared} --cache-dir {tmp_path}/cache --norms rmsnorm --seeds 1 --out {tmp_path}/ablation",
     }.items():
         said = refused(command, flags.split())
-        assert "is of another version (format 1, not 2); commit b246c92b927e can read it" in said
+        assert "is of another version (format 1, not 3); commit b246c92b927e can read it" in said
     said = refused(ablate.main, ["compare", str(tmp_path / "run"), str(EARLIER)])
     assert "is of another version" in said

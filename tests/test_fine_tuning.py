@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 
 import train
-from config import ModelConfig, TrainConfig
+from config import TrainConfig, split
 from data.batches import training_batch
 from data.tokenizer import ByteTokenizer
 from model import Llama
 from optim import learning_rate
 from runtime.checkpoint import load_pretrained, load_training_state, save_pretrained
-from runtime.run import Run, resolve_run
+from runtime.flags import read_train
+from runtime.run import Run, open_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,21 +74,14 @@ def losses_of_transformers(directory: Path, run: Run, dtype: torch.dtype) -> tor
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory, monkeypatch):
+def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory):
     """In fp32, ours are as close to float64 as theirs, up to a factor that allows for another order of sums."""
-    run = resolve_run(train.parse(fine_tune("--seed 5")))
-    losses: list[torch.Tensor] = []
-    accumulate = train.Trainer.accumulate_gradients
-
-    def recorded(trainer: train.Trainer) -> torch.Tensor:
-        losses.append(accumulate(trainer))
-        return losses[-1]
-
-    monkeypatch.setattr(train.Trainer, "accumulate_gradients", recorded)
+    run = open_run(read_train(fine_tune("--seed 5")), [])
     trainer = train.Trainer(run)
     for trainer.step in range(STEPS):
-        trainer.update(learning_rate(run.config, trainer.step))
-    ours, theirs = torch.stack(losses).double(), losses_of_transformers(directory, run, torch.float32)
+        trainer.train_step()
+    ours = torch.stack([step["train_loss"] for step in trainer.pending]).double()
+    theirs = losses_of_transformers(directory, run, torch.float32)
     exact = losses_of_transformers(directory, run, torch.float64)
     assert exact[-1] < exact[0] - 0.5
     errors = [float((each - exact).square().mean().sqrt()) for each in (ours, theirs)]
@@ -101,10 +95,10 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     recorded = json.loads((run / "run.json").read_text())
     digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     assert recorded["weights_from"] == {"directory": str(directory), "sha256": {"model.safetensors": digest}}
-    assert recorded["training"]["tokenizer"] == "pretrained" and recorded["tokenizer"]["kind"] == "pretrained"
-    model = recorded["model"]
-    assert (model["context"], model["dropout"], model["head_dim"], model["rope_theta"]) == (24, 0.1, 16, 5e4)
-    start = Llama(ModelConfig(**model))
+    resolved = recorded["resolved"]
+    assert resolved["tokenizer"] == recorded["tokenizer"]["kind"] == "pretrained"
+    assert [resolved[name] for name in ("context", "dropout", "head_dim", "rope_theta")] == [24, 0.1, 16, 5e4]
+    start = Llama(split(resolved)[0])
     load_training_state(
         run / "checkpoints/step-000000", start, train.make_optimizers(start, TrainConfig(optimizer="adamw"))
     )
@@ -154,7 +148,7 @@ def test_a_longer_context_is_allowed_and_said(fine_tune, tmp_path, capsys):
 def test_master_weights_are_fp32(fine_tune, directory):
     theirs = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float16)
     theirs.save_pretrained(directory)
-    trainer = train.Trainer(resolve_run(train.parse(fine_tune("--dtype float16"))))
+    trainer = train.Trainer(open_run(read_train(fine_tune("--dtype float16")), []))
     for name, weight in trainer.model.state_dict().items():
         assert weight.dtype == torch.float32
         assert name != "final_norm.weight" or torch.equal(weight, theirs.model.norm.weight.float())
@@ -171,16 +165,16 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fin
     own = ["--steps", "4", "--lr", "1e-9", "--context", "16", "--dropout", "0.1"]
     train.main([*flags[:cut], "--init-from", str(base), *own])
     recorded = json.loads((tmp_path / "run/run.json").read_text())
-    assert recorded["training"]["tokenizer"] == "bytes" and recorded["model"]["placement"] == "post"
+    assert [recorded["resolved"][name] for name in ("tokenizer", "placement")] == ["bytes", "post"]
     assert recorded["weights_from"]["directory"] == str(base / "checkpoints/step-000004")
     described = json.loads((tmp_path / "run/checkpoints/step-000004/config.json").read_text())
     assert (described["eos_token_id"], described["pad_token_id"]) == ([256, 10], 0)
-    assert recorded["model"]["trained_context"] == 32
+    assert recorded["resolved"]["trained_context"] == 32
     before, after = (load_pretrained(run)[0].state_dict() for run in (base, tmp_path / "run"))
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
     # The run is repeated by its run.json, which names where it started.
     repeated = [*flags[:cut], "--config", str(tmp_path / "run/run.json"), "--steps", "4", "--lr", "1e-9"]
     train.main([*repeated, "--out", str(tmp_path / "again")])
     assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "run")
-    model = json.loads((tmp_path / "again/run.json").read_text())["model"]
-    assert model == recorded["model"] and (model["context"], model["dropout"]) == (16, 0.1)
+    again = split(json.loads((tmp_path / "again/run.json").read_text())["resolved"])[0]
+    assert again == split(recorded["resolved"])[0] and (again.context, again.dropout) == (16, 0.1)

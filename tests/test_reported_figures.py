@@ -35,7 +35,7 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, monkeypatch, caps
         monkeypatch.setattr(owner, name, slow)
 
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    taking(2, train.Trainer, "accumulate_gradients")
+    taking(2, train, "accumulate_gradients")
     taking(50, train, "evaluate")
     taking(7, train, "save_checkpoint")
     shown = []
@@ -60,15 +60,15 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, monkeypatch, caps
 
     shutil.rmtree(out / "checkpoints" / "step-000013")
     clock[0] += 10_000  # while nothing runs
-    update = train.Trainer.update
+    train_step = train.Trainer.train_step
 
-    def update_and_stop(trainer: train.Trainer, lr: float) -> None:
-        update(trainer, lr)
+    def step_and_stop(trainer: train.Trainer) -> None:
+        train_step(trainer)
         if trainer.step + 1 == 12:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(train.Trainer, "update", update_and_stop)
+        patch.setattr(train.Trainer, "train_step", step_and_stop)
         train.main([*flags, "--resume"])
     train.main([*flags, "--resume"])
     # Saved after 20 s, before the evaluation. The speed is that of the one step after the signal.

@@ -1,4 +1,4 @@
-"""The rule of the layout: the reference imports nothing but torch, and only the seam knows fast/."""
+"""The rules of the layout: imports run one way, the reference is plain, and only the seam knows fast/."""
 
 import ast
 import re
@@ -12,11 +12,13 @@ import pytest
 from norms.placement import PLACEMENTS
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("norms", "data", "runtime", "experiments", "fast", "tests")
+GROUND = ["files", "norms", "data", "machine"]
+ORDER = [*GROUND, "config", "model", "optim", "fast", "runtime", "pages", "generate", "train", "experiments"]
+ORDER += ["ablate", "bench"]
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.py")
-    if path.relative_to(ROOT).parts[0] in PACKAGES or path.parent == ROOT
+    if path.relative_to(ROOT).parts[0] in (*ORDER, "tests") or path.parent == ROOT
 )
 KINDS = [path for path in SOURCES if path.startswith("norms/") and path.count("/") == 1]
 KINDS = [path for path in KINDS if path.split("/")[1] not in ("__init__.py", "registry.py", "numerics.py")]
@@ -36,8 +38,9 @@ def outside_the_standard_library(source: str) -> set[str]:
     return {name for name in imports(source) if name.partition(".")[0] not in sys.stdlib_module_names}
 
 
-def test_the_model_imports_only_torch_config_and_norms():
-    assert {name.partition(".")[0] for name in outside_the_standard_library("model.py")} == {"torch", "config", "norms"}
+def test_the_model_imports_only_torch_config_files_and_norms():
+    names = {name.partition(".")[0] for name in outside_the_standard_library("model.py")}
+    assert names == {"torch", "config", "files", "norms"}
 
 
 @pytest.mark.parametrize("source", KINDS)
@@ -48,30 +51,33 @@ def test_a_kind_imports_only_torch_registry_and_numerics(source):
 
 def test_nothing_but_the_seam_imports_fast():
     importers = {source for source in SOURCES for name in imports(source) if name.partition(".")[0] == "fast"}
-    assert {source for source in importers if not source.startswith(("fast/", "tests/fast/"))} == {
-        "runtime/acceleration.py"
-    }
+    assert {each for each in importers if not each.startswith(("fast/", "tests/"))} == {"runtime/acceleration.py"}
 
 
 def test_imports_run_one_way():
-    """Each package may import those before it, and nothing after it."""
-    order = ["files", "norms", "data", "config", "model", "fast", "runtime", "optim", "generate", "train"]
-    order += ["experiments", "ablate", "bench"]
+    """Each package may import those before it, and one of the ground floor only `files`."""
     for source in SOURCES:
         owner = source.removesuffix(".py").split("/")[0]
-        if owner == "tests":
-            continue
-        for name in (name.partition(".")[0] for name in outside_the_standard_library(source)):
-            if name in order:
-                assert order.index(name) <= order.index(owner), f"{source} imports {name}"
-    for source in (source for source in SOURCES if source.startswith("data/")):
-        assert not {name.partition(".")[0] for name in imports(source)} & set(order) - {"data", "files"}, source
+        if owner != "tests":
+            allowed = {owner, "files"} if owner in GROUND[1:] else set(ORDER[: ORDER.index(owner) + 1])
+            ours = {name.partition(".")[0] for name in imports(source)} & set(ORDER)
+            assert ours <= allowed, f"{source} imports {ours - allowed}"
+
+
+def test_the_parser_stays_in_its_file_and_no_class_is_assigned():
+    """What was asked is a mapping, and decoders are objects of their own."""
+    for source in (source for source in SOURCES if not source.startswith("tests/")):
+        text = (ROOT / source).read_text("utf-8")
+        parses = "argparse" in imports(source) or re.search(r"\.parse_(known_)?args\(", text)
+        assert not parses or source in ("runtime/flags.py", "runtime/plugins.py"), source
+        targets = [node.targets for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assign)]
+        assert "__class__" not in {getattr(target, "attr", "") for each in targets for target in each}, source
 
 
 def test_the_reference_stays_short():
     """Long enough to understand everything, short enough to read in one sitting."""
     lines = {source: len((ROOT / source).read_text("utf-8").splitlines()) for source in ["model.py", *KINDS]}
-    assert lines.pop("model.py") <= 380
+    assert lines.pop("model.py") <= 420
     assert max(lines.values()) <= 95, lines
     assert sorted(lines.values())[-2] <= 70, lines  # all but PowerNorm, which has a backward of its own
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from config import DEVICES, check_sizes
+from config import DEVICES
 from data.batches import evaluation_batches
 from data.corpus import RULES, Corpus
 from experiments.ablation.grid import Cell, Grid, prepare_text, resolve_arms, resolve_devices, settings_digest
@@ -52,29 +52,30 @@ def main(arguments: list[str]) -> None:
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over two GPUs (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
-    flags = parser.parse_args(arguments[1:])
-    results, runs = flags.out / RESULTS, RUNS_FOLDER / "claims"
-    if flags.name:
-        study = STUDIES[flags.name]
-        scales = [flags.scale] if flags.scale else list(study.protocols)
+    asked = parser.read(arguments[1:])
+    name, scale, jobs, out = (asked[each] for each in ("name", "scale", "jobs", "out"))
+    results, runs = out / RESULTS, RUNS_FOLDER / "claims"
+    if name:
+        study = STUDIES[name]
+        scales = [scale] if scale else list(study.protocols)
         with bad_input():
-            check_sizes(flags, "jobs")
-            require(scales[0] in study.scales, f"--scale {flags.scale}: choose from {', '.join(study.scales)}")
-            devices = resolve_devices(flags.device)
+            require(jobs >= 1, f"--jobs must be at least 1, not {jobs}")
+            require(scales[0] in study.scales, f"--scale {scale}: choose from {', '.join(study.scales)}")
+            devices = resolve_devices(asked["device"])
             for folder in (runs, results):
                 folder.mkdir(parents=True, exist_ok=True)
-        grid_of = partial(make_grid, folder=runs, jobs=flags.jobs, devices=devices, cache_dir=flags.cache_dir)
+        grid_of = partial(make_grid, folder=runs, jobs=jobs, devices=devices, cache_dir=asked["cache_dir"])
         with lock_file(runs / LOCK):
             for scale in scales:
-                run_study(study, scale, flags.seed, grid_of, results / f"{study.name}.json")
+                run_study(study, scale, asked["seed"], grid_of, results / f"{study.name}.json")
     with bad_input():
         entries = read_entries(STUDIES.values(), results)
         require(entries, f"there are no results in {results}; name a claim: {', '.join(STUDIES)}")
-    write_page(entries, flags.out)
+    write_page(entries, out)
     verdicts = {entry.study.name: entry.verdict for entry in entries}
-    for name in [flags.name] if flags.name else STUDIES:
-        print(f"{name}: {verdicts.get(name, 'not run')}")
-    print(f"see {flags.out / 'CLAIMS.md'}")
+    for each in [name] if name else STUDIES:
+        print(f"{each}: {verdicts.get(each, 'not run')}")
+    print(f"see {out / 'CLAIMS.md'}")
 
 
 def run_study(study: Study, scale: str, seed: int, grid_of: Callable[..., Grid], file: Path) -> None:

@@ -1,7 +1,6 @@
 """Machines and cards that are not here, pretended by their files, commands, names, capabilities and memory."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from machine import builds
 from machine.builds import unused_gpu
 from machine.device import pick_device, pick_dtype
 from runtime import run
+from runtime.flags import read_train
 
 CU126 = "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
 
@@ -86,9 +86,8 @@ def test_a_gpu_that_torch_does_not_use_is_named(cuda, file, text, said, install,
 def test_a_run_on_the_cpu_resumes_without_a_word_about_the_gpu(install, capsys):
     install("dev/kfd")
     training = TrainConfig(device="cpu", dtype="float32", compile=False)
-    run.resolve(
-        train.parse(["--resume"]), {"model": asdict(ModelConfig()), "training": asdict(training), "imports": []}
-    )
+    resolved = run.fields_of(ModelConfig(), training)
+    run.resolve({}, {"asked": {"preset": "tiny"}, "resolved": resolved, "imports": []}, continues=True)
     assert capsys.readouterr().err == ""
 
 
@@ -120,17 +119,16 @@ def test_a_card_that_this_build_of_torch_does_not_support_is_refused(device, car
 def test_the_default_run_fits_the_card(capability, memory, flags, expected, card):
     """Its global batch, and so the rows of a step, are the same on all cards."""
     card(capability, memory)
-    model, config = run.resolve(train.parse(flags.split()))
+    _, model, config = run.resolve(read_train(flags.split()))
     assert (config.dtype, config.batch_size, config.micro_batch_size, config.compile) == expected
     assert model.dim == 384
 
 
 def test_auto_is_float32_where_there_is_no_loss_scale_and_on_mps(card, monkeypatch):
-    sharded, whole = train.parse(["--shard"]), train.parse(["--no-shard"])
     monkeypatch.setattr(run.distributed, "world_size", lambda: 2)
     for capability, dtypes in (((7, 5), ["float32", "float16"]), ((8, 0), ["bfloat16", "bfloat16"])):
         card(capability, count=2)
-        assert [run.resolve(flags)[1].dtype for flags in (sharded, whole)] == dtypes
+        assert [run.resolve({"shard": shard}).training.dtype for shard in (True, False)] == dtypes
     assert pick_dtype("auto", torch.device("mps")) is torch.float32
 
 
@@ -144,7 +142,8 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
 
     def resolved(steps: int) -> tuple[bool | None, str]:
         files.warn.cache_clear()
-        return run.resolve(train.parse(f"{flags} --steps {steps}".split()))[1].compile, capsys.readouterr().err
+        asked = read_train(f"{flags} --steps {steps}".split())
+        return run.resolve(asked).training.compile, capsys.readouterr().err
 
     assert resolved(2000)[1].startswith(f"{line}a compiler: ") and resolved(9) == (False, "")
     assert refused(train.main, f"{flags} --compile".split()).startswith("error: --compile needs a compiler: ")

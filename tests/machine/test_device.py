@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from machine import device
 from machine.device import describe, pick_device, pick_dtype, product_times
-from runtime import device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -171,7 +171,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one(trained, folder):
         train_and_record(f"--resume --steps 14 --schedule constant --out {run}")
         losses.append(series(run, "train_loss", "val_loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == len(set(losses[0])) == 8
-    assert json.loads((folder / "fsdp-muon/run.json").read_text())["training"]["shard"] is False
+    assert json.loads((folder / "fsdp-muon/run.json").read_text())["resolved"]["shard"] is False
 
 
 def test_a_killed_rank_is_restarted_and_the_run_continues(trained, folder):

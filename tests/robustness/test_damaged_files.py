@@ -83,7 +83,7 @@ def test_a_run_whose_checkpoint_is_of_another_model_or_lost_is_refused(flags, tm
     run = tmp_path / "run"
     train.main([*flags, "--save-every", "3", "--steps", "3"])
     description = read_run_file(run / "run.json")
-    description["model"]["norm_args"], description["training"]["steps"] = {"eps": 0.5}, 9
+    description["resolved"] |= {"norm_args": {"eps": 0.5}, "steps": 9}
     write_run_file(run / "run.json", description)
     for more in ("--resume", "--eval-only"):
         assert "does not match the model in" in ends(train.main, [*flags, more])[1]

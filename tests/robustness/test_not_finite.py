@@ -24,10 +24,9 @@ EVERY = "--schedule constant --warmup 0 --save-every 4 --keep 9 --eval-every 100
 
 def spoil(trainer: train.Trainer, what: str, value: float, patch: pytest.MonkeyPatch) -> None:
     """Make the loss, one gradient, one weight or one running statistic `value` from now on."""
-    weight = next(weight for weight in trainer.weights if weight.ndim == 2)
+    weight = next(weight for weight in trainer.model.parameters() if weight.ndim == 2)
     if what == "loss":
-        loss = trainer.loss
-        patch.setattr(trainer, "loss", lambda *batch: loss(*batch) * value)
+        patch.setattr(trainer, "objective", lambda *batch: {"train_loss": trainer.model.loss(*batch) * value})
     elif what == "gradient":
         weight.register_hook(lambda gradient: torch.full_like(gradient, value))
     elif what == "weight":
@@ -38,17 +37,17 @@ def spoil(trainer: train.Trainer, what: str, value: float, patch: pytest.MonkeyP
 
 def run_spoiled(flags: list[str], what: str, value: float, at: int) -> int:
     """The exit code of a run in which `what` becomes `value` in step `at`."""
-    update = train.Trainer.update
+    train_step = train.Trainer.train_step
 
-    def spoiled(trainer: train.Trainer, lr: float) -> None:
+    def spoiled(trainer: train.Trainer) -> None:
         if trainer.step + 1 == at and what != "running statistic":
             spoil(trainer, what, value, patch)
-        update(trainer, lr)
+        train_step(trainer)
         if trainer.step + 1 == at and what == "running statistic":
             spoil(trainer, what, value, patch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "update", spoiled)
+        patch.setattr(train.Trainer, "train_step", spoiled)
         with pytest.raises(SystemExit) as ended:
             train.main(flags)
     assert isinstance(ended.value.code, int)
@@ -96,7 +95,7 @@ def test_no_token_is_drawn_from_logits_that_are_not_finite(sampling, value, monk
     model, calls = Llama(dim=16, layers=1, heads=1, context=16, vocab_size=11), itertools.count()
 
     def next_logits(model: Llama, *args: Any) -> Tensor:
-        logits = model.lm_head(model.hidden(*args)[:, -1]).clone()
+        logits = model.logits(model.hidden(*args)[:, -1]).clone()
         if next(calls) == 2:
             logits[1, 4] = value
         return logits

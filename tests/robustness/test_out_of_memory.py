@@ -16,14 +16,14 @@ def allocate_too_much() -> None:
 
 def test_a_training_step_without_memory(flags, ends, tmp_path, monkeypatch):
     """The checkpoint before it is intact."""
-    accumulate = train.Trainer.accumulate_gradients
+    train_step = train.Trainer.train_step
 
-    def accumulate_or_fail(trainer: train.Trainer) -> torch.Tensor:
+    def step_or_fail(trainer: train.Trainer) -> None:
         if trainer.step == 4:
             allocate_too_much()
-        return accumulate(trainer)
+        train_step(trainer)
 
-    monkeypatch.setattr(train.Trainer, "accumulate_gradients", accumulate_or_fail)
+    monkeypatch.setattr(train.Trainer, "train_step", step_or_fail)
     code, error = ends(train.main, [*flags, "--steps=6", "--save-every=3"])
     assert code == 3 and error.splitlines()[-1].startswith("error: out of memory; try a smaller --micro-batch-size")
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000003"]

@@ -15,7 +15,7 @@ import pytest
 
 import ablate
 import train
-from runtime import process
+from machine import process
 from runtime.checkpoint import find_checkpoint
 from runtime.plugins import command_to_type
 
@@ -53,15 +53,15 @@ def send_in_step(step: int, *numbers: int, pause: float = 0.0) -> Callable[[list
     """`train.main` in which this process gets signals in the middle of a step."""
 
     def run(arguments: list[str]) -> None:
-        update = train.Trainer.update
+        train_step = train.Trainer.train_step
 
-        def send_and_update(trainer: train.Trainer, rate: float) -> None:
+        def send_and_step(trainer: train.Trainer) -> None:
             for number in numbers if trainer.step == step - 1 else ():
                 os.kill(os.getpid(), number)
                 time.sleep(pause)
-            update(trainer, rate)
+            train_step(trainer)
 
-        train.Trainer.update = send_and_update  # type: ignore[assignment,method-assign]
+        train.Trainer.train_step = send_and_step  # type: ignore[assignment,method-assign]
         train.main(arguments)
 
     return run

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from machine.process import PACKAGES, SETUP
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +50,10 @@ def test_the_printed_command_generates_elsewhere(tmp_path):
     assert left.returncode == 0 and left.stdout and b"Traceback" not in left.stderr, left.stderr
 
 
-def test_missing_packages_are_one_line(tmp_path):
+@pytest.mark.parametrize("script", ["train.py", "generate.py", "ablate.py", "bench.py"])
+def test_missing_packages_are_one_line(script, tmp_path):
     """As outside the virtual environment. -S leaves out what is installed."""
-    command = [sys.executable, "-S", str(ROOT / "train.py")]
+    command = [sys.executable, "-S", str(ROOT / script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert SETUP in done.stderr and all(package in done.stderr for package in PACKAGES)

@@ -10,7 +10,7 @@ from config import FIELDS
 from files import explained, write_atomically
 from runtime.run_dir import Log, make_tracker, read_rows, read_run_file, write_run_file
 
-RUN = {"model": {"dim": 16}, "training": {"lr": 0.01}, "versions": {}, "commit": "0123abc"}
+RUN = {"asked": {}, "resolved": {"dim": 16, "lr": 0.01}, "versions": {}, "commit": "0123abc"}
 
 
 def test_a_file_is_replaced_and_not_overwritten(tmp_path):
@@ -33,15 +33,15 @@ def test_a_full_disk_is_explained_where_not_even_the_folder_can_be_made(tmp_path
     "old, new, message",
     [
         ("16", "17", "is damaged or was edited; pass changed options as flags instead"),
-        ('"format": 2', '"format": 1', r"is of another version \(format 1, not 2\); commit 0123abc can read it"),
-        ('"model"', "model", "is missing or damaged"),
+        ('"format": 3', '"format": 2', r"is of another version \(format 2, not 3\); commit 0123abc can read it"),
+        ('"asked"', "asked", "is missing or damaged"),
         ("{", "[" * 10**6, "is missing or damaged"),
     ],
 )
 def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
     path = tmp_path / "run.json"
     write_run_file(path, RUN)
-    assert read_run_file(path) == RUN | {"format": 2}
+    assert read_run_file(path) == RUN | {"format": 3}
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ValueError, match=f"^{path} {message}"):
         read_run_file(path)
@@ -49,8 +49,8 @@ def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
 
 def test_an_unknown_field_is_refused(tmp_path):
     assert "future" not in FIELDS
-    write_run_file(tmp_path / "run.json", RUN | {"training": {"future": 1}})
-    with pytest.raises(ValueError, match="'future' is not a field of this version"):
+    write_run_file(tmp_path / "run.json", RUN | {"resolved": {"future": 1}})
+    with pytest.raises(ValueError, match="'future' is not an option of this version"):
         read_run_file(tmp_path / "run.json")
 
 

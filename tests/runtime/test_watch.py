@@ -13,9 +13,10 @@ import train
 from config import ModelConfig, TrainConfig
 from model import Llama, rotate
 from norms.placement import PLACEMENTS
+from pages.watch import plot_watch, tabulate
 from runtime.run import check_options
 from runtime.run_dir import read_rows
-from runtime.watch import measure, plot_watch, tabulate, watched
+from runtime.watch import Watch, measure
 
 LAYERS, LR = 3, 0.5
 # fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
@@ -45,7 +46,7 @@ def rms(x: Tensor) -> float:
 def largest_logit(x: Tensor, model: Any, layer: int) -> float:
     """Over all sequences, heads, tokens and those that each token sees, from the normalized input of attention."""
     attention, (batch, length, _) = model.layers[layer].self_attn, x.shape
-    rope = model.rope(0, length)
+    rope = model.rope(slice(length))
     q = rotate((x @ attention.q_proj.weight.T).view(batch, length, 4, 4), rope)
     k = rotate((x @ attention.k_proj.weight.T).view(batch, length, 2, 4), rope)
     seen = [(b, h, t, s) for b in range(batch) for h in range(4) for t in range(length) for s in range(t + 1)]
@@ -59,16 +60,17 @@ def test_rows_match_float64(norm, placement, tmp_path):
     exact.loss(tokens, targets).backward()
     model.loss(tokens, targets).backward()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with watched(model, tokens, torch.float32, 7, tmp_path / "watch.jsonl"), torch.no_grad():
+    watch = Watch(model, tokens, torch.float32, 1.0, 7, tmp_path / "watch.jsonl")
+    with torch.no_grad():
         for weight in model.parameters():
             weight.sub_(weight.grad, alpha=LR)
-
+    watch.finish()
     rows = read_rows(tmp_path / "watch.jsonl")
     assert [row["site"] for row in rows] == ["embedding", *["attention", "mlp"] * LAYERS, "output"]
     assert [row["block"] for row in rows] == [0, 1, 1, 2, 2, 3, 3, 4] and {row["step"] for row in rows} == {7}
     exact.requires_grad_(False)
     stream = PLACEMENTS[placement].init_stream(exact.embed_tokens.weight[tokens])
-    rope = exact.rope(0, tokens.shape[1])
+    rope = exact.rope(slice(tokens.shape[1]))
     for layer, block in enumerate(exact.layers):
         for site, arguments in (("attention", (block.self_attn, rope)), ("mlp", (block.mlp,))):
             row = next(row for row in rows if (row["block"], row["site"]) == (layer + 1, site))
@@ -143,8 +145,7 @@ def test_what_is_not_finite_is_none_and_white(tmp_path):
     model, (tokens, _) = make_model(), make_batch()
     with torch.no_grad():
         model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
-    with watched(model, tokens, torch.float32, 1, tmp_path / "watch.jsonl"):
-        pass
+    Watch(model, tokens, torch.float32, 1.0, 1, tmp_path / "watch.jsonl").finish()
     lines = (tmp_path / "watch.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert rows[3]["stream_after"] > 0 and rows[4]["stream_after"] is None
