@@ -1,6 +1,9 @@
 """Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
-import machine.startup  # isort: skip # noqa: F401
+if __name__ == "__main__":
+    from machine.process import start
+
+    start()
 
 import json
 import shlex

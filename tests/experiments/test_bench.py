@@ -79,7 +79,7 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "generate", generate)
     monkeypatch.setattr(benchmarks, "accelerate", lambda model, samples: None)
-    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0, "compiled": 0.5})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()
