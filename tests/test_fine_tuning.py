@@ -24,9 +24,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 STEPS = 20
-TRAINING = (
-    "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --lr 3e-3 --warmup 3 --eval-every 20"
-)
+TRAINING = "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --lr 3e-3 --warmup 3 "
+TRAINING += "--eval-every 20"
 
 
 @pytest.fixture
@@ -99,9 +98,8 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     assert resolved["tokenizer"] == recorded["tokenizer"]["kind"] == "pretrained"
     assert [resolved[name] for name in ("context", "dropout", "head_dim", "rope_theta")] == [24, 0.1, 16, 5e4]
     start = Llama(split(resolved)[0])
-    load_training_state(
-        run / "checkpoints/step-000000", start, train.make_optimizers(start, TrainConfig(optimizer="adamw"))
-    )
+    optimizers = train.make_optimizers(start, TrainConfig(optimizer="adamw"))
+    load_training_state(run / "checkpoints/step-000000", start, optimizers)
     theirs = load_pretrained(directory)[0].state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in start.state_dict().items())
 
@@ -114,10 +112,8 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     assert json.loads((run / "run.json").read_text())["weights_from"] == recorded["weights_from"]
     save_pretrained(tmp_path / "exported", *load_pretrained(run))
     for exported in (run / "checkpoints/step-000020", tmp_path / "exported"):  # the rest is what it was
-        reopened, (ours, tokenizer) = (
-            transformers.AutoModelForCausalLM.from_pretrained(exported),
-            load_pretrained(exported),
-        )
+        reopened = transformers.AutoModelForCausalLM.from_pretrained(exported)
+        ours, tokenizer = load_pretrained(exported)
         assert (ours.config.context, reopened.config.max_position_embeddings, tokenizer.ends) == (24, 32, {256, 3})
         assert reopened.config.eos_token_id == reopened.generation_config.eos_token_id == [256, 3]
         assert transformers.AutoTokenizer.from_pretrained(exported).eos_token_id == 256

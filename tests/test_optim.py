@@ -55,6 +55,21 @@ def test_muon_matches_the_svd_formula(dtype, tolerance):
         assert (weights[number] - expected).norm() < tolerance * update_norm, tuple(start.shape)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_muon_multiplies_in_bfloat16_only_in_such_a_run(dtype, monkeypatch):
+    """In float16 small singular values would be lost, so such a run has them in float32."""
+    seen, product, model = set(), torch.baddbmm, Llama(dim=8, layers=1)
+
+    def record(x, *others, **factors):
+        seen.add(x.dtype)
+        return product(x, *others, **factors)
+
+    monkeypatch.setattr(torch, "baddbmm", record)
+    muon, _ = make_optimizers(model, TrainConfig(dtype=dtype))
+    take_random_steps(muon, list(model.parameters()))
+    assert seen == {torch.bfloat16 if dtype == "bfloat16" else torch.float32}
+
+
 def adamw(weight, gradients, lr, decay):
     """AdamW in float64, by its definition (arXiv 1711.05101)."""
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)

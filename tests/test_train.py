@@ -152,6 +152,28 @@ def test_the_logged_loss_is_the_mean_since_the_last_row(command, monkeypatch):
         assert row["grad_norm"] == part[-1]["grad_norm"]
 
 
+def test_a_term_of_the_objective_is_minimized_and_logged_apart(command, monkeypatch):
+    """A z-loss (arXiv 2204.02311). The losses that are logged stay cross-entropies."""
+    flags, objective = "--steps 20 --eval-every 10 --schedule constant", Llama.objective
+
+    def with_z_loss(model, tokens, targets):
+        return objective(model, tokens, targets) | {"z_loss": 0.1 * model(tokens).logsumexp(-1).square().mean()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "objective", with_z_loss)
+        first, run = command("--steps 1", "first"), command(f"{flags} --micro-batch-size 4")
+    settings, (model, _) = opened(f"--eval-only --out {run}"), load_pretrained(run)
+    models = Llama(settings.model_config), model, load_pretrained(command(flags, "plain"))[0]
+    batch = train.training_batch(settings.data.train, 0, 0, range(8), 32)
+    with torch.no_grad():
+        at_first, trained, without = (with_z_loss(each, *batch) for each in models)
+    assert all(read_metrics(first)[0][name] == pytest.approx(float(term)) for name, term in at_first.items())
+    assert trained["z_loss"] < without["z_loss"] / 2
+    *rows, last = read_metrics(run)
+    assert (last["val_loss"], last["val_bpb"]) == pytest.approx(train.evaluate(model, settings), rel=1e-6)
+    assert ["z_loss" in row for row in rows] == ["train_loss" in row for row in rows]
+
+
 ARMS = [(kind, "pre") for kind in sorted(KINDS)] + [("rmsnorm", name) for name in PLACEMENTS if name != "pre"]
 
 
@@ -234,7 +256,7 @@ def test_learning_rate_schedules():
 
 @pytest.mark.parametrize("flags, on", [("--tf32 --deterministic", True), ("", False)])
 def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch):
-    """Samples are drawn without `--deterministic`, because CUDA's cumsum would raise."""
+    """Also after a sample. It is drawn without `--deterministic`, because CUDA's cumsum would raise."""
     seen = []
 
     def record(*args):
@@ -244,10 +266,10 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch
     monkeypatch.setattr(train, "sample_text", lambda *args: record() or "")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # which the run leaves alone
     before = torch.get_float32_matmul_precision()
-    command(f"--steps 1 {flags}")
+    command(f"--steps 2 --eval-every 1 {flags}")
     torch.set_float32_matmul_precision(before)
     precision = "high" if on else "highest"
-    assert seen == [(precision, on), (precision, on), (precision, False)]
+    assert seen == [(precision, on), (precision, on), (precision, False)] * 2
     assert not torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
@@ -344,24 +366,22 @@ def test_dropout_differs_between_steps_seeds_and_ranks_and_repeats_with_them(tex
 
 
 def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command, monkeypatch):
-    """Its batch size does not matter."""
-    run = opened(f"--eval-only --out {command('--steps 1 --dropout 0.5')}")
+    """Its batch size does not matter. It covers --eval-tokens tokens."""
+    run = opened(f"--eval-only --out {command('--steps 1 --dropout 0.5 --eval-tokens 640')}")
     model, _ = load_pretrained(find_checkpoint(run.folder), run.device)
     state = torch.get_rng_state()
-    gradients = set()
+    gradients, sizes, losses = set(), [], set()
 
     def loss(inputs, targets):
         gradients.add(torch.is_grad_enabled())
+        sizes.append(targets.numel())
         return Llama.loss(model, inputs, targets)
 
     monkeypatch.setattr(model, "loss", loss)
-
-    losses = set()
     for mode in (True, False):
         losses.add(train.evaluate(model.train(mode), run))
         assert model.training == mode  # or the rest of a run would train without dropout
-    assert gradients == {False}
-    assert len(losses) == 1
+    assert gradients == {False} and sum(sizes) == 2 * 640 and len(losses) == 1
     assert torch.equal(torch.get_rng_state(), state)
     for batch_tokens in (1, 96):
         monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", batch_tokens)
@@ -464,7 +484,7 @@ def test_a_tracker_continues_with_the_run(command, monkeypatch):
 
 
 def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, monkeypatch):
-    """Twice in one process: the same bits. An option that is wrong is an error, which does not end the process."""
+    """Twice in one process: the same bits. A wrong option is an error, which does not end the process."""
     by_command = command("--steps 3 --norm dyt --norm-arg alpha=0.25 --no-tie-embeddings --seed 4")
     options = {"dim": 32, "layers": 2, "heads": 2, "context": 32, "batch_size": 8, "tokenizer": "bytes"}
     options |= {"device": "cpu", "dtype": "float32", "data": [text], "cache_dir": tmp_path / "cache"}
@@ -515,19 +535,6 @@ def test_resuming_prints_the_options_that_change(command, capsys):
     ]
     command("--resume --steps 8 --lr 0.02")
     assert "\nthe learning rate goes from 0.015 to 0.0175 at step 1: the linear" in capsys.readouterr().err
-
-
-def test_evaluation_is_shortened_by_a_flag(command, monkeypatch):
-    targets, loss = [], Llama.loss
-
-    def count(model, inputs, labels):
-        if not model.training:
-            targets.append(labels.numel())
-        return loss(model, inputs, labels)
-
-    monkeypatch.setattr(Llama, "loss", count)
-    command("--steps 1 --eval-tokens 640")
-    assert sum(targets) == 640
 
 
 def test_run_json_reproduces_and_evaluates_a_run(command, capsys, tmp_path, fingerprint):

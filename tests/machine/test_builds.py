@@ -1,6 +1,7 @@
 """Machines and cards that are not here, pretended by their files, commands, names, capabilities and memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,6 +116,24 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
     _, model, config = run.resolve(read_train(flags.split()))
     assert (config.dtype, config.batch_size, config.micro_batch_size, config.compile) == expected
     assert model.dim == 384
+
+
+@pytest.mark.parametrize("continues", [True, False])
+@pytest.mark.parametrize("before, after", [(None, 24e9), (24e9, 8e9), (8e9, None)])
+def test_a_default_run_stays_what_it_is_on_another_machine(before, after, continues, card, monkeypatch):
+    """Of a CPU on a card, on a smaller card, and on a CPU, where the device gives way, and compilation."""
+
+    def move(memory: float | None) -> None:
+        card((8, 0), memory or 0.0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
+
+    move(before)
+    asked, model, training = run.resolve({})
+    assert (asked, model.dim) == (({"preset": "small"}, 384) if before else ({"preset": "tiny"}, 128))
+    move(after)
+    expected = asked, model, training if after else replace(training, device="cpu", compile=False)
+    previous = {"asked": asked, "resolved": run.fields_of(model, training), "imports": []}
+    assert run.resolve({}, previous, continues) == expected
 
 
 def test_auto_is_float32_where_there_is_no_loss_scale_and_on_mps(card, monkeypatch):

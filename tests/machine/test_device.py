@@ -1,8 +1,11 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from machine import device
-from machine.device import describe, pick_device, pick_dtype, product_times
+from machine.device import describe, peak_memory, pick_device, pick_dtype, product_times
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -25,6 +28,13 @@ def test_products_are_timed_once_and_leave_the_threads_alone(monkeypatch):
 
 def test_a_device_is_described_with_its_threads():
     assert describe(CPU).endswith(f"(cpu, {torch.get_num_threads()} threads)") and torch.get_num_threads() == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_peak_memory_is_in_bytes():
+    """At least what this process has now, which /proc says in kB."""
+    (now,) = re.findall(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert 0.9 < peak_memory(CPU) / (1024 * int(now)) < 100
 
 
 def test_one_of_several_gpus(monkeypatch):

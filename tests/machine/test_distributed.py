@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
@@ -23,6 +25,7 @@ from config import ModelConfig, TrainConfig
 from files import lock_file
 from generate import Sampling
 from machine import distributed
+from model import Llama
 from runtime.checkpoint import find_checkpoint
 from runtime.run import check_options
 from runtime.run_dir import LOCK
@@ -57,10 +60,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills a rank")
 def train_and_record(command: str) -> dict[str, Any]:
     """Run train.py in this process: its exit code, what it prints on standard error, and the rows of each step."""
     rows: dict[int, list[str]] = {}
+    sent: dict[int, list[str]] = {}  # in each step: "pickle", or dtype and size of a tensor
     batch, evaluate, errors, code = train.training_batch, train.evaluate, StringIO(), 0
+    objective, gather, reduce = Llama.objective, dist.all_gather_object, dist.all_reduce
 
     def record_rows(tokens, seed, step, *rest):
         inputs, targets = batch(tokens, seed, step, *rest)
+        sent[step] = []
         if command.endswith("stopped") and step == 4 and distributed.rank():
             os.kill(os.getpid(), signal.SIGTERM)
         both = zip(inputs, targets, strict=True)
@@ -72,7 +78,18 @@ def train_and_record(command: str) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         return evaluate(*arguments)
 
+    def with_z_loss(model, tokens, targets):
+        return objective(model, tokens, targets) | {"z_loss": 0.1 * model(tokens).logsumexp(-1).square().mean()}
+
+    def noted(what, send, *arguments):
+        sent.get(max(sent, default=0), []).append(what)
+        return send(*arguments)
+
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
+        patch.setattr(dist, "all_gather_object", partial(noted, "pickle", gather))
+        patch.setattr(dist, "all_reduce", lambda x, *rest: noted(f"{x.dtype} {x.numel()}", reduce, x, *rest))
+        if command.endswith("accumulated"):
+            patch.setattr(Llama, "objective", with_z_loss)
         patch.setattr(train, "training_batch", record_rows)
         patch.setattr(train, "evaluate", evaluate_or_die)
         patch.setattr(train, "SAMPLE", Sampling(tokens=8, temperature=0.8))
@@ -81,7 +98,7 @@ def train_and_record(command: str) -> dict[str, Any]:
             train.main(command.split())
         except SystemExit as exited:
             code = int(exited.code or 0)
-    return {"code": code, "errors": errors.getvalue(), "rows": rows}
+    return {"code": code, "errors": errors.getvalue(), "rows": rows, "sent": sent}
 
 
 def train_all(folder: Path) -> None:
@@ -145,7 +162,9 @@ def test_two_ranks_train_as_one(engine, name, trained, folder):
     for step, expected in alone["rows"].items():
         assert [row for rank in ranks for row in rank["rows"][str(step)]] == expected
         assert len(ranks[0]["rows"][str(step)]) == 4
-    for figure in ("train_loss", "val_loss", "val_bpb", "grad_norm"):
+    for rank in ranks:  # they agree on signals by an integer, and on nothing else
+        assert [what for what in rank["sent"]["2"] if "float" not in what] == ["torch.int64 1"]
+    for figure in ("train_loss", "val_loss", "val_bpb", "grad_norm", *["z_loss"] * (name == "accumulated")):
         assert series(two, figure) == pytest.approx(series(one, figure), rel=1e-5), figure
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}

@@ -1,9 +1,11 @@
-"""Hugging Face directories that are read or refused, and models that no architecture expresses."""
+"""Hugging Face directories that are read or refused, also hostile ones; models that no architecture expresses."""
 
 import dataclasses
 import json
+import math
 import re
 import shutil
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,15 +18,17 @@ from safetensors.torch import load_file, save_file
 import generate
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
+from files import sha256
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
-from runtime.checkpoint import load_pretrained, save_pretrained
+from runtime.checkpoint import load_pretrained, save_pretrained, weight_hashes
 from runtime.huggingface.architectures import from_theirs, to_theirs
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
 LLAMA = ModelConfig(**SIZES, tie_embeddings=False)
 QWEN3 = ModelConfig(**SIZES, qk_norm="head")
+MOST, EMBEDDING = 2**31 - 1, "model.embed_tokens.weight"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -78,9 +82,15 @@ def without_imports(directory: Path) -> None:
     change_config(directory, normal_llama=own)
 
 
+def set_header(directory: Path, text: bytes, length: int) -> None:
+    """A safetensors file that says that its header has another length."""
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", length) + text)
+
+
 # How a directory is changed, and what the error says of it. `()` removes a field.
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+    ({"model_type": "\x1b[2J"}, r"model_type '\\x1b\[2J' is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
     ({"hidden_size": "16"}, "hidden_size must be a positive integer"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
@@ -122,6 +132,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change_weights(d, lambda w: w.update({"model.layers.0.mlp.up_proj.bias": torch.ones(24)})),
         r"has an unknown model\.layers\.0\.mlp\.up_proj\.bias",
     ),
+    "no tensors": (lambda d: set_header(d, b"{}", 2), "but has only 0 tensors"),
+    "a header of 2**63 bytes": (lambda d: set_header(d, b"{}", 2**63), "not a readable safetensors file"),
+    "eight bits": (
+        lambda d: change_weights(d, lambda w: w.update({EMBEDDING: w[EMBEDDING].to(torch.float8_e4m3fn)})),
+        "a dtype other than F32, BF16, F16",
+    ),
+    "NaN": (
+        lambda d: change_weights(d, lambda w: w[EMBEDDING][0].fill_(math.nan)),
+        f"{EMBEDDING} has values that are NaN or infinite",
+    ),
+    "a deep configuration": (lambda d: (d / "config.json").write_bytes(b"[" * 100_000), "config.json is missing or"),
+    "a deep tokenizer": (lambda d: (d / "tokenizer.json").write_bytes(b"[" * 100_000), r"tokenizer\.json"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
     "text beyond the vocabulary": (lambda d: pad(d, special=False), "needs 258 ids, and the model has 257"),
     "qwen3 with sliding windows": (
@@ -138,7 +160,27 @@ def test_directories_that_are_refused(case, tmp_path, refused):
     directory = write(tmp_path / "theirs")
     break_it(directory)
     error = refused(generate.main, ["--checkpoint", str(directory), "--device", "cpu"])
-    assert re.search(message, error), error
+    assert re.search(message, error) and len(error) < 2000, error
+
+
+@pytest.mark.parametrize(
+    "kind, fields",
+    [
+        ("llama", {"num_hidden_layers": MOST}), ("llama", {"max_position_embeddings": MOST}),
+        ("llama", {"vocab_size": MOST}), ("llama", {"hidden_size": 2**30}), ("llama", {"head_dim": MOST - 1}),
+        ("ours", {"layers": 9999}), ("ours", {"context": 10**8}), ("ours", {"vocab_size": 10**9}),
+    ],
+)  # fmt: skip
+def test_huge_sizes_are_refused_before_the_model_is_allocated(kind, fields, tmp_path, monkeypatch):
+    if kind == "llama":
+        change_config(write(tmp_path / "theirs"), **fields)
+    else:
+        save_pretrained(tmp_path / "theirs", Llama(**SIZES, placement="post"), ByteTokenizer())
+        own = json.loads((tmp_path / "theirs/config.json").read_text())["normal_llama"]
+        change_config(tmp_path / "theirs", normal_llama=own | {"model": own["model"] | fields})
+    monkeypatch.setattr(Llama, "load_state_dict", lambda *args, **options: pytest.fail("allocated"))
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "theirs"))):
+        load_pretrained(tmp_path / "theirs")
 
 
 def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
@@ -151,6 +193,7 @@ def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
     change_config(directory, torch_dtype="float32", is_causal=True, rope_interleaved=False, top_p=0.9, auto_map=code)
     (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
     loaded = load_pretrained(directory)[0]
+    assert weight_hashes(directory)["sha256"] == {name: sha256(directory / name) for name in SHARDS}
     assert loaded.config == expected.config and not marker.exists()
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in expected.state_dict().items())
 

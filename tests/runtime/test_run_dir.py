@@ -33,7 +33,7 @@ def test_a_full_disk_is_explained_where_not_even_the_folder_can_be_made(tmp_path
     "old, new, message",
     [
         ("16", "17", "is damaged or was edited; pass changed options as flags instead"),
-        ('"format": 3', '"format": 2', r"is of another version \(format 2, not 3\); commit 0123abc can read it"),
+        ('"format": 3', '"format": 2', r"is of another version \(format 2, not 3\); commit 0123abc can"),
         ('"asked"', "asked", "is missing or damaged"),
         ("{", "[" * 10**6, "is missing or damaged"),
     ],

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ from torch import Tensor
 
 import train
 from config import ModelConfig, TrainConfig
+from data.batches import training_batch
 from model import Llama, rotate
 from norms.placement import PLACEMENTS
 from pages.watch import plot_watch, tabulate
-from runtime.run import check_options
+from runtime.checkpoint import load_pretrained
+from runtime.flags import read_train
+from runtime.run import check_options, open_run
 from runtime.run_dir import read_rows
-from runtime.watch import Watch, measure
+from runtime.watch import Watch, measure, stream_rms
 
 LAYERS, LR = 3, 0.5
 # fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
@@ -129,13 +133,28 @@ def test_watching_does_not_change_a_bit(flags, run, fingerprint):
     assert sorted({row["step"] for row in read_rows(watched / "watch.jsonl")}) == [1, 3, 6]
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("float32", TOLERANCE), ("float16", 0.02)])
+def test_a_row_is_about_its_step_before_the_gradients_are_clipped(dtype, tolerance, run):
+    """Gradients of the whole batch, without the scale of the loss, and the stream of its first micro-batch."""
+    flags = "--watch 2 --save-every 1 --keep 9 --eval-every 9 --clip 1e-3 --batch-size 8 --micro-batch-size 4"
+    folder = run(f"{flags} --dtype {dtype}", "run")
+    model, _ = load_pretrained(folder / "checkpoints/step-000003")
+    data = open_run(read_train(["--eval-only", "--out", str(folder)]), []).data
+    tokens, targets = training_batch(data.train, 0, 3, range(8), 32)
+    model.loss(tokens, targets).backward()
+    rows = [row for row in read_rows(folder / "watch.jsonl") if row["step"] == 4]
+    found = [rows[1]["stream_before"], *(row["stream_after"] for row in rows if row["site"] == "mlp")]
+    assert found == pytest.approx(stream_rms(model, tokens[:4]), rel=tolerance)
+    for row, layer in zip(rows[1:5:2], range(2), strict=True):
+        weight = model.get_parameter(f"layers.{layer}.self_attn.q_proj.weight")
+        assert weight.grad is not None and row["grad_rms.q_proj"] == pytest.approx(rms(weight.grad), rel=tolerance)
+
+
 def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(run):
     folder = run("--watch 1 --dropout 0.5 --keep 9", "run")
     before = (folder / "watch.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("")
-    for file in (folder / "checkpoints" / "step-000006").iterdir():
-        file.unlink()
-    (folder / "checkpoints" / "step-000006").rmdir()
+    shutil.rmtree(folder / "checkpoints/step-000006")
     (folder / "watch.jsonl").write_text(before + '{"step": 6, "block"')
     run("--resume", "run")
     assert (folder / "watch.jsonl").read_text() == before

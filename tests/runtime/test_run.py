@@ -1,0 +1,88 @@
+"""What follows from what was asked, of a new run, of a resumed one, and of one from the run.json of another."""
+
+import signal
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import train
+from config import DEFAULTS, PRESETS, ModelConfig, TrainConfig
+from data.prepare import prepare
+from machine import device
+from machine.process import Stopped
+from runtime import run
+from runtime.run_dir import newest_run, read_run_file
+
+CPU = {"device": "cpu", "dtype": "float32"}
+either = pytest.mark.parametrize("continues", [True, False], ids=["resumed", "from its run.json"])
+
+
+def run_file(asked: dict[str, Any]) -> dict[str, Any]:
+    """What the run.json says of options of a run for which this was asked."""
+    first = run.resolve(asked)
+    return {"asked": first.asked, "resolved": run.fields_of(first.model, first.training), "imports": []}
+
+
+def changes(asked: dict[str, Any], previous: dict[str, Any], continues: bool) -> dict[str, Any]:
+    """What is asked changes these options of the run, which `continues` or whose run.json is taken."""
+    now = run.fields_of(*run.resolve(asked, previous, continues)[1:])
+    return {name: now[name] for name in now if now[name] != previous["resolved"][name]}
+
+
+@either
+def test_a_run_keeps_its_dtype_where_products_are_timed_differently(continues, monkeypatch):
+    monkeypatch.setattr(device, "product_times", lambda: [3.0, 1.0])
+    previous = run_file({"device": "cpu"})
+    assert previous["resolved"]["dtype"] == "bfloat16"
+    monkeypatch.setattr(device, "product_times", lambda: [1.0, 3.0])
+    assert changes({}, previous, continues) == {}
+    assert changes({"dtype": "auto"}, previous, continues) == {"dtype": "float32"}
+
+
+@either
+def test_a_changed_default_is_that_of_new_runs_only(continues, monkeypatch):
+    """That of an option or of a preset. What follows from a new flag does."""
+    previous = run_file(CPU)
+    for config, name, value in ((ModelConfig, "layers", 3), (TrainConfig, "lr", 0.5)):
+        monkeypatch.setitem(DEFAULTS, name, value)
+        changed = tuple(DEFAULTS[each] for each in config.__annotations__)
+        monkeypatch.setattr(config.__init__, "__defaults__", changed)
+    monkeypatch.setitem(PRESETS, "tiny", {"momentum": 0.5})
+    assert changes({}, previous, continues) == {}
+    assert changes({"steps": 40}, previous, continues) == {"steps": 40, "warmup": 2}
+    _, model, training = run.resolve(CPU)
+    assert (model.layers, training.lr, training.momentum) == (3, 0.5, 0.5)
+
+
+@either
+def test_a_device_that_this_machine_lacks_gives_way_unless_it_was_asked_for(continues):
+    previous = run_file({"dtype": "float32"})
+    here, there = previous["resolved"]["device"], "cuda:99"
+    previous["resolved"]["device"] = there
+    assert changes({}, previous, continues) == {"device": here}
+    previous["asked"]["device"] = there
+    assert changes({"device": "cpu"}, previous, continues) == {"device": "cpu"}
+    for asked in ({}, {"device": there}):
+        with pytest.raises(ValueError, match=f"--device {there}: "):
+            changes(asked, previous, continues)
+
+
+def test_run_json_stores_what_was_asked_and_the_preset(text, tmp_path, monkeypatch):
+    """Also a preset that was chosen by default, and nothing that follows from something else."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small = prepare([str(text)], "bytes", 257, tmp_path, 32)  # the default corpus would take longer
+    monkeypatch.setattr(run, "prepare", lambda *args: small)
+    monkeypatch.setattr(train.Trainer, "loop", Mock(side_effect=Stopped(signal.SIGTERM, "")))
+    asked: dict[str, Any] = {"preset": "tiny"}
+    for flags, more in (
+        ("", {}),
+        ("--resume --lr 0.01", {"lr": 0.01}),
+        ("--config runs/text-rmsnorm-pre/run.json --clip 2", {"clip": 2.0}),
+    ):
+        with pytest.raises(SystemExit):
+            train.main(flags.split())
+        asked |= more
+        assert read_run_file(newest_run() / "run.json")["asked"] == asked
