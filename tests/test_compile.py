@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 
 import train
 from config import ModelConfig
-from fast.compiled import compile_decoding
+from fast.compiled import CompiledDecoder
 from generate import Sampling, stream_ids
 from model import Llama
 
@@ -45,12 +45,12 @@ def random_weights_model(config: ModelConfig, recompute: bool = False) -> Llama:
     return model
 
 
-def training_step(model: Llama, loss: Callable, step: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+def training_step(model: Llama, objective: Callable, step: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the gradients and buffers by name, after one forward and backward."""
     torch.manual_seed(step)
     model.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        value = loss(TOKENS[step, :, :-1], TOKENS[step, :, 1:])
+        value = objective(TOKENS[step, :, :-1], TOKENS[step, :, 1:])["train_loss"]
     value.backward()
     gradients = {f"gradient of {name}": weight.grad for name, weight in model.named_parameters()}
     return value.detach(), {**dict(model.named_buffers()), **gradients}  # type: ignore[dict-item]
@@ -62,10 +62,10 @@ def assert_training_matches(
     """No element of a gradient or buffer differs by more than 1e-5 times the largest of its tensor."""
     torch.compiler.reset()
     eager, compiled = (random_weights_model(config, recompute) for _ in range(2))
-    loss = torch.compile(compiled.loss, backend=backend, fullgraph=True)
+    objective = torch.compile(compiled.objective, backend=backend, fullgraph=True)
     for step in range(len(TOKENS)):  # PowerNorm is past its warmup at the second
-        expected_loss, expected = training_step(eager, eager.loss, step, dtype)
-        got_loss, got = training_step(compiled, loss, step, dtype)
+        expected_loss, expected = training_step(eager, eager.objective, step, dtype)
+        got_loss, got = training_step(compiled, objective, step, dtype)
         assert float(got_loss) == pytest.approx(float(expected_loss), rel=1e-5)
         for name, tensor in expected.items():
             error, largest = (got[name] - tensor).abs().max().item(), tensor.abs().max().item()
@@ -129,8 +129,8 @@ def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     assert len({ids[0] for sample in plain for ids in sample}) > 3
     graphs = count_graphs(monkeypatch)
-    compile_decoding(model)
-    assert plain == [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
+    decoder = CompiledDecoder(model)
+    assert plain == [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts]
     assert len(graphs) == 1
 
 
@@ -148,8 +148,7 @@ def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):
     backend = aot_autograd(fw_compiler=record, keep_inference_input_mutations=True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
     model = random_weights_model(SMALL).eval()
-    compile_decoding(model)
-    list(stream_ids(model, torch.tensor([[3, 1, 4]]), GREEDY))
+    list(stream_ids(model, torch.tensor([[3, 1, 4]]), GREEDY, decoder=CompiledDecoder(model)))
     ((graph, static),) = found
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     names = {str(node.target).replace("getitem", "") for node in calls}

@@ -280,6 +280,8 @@ def test_incomplete_characters_and_possible_stop_strings_are_held_back():
     assert [text.add(bytes([byte])) for byte in "é😀x".encode()] == ["", "é", "", "", "", "😀", "x"]
     assert text.add(b"\xf0\x9f") == "" and text.end() == ""  # an incomplete character is dropped at the end
     assert TextStream().add(b"a\xffb\x80") == "a\ufffdb\ufffd"
+    for stop in (["bcd", "c"], ["c", "bcd"], ["abcde", "bcd", "c"]):  # the one that ends first
+        assert TextStream(stop).add(b"abcde") == "ab" and add_in_pieces(b"abcde", [1, 2, 3, 4], stop) == "ab"
     text = TextStream(["\n\n", "def"])
     assert [text.add(piece) for piece in (b"x\n", b"d", b"e", b"x\n", b"\n")] == ["x", "\n", "", "dex", ""]
     assert text.ended

@@ -83,7 +83,6 @@ def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
             continue
         settings[arm] = model, config
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
-        require(not model.norm_args or ":" in arm.name, "arguments of a norm go into --norms, as in dyt:alpha=1")
         shared = {**shared, "dtype": config.dtype}
     require(settings, reason)
     return settings

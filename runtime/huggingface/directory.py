@@ -5,6 +5,7 @@ a model_type of ours, which `transformers` refuses, and the reason.
 """
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
 from runtime.huggingface.weights import (
+    KNOWN,
     WEIGHTS,
     StoredTensor,
     hugging_face_name,
@@ -43,31 +45,39 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # which also starts a text without a prompt
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    tensors = {hugging_face_name(name, config): tensor for name, tensor in state.items()}
     described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
     try:
         for record in import_records():
             require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
-        require(not (name := edited_module(model)), f"{name or 'the model'} is not as model.py makes it")
-        described |= to_theirs(config)
+        edited = edited_module(model)
+        require(edited is None, f"{edited or 'the model'} is not as model.py makes it")
+        theirs = to_theirs(config)
+        unknown = [name for name in tensors if not re.fullmatch(KNOWN, name)]
+        require(not unknown, f"no Hugging Face architecture has {', '.join(unknown[:1])}")
+        described |= theirs
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
-    save_tensors({hugging_face_name(name, config): tensor for name, tensor in state.items()}, directory / WEIGHTS)
+    save_tensors(tensors, directory / WEIGHTS)
     tokenizer.save(directory)
     if tokenizer.generation:
         (directory / GENERATION).write_text(json.dumps(tokenizer.generation, indent=1), "utf-8")
 
 
 def edited_module(model: Llama) -> str | None:
-    """The first module that does not compute what model.py's own does for this configuration, or None."""
+    """The first module that does not compute what model.py's own does for this configuration, or None.
+
+    The model itself is "".
+    """
     with torch.device("meta"):
         own = dict(Llama(model.config).named_modules())
     for name, module in model.named_modules():
         plain, kind = type(own.pop(name, None)), type(module)  # sharding swaps classes, but not what they define
         defined = [each for each, value in vars(plain).items() if callable(value) and not each.startswith("_")]
         same = all(getattr(kind, each, None) is getattr(plain, each, module) for each in ("forward", *defined))
-        if not same or "forward" in vars(module):
+        if not same or vars(module).keys() & {"forward", "hidden", "logits"}:  # sharding replaces other methods
             return name
     return next(iter(own), None)
 

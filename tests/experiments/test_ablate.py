@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ablate
-from config import MAX_SIZE
+from experiments.ablation.run import AblationConfig
 from files import lock_file
 from runtime.run_dir import LOCK
 
@@ -46,7 +46,7 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
         last = json.loads((cell / "metrics.jsonl").read_text().splitlines()[-1])
         assert (float(row["val_loss"]), float(row["val_bpb"])) == (last["val_loss"], last["val_bpb"])
         run = json.loads((cell / "run.json").read_text())
-        assert run["model"]["norm_args"] == ({} if row["norm"] == "rmsnorm" else {"bias": False})
+        assert run["resolved"]["norm_args"] == ({} if row["norm"] == "rmsnorm" else {"bias": False})
     base, arm = (float(row["val_bpb"]) for row in rows)
     table = (folder / "table.md").read_text()
     assert f"| rmsnorm | pre | 0.01 | {base:.4f} (1) | – | – | – | 0 of 1 |" in table and "Partial" not in table
@@ -99,8 +99,10 @@ def test_a_command_that_cannot_be_run_says_why_in_one_line(flags, code, named, f
     assert (folder / "command.txt").read_text() == before
 
 
-def test_flags_of_train_py_are_passed_on_in_order():
+def test_flags_of_the_comparison_and_of_train_py_are_told_apart_in_any_order():
     mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --probe --lrs 0.1 1e-3 --out x --threads 1 --placements pre post"
-    theirs = "--data a b c --norm-arg eps=1e-5 --no-compile --lr 0.5 --preset small"
+    theirs = "--data a b c --no-compile --lr 0.5 --preset small --watch 3"
+    options = AblationConfig(["rmsnorm", "dyt"], ["pre", "post"], [], 2, [0.1, 1e-3], 1, 1, True)
+    asked = {"data": ["a", "b", "c"], "compile": False, "lr": 0.5, "preset": "small", "watch": 3, "out": "x"}
     for line in (f"{mine} {theirs}", f"{theirs} {mine}", f"--data a b c {mine} {theirs.removeprefix('--data a b c ')}"):
-        assert ablate.parse(line.split())[1] == [*theirs.split(), "--watch", str(MAX_SIZE)]  # of --probe
+        assert ablate.parse(line.split()) == (options, asked)

@@ -9,8 +9,6 @@ import torch
 
 import bench
 from experiments import benchmarks
-from fast.compiled import CompiledLlama
-from model import Llama
 from norms import KINDS
 
 MODEL = "--dim 32 --layers 2 --heads 2 --hidden-dim 64 --vocab-size 100 --context 16 --device cpu"
@@ -73,21 +71,22 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     """15 tokens of each of 3 samples in 2 s, while the weights can be read 15 times in 0.5 s."""
     read, prompts = list[int](), list[tuple]()
 
-    def generate(model, ids, **options):
-        prompts.append((len(ids), type(model), options))
+    def generate(model, ids, decoder, **options):
+        prompts.append((len(ids), "plain" if decoder is model else decoder, options))
 
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "generate", generate)
-    monkeypatch.setattr(benchmarks, "accelerate", lambda model, samples: None)
-    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    decoders = {(False, False): None, (True, False): "by C", (False, True): "compiled"}
+    monkeypatch.setattr(benchmarks, "fast_decoder", lambda model, _, *how: (decoders[how] or model, ""))
     timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0, "compiled": 0.5})
     report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()
     timed["plain", 3]()
+    timed["fast", 3]()
     timed["compiled", 1]()
     assert read == [pytest.approx(4 * MATRICES, rel=0.01)]
     greedy = {"tokens": 15, "temperature": 0}  # as many tokens as the context holds
-    assert prompts == [(3, Llama, greedy), (1, CompiledLlama, greedy)]
+    assert prompts == [(3, "plain", greedy), (3, "by C", greedy), (1, "compiled", greedy)]
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
     assert found == [
         ("plain", 1, 8, 30),
@@ -97,6 +96,9 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
         ("compiled", 1, 30, 30),
         ("compiled", 3, 90, 90),
     ]
+    decoders[True, False] = None  # what cannot be used has no row
+    rows = report_of(f"generate {MODEL} --dtype float32 --samples 1", tmp_path / "report.json")["rows"]
+    assert [row["model"] for row in rows] == ["plain"]
 
 
 def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):

@@ -28,13 +28,15 @@ def make(template, tmp_path, monkeypatch):
     """`make("name", 2.5, seed=1, norm="dyt")` writes a run that ended with this val_bpb, or without one has not."""
     monkeypatch.chdir(tmp_path)
 
-    def write(name: str, bpb: float | None = None, corpus: str = "", last: dict | None = None, **changed) -> str:
+    def write(
+        name: str, bpb: float | None = None, corpus: str = "", tokenizer: str = "", last: dict | None = None, **changed
+    ) -> str:
         folder = Path(name)
         folder.mkdir(parents=True)
         run = read_run_file(template / "run.json")
-        for part in ("model", "training"):
-            run[part] |= {name: value for name, value in changed.items() if name in run[part]}
+        run["resolved"] |= {name: value for name, value in changed.items() if name in run["resolved"]}
         run["corpus"]["hash"] = corpus or run["corpus"]["hash"]
+        run["tokenizer"]["hash"] = tokenizer or run["tokenizer"]["hash"]
         run |= {name: value for name, value in changed.items() if name in ("imports", "weights_from")}
         write_run_file(folder / "run.json", run)
         training = {"train_loss": 3.0, "tokens_per_second": 128.0}
@@ -81,8 +83,10 @@ def test_other_text_is_warned_of_and_never_paired(make):
     assert page.startswith("The runs differ in data, so only bits per byte of each one's own validation text")
     assert " Not paired with a: b (other data)." in page
     assert "Compared with" not in page and "+0.5" not in page
-    page = compared("a", make("c", 2.5, batch_size=4, micro_batch_size=4))
-    assert "Not paired with a: c (other batch size)." in page and "Compared with" not in page
+    others = {"tokenizer": "f" * 64, "batch_size": 4, "context": 8, "eval_tokens": 99}
+    for name, value in others.items():
+        page = compared("a", make(name, 2.5, **{name: value}))
+        assert f"Not paired with a: {name} (other {name.replace('_', ' ')})." in page and "Compared with" not in page
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -95,7 +99,7 @@ def test_what_makes_another_arm(make):
     assert "| run | seed | imports | step |" in compared("a", make("d", 2.0, imports=imports))
     path = Path(make("e", 2.0), "run.json")
     run = read_run_file(path)
-    del run["training"]["min_lr"]  # as before there was one
+    del run["resolved"]["min_lr"]  # as before there was one
     write_run_file(path, run)
     assert "| min_lr |" in compared("e", make("f", 2.0, min_lr=0.001))
 

@@ -7,9 +7,9 @@ import pytest
 
 import ablate
 import bench
-import train
-from config import configs_from
+from config import configure
 from experiments import gpu
+from runtime.flags import read_train
 
 
 def test_a_failure_stops_nothing_and_ends_with_1(tmp_path, monkeypatch):
@@ -41,11 +41,12 @@ def test_every_command_is_valid(tmp_path, monkeypatch):
     assert list(parts) == list(gpu.PARTS)
     for program, *arguments in (command for part in parts.values() for command in part):
         if program == "bench.py":
-            bench.make_config(bench.parse(arguments))
+            given = bench.parse(arguments)
+            bench.make_config(given.pop("command"), given)
         elif program == "train.py":
-            configs_from(train.parse(arguments), "cuda")
+            configure(read_train(arguments))
         elif program == "ablate.py":
-            configs_from(train.parse(ablate.parse(arguments)[1]), "cuda")
+            configure(ablate.parse(arguments)[1])
         else:
             assert program == "-m" and arguments[0] == "pytest"
     assert str(text) in parts["loss"][0] and str(tmp_path / "the out/loss") in parts["loss"][0]

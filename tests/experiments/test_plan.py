@@ -2,17 +2,18 @@
 
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import bench
-from config import PRESETS, ModelConfig, TrainConfig
+from config import PRESETS, configure
 from experiments.cards import BEFORE_AMPERE, CARDS
 from experiments.plan import Trace, estimate
 from model import Llama
+from runtime.run import fields_of
 from runtime.run_dir import write_run_file
 
 GIB = 2**30
@@ -24,10 +25,11 @@ import re
 from pathlib import Path
 import torch
 from config import ModelConfig, TrainConfig
-from experiments.benchmarks import accumulate_gradients, update
 from experiments.plan import estimate
 from model import Llama
 from optim import make_optimizers
+from torch.amp import GradScaler
+from train import accumulate_gradients, update_weights
 
 def status(name):
     return int(re.search(rf"{name}:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -37,10 +39,10 @@ def two_steps(model_config, recompute):
     model.recompute = recompute
     optimizers = make_optimizers(model, config)
     ids = torch.zeros(config.micro_batch_size, model_config.context, dtype=torch.int64)
+    scaler = GradScaler("cpu", enabled=False)
     for _ in range(2):
-        accumulate_gradients(model.loss, ids, ids, torch.float32)
-        accumulate_gradients(model.loss, ids, ids, torch.float32)
-        update(model, optimizers)
+        accumulate_gradients(model.objective, [(ids, ids)] * 2, 2, torch.float32, scaler)
+        update_weights(model, optimizers, config.lr, config.clip, scaler)
 
 torch.set_num_threads(1)
 model = ModelConfig(dim=256, layers=2, heads=4, context=128, vocab_size=4096)
@@ -69,15 +71,24 @@ def test_memory_is_that_of_real_steps():
 
 def plan(flags: str) -> dict:
     """The row of the model that `flags` describe."""
-    (arguments,) = bench.make_config(bench.parse(["plan", *flags.split()])).plans.values()
+    (arguments,) = plans(flags).values()
     return estimate(*arguments)
 
 
+def plans(flags: str) -> dict:
+    given = {name: value for name, value in bench.parse(["plan", *flags.split()]).items() if name != "json"}
+    return bench.make_config(given.pop("command"), given).plans
+
+
 def test_the_model_of_a_run_is_planned(tmp_path):
-    model, training = ModelConfig(dim=64, layers=1), TrainConfig(dtype="float32")
-    write_run_file(tmp_path / "run.json", {"model": asdict(model), "training": asdict(training), "imports": []})
+    asked = {"dim": 64, "layers": 1, "dtype": "float32"}
+    model, training = configure(asked)
+    run = {"asked": asked, "resolved": fields_of(model, training), "imports": []}
+    write_run_file(tmp_path / "run.json", run)
     parameters = sum(weight.numel() for weight in Llama(model).parameters())
     assert plan(f"--config {tmp_path}/run.json")["parameters"] == parameters
+    more = plan(f"--config {tmp_path}/run.json --layers 2 --card t4")["parameters"]
+    assert more == sum(weight.numel() for weight in Llama(dim=64, layers=2).parameters())
 
 
 def test_parts_are_counted_and_ranks_share_them():
@@ -139,5 +150,5 @@ def test_the_largest_preset_fits_the_cards_that_the_help_names():
 
 def test_without_flags_every_preset_is_planned():
     for card, half, sharded in (("h100", "bfloat16", "bfloat16"), ("t4", "float16", "float32")):
-        plans = bench.make_config(bench.parse(["plan", "--ranks", "8", "--card", card])).plans
-        assert list(plans) == list(PRESETS) and plans["small"][1].dtype == half and plans["7b"][1].dtype == sharded
+        found = plans(f"--ranks 8 --card {card}")
+        assert list(found) == list(PRESETS) and found["small"][1].dtype == half and found["7b"][1].dtype == sharded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from config import ModelConfig
-from model import ROLES, Llama, weights_by_role
+from model import Llama, matrices
 from norms import build_norm
 from norms.placement import PLACEMENTS, Site
 
@@ -212,7 +212,8 @@ NGPT_SCALES = ["self_attn.rotated_q_norm.scale", "mlp.gate_proj.scale", "mlp.up_
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_state_dict_keys(placement):
     attention, mlp, final = KEYS[placement]
-    in_block = [f"{path}.weight" for path in ROLES.values()]
+    in_block = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
+    in_block += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     in_block += [f"attention_residual.{key}" for key in attention] + [f"mlp_residual.{key}" for key in mlp]
     if placement == "hybrid":
         in_block += [f"self_attn.{part}_norm.weight" for part in "qkv"]
@@ -282,7 +283,7 @@ def test_invalid_combinations_are_refused(changes, message):
 
 def initial_weights(placement: str, **changes) -> dict[tuple[str, str], Tensor]:
     model = model_of(placement, layers=4, tie_embeddings=False, **changes)
-    return {(role, name): weight.detach() for role, name, weight in weights_by_role(model)}
+    return {(role.name, name): weight.detach() for role, name, weight in matrices(model)}
 
 
 BETA = 0.42044820762685725  # (8 · 4)^-¼

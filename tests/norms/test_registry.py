@@ -1,11 +1,12 @@
-"""Registration of kinds, and arguments of norms as text."""
+"""Registration of kinds, and arguments of norms."""
 
 from typing import Literal
 
 import pytest
 from torch import nn
 
-from norms.registry import KINDS, TRAITS, parse_norm_args, register
+from norms.registry import KINDS, TRAITS, check_norm, register
+from runtime.flags import read_pairs
 
 
 def test_registering_a_kind_twice_is_refused():
@@ -22,11 +23,15 @@ def test_a_norm_that_sees_later_tokens_is_not_per_token():
 
 def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
     class Mine(nn.Identity):
-        def __init__(self, dim: int, eps: float | None = None, kind: Literal["a", "b"] | None = None):
+        def __init__(self, dim: int, eps: float | None = None, kind: Literal["a", "b"] | None = None, size=8, site=""):
             super().__init__()
 
     monkeypatch.setitem(KINDS, "mine", Mine)
-    assert parse_norm_args("mine", ["eps=1e-5", "kind=b"]) == {"eps": 1e-5, "kind": "b"}
-    assert parse_norm_args("layernorm", ["bias=False"]) == {"bias": False}
-    with pytest.raises(ValueError, match="--norm-arg kind takes a or b, not 'c'"):
-        parse_norm_args("mine", ["kind=c"])
+    check_norm("mine", read_pairs("--norm-arg", ["eps=1e-5", "kind=b", "size=3"]))
+    check_norm("mine", {"eps": 1})
+    wrong = {"kind=c": "kind takes a or b, not 'c'", "eps=b": "eps takes a number, not 'b'"}
+    wrong |= {"size=3.5": "size takes an integer, not 3.5", "eps=true": "eps takes a number, not True"}
+    wrong |= {"dim=3": "no argument 'dim'; it takes eps, kind, size", "site=mlp": "no argument 'site'"}
+    for text, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            check_norm("mine", read_pairs("--norm-arg", [text]))

@@ -43,6 +43,7 @@ def table(blocks: list[str]) -> list[str]:
 # --- outcomes --------------------------------------------------------------------------------------------------------
 
 TRAINING = {"step": 10, "train_loss": 5.0, "seconds": 1.0, "tokens_per_second": 300.0}
+MIDDLE = {"step": 15, "train_loss": 4.5, "seconds": 2.0, "tokens_per_second": 280.0}
 LATER = {"step": 20, "train_loss": 4.0, "seconds": 2.5, "tokens_per_second": 100.0}
 EARLY = {"step": 10, "val_loss": 3.5, "val_bpb": 2.2}
 LAST = {"step": 20, "val_loss": 4.0, "val_bpb": 2.5}
@@ -52,7 +53,7 @@ NOT_FINITE = {"step": 20, "not_finite": True}
 @pytest.mark.parametrize(
     "log, expected",
     [
-        pytest.param([TRAINING, EARLY, LATER, LAST], (False, 20, 4.0, 2.5, 3.5, 200.0, 2.5), id="done"),
+        pytest.param([TRAINING, EARLY, MIDDLE, LATER, LAST], (False, 20, 4.0, 2.5, 3.5, 280.0, 2.5), id="done"),
         pytest.param([LATER, LAST | {"val_loss": 5.54}], (False, 20, 5.54, 2.5, 5.54, 100.0, 2.5), id="uniform"),
         pytest.param([LATER, LAST | {"val_loss": 5.56}], (True, 20, 5.56, 2.5, 5.56, 100.0, 2.5), id="above"),
         pytest.param([TRAINING, NOT_FINITE], (True, 20, None, None, None, 300.0, 1.0), id="not finite"),

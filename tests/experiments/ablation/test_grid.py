@@ -5,24 +5,26 @@ import json
 import math
 import re
 import signal
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
 import ablate
-import train
-from config import ModelConfig, TrainConfig
+import runtime.run
+from config import FIELDS, configure, flag_name
 from experiments.ablation.grid import Cell, Grid, last_line, resolve_arms, resolve_devices
 from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
 from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
 from files import BadInput, InUse
 from machine.process import Stopped, exit_codes
+from runtime.flags import read_train
 from runtime.run_dir import read_rows, write_run_file
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --batch-size 4 --tokenizer bytes --device cpu --lr 0.01 --steps 4"
@@ -67,13 +69,13 @@ def test_arms_are_the_product_of_all_factors(resolve):
         for norm in ("rmsnorm", "dyt:alpha=0.5") for clip in "08" for tied in ("true", "false")
     ]  # fmt: skip
     cell = ablation.reported(dict.fromkeys(arms, Optimum(0.02, 0.0)))[-1]
-    parsed = train.parse(ablation.grid.command(cell)[2:])
-    assert (parsed.norm, parsed.norm_args, parsed.clip, parsed.tie_embeddings) == ("dyt", ["alpha=0.5"], 8, False)
-    assert (parsed.lr, parsed.seed, parsed.compile) == (0.02, 2, False)
+    asked = read_train(ablation.grid.command(cell)[2:])
+    expected = {"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 8.0, "tie_embeddings": False}
+    assert asked.items() >= (expected | {"lr": 0.02, "seed": 2, "compile": False, "watch": 3}).items()
     assert cell.arm.name == "dyt:alpha=0.5 pre clip=8 tie_embeddings=false"
     ablation.grid.cell_folder(cell).mkdir(parents=True)
     (ablation.grid.cell_folder(cell) / "run.json").touch()
-    assert train.parse(ablation.grid.command(cell)[2:]).watch == 3
+    assert read_train(ablation.grid.command(cell)[2:])["watch"] == 3
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_bad_input_names_the_flag(flags, named, resolve, tmp_path):
 
 def test_unsupported_arms_are_skipped_with_the_reason(capsys):
     wanted = [Arm.of(norm=norm, placement=place) for norm in ("none", "rmsnorm") for place in ("post", "mix")]
-    found = resolve_arms(wanted, ["--device", "cpu", "--dtype", "float32"])
+    found = resolve_arms(wanted, {"device": "cpu", "dtype": "float32"})
     assert list(found) == wanted[2:]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all(line.startswith("skipped: --") for line in lines)
@@ -116,12 +118,12 @@ def test_the_dtype_is_measured_once_and_kept_when_the_ablation_continues(resolve
     monkeypatch.setattr("runtime.run.pick_dtype", pick)
     ablation = resolve("--norms rmsnorm dyt derf", rest="--context 16")
     found = {config.dtype for _, config in ablation.grid.settings.values()}
-    commands = [train.parse(ablation.grid.command(Cell(arm, 0.01, 0))[2:]) for arm in ablation.grid.settings]
-    assert found == {flags.dtype for flags in commands} == {"bfloat16"}
+    commands = [read_train(ablation.grid.command(Cell(arm, 0.01, 0))[2:]) for arm in ablation.grid.settings]
+    assert found == {asked["dtype"] for asked in commands} == {"bfloat16"}
     cell = ablation.grid.cell_folder(Cell(ARM, 0.01, 7))
     cell.mkdir(parents=True)
     (cell / "run.json").touch()
-    run = {"training": {"dtype": "bfloat16"}}
+    run = {"resolved": {"dtype": "bfloat16"}}
     monkeypatch.setattr("experiments.ablation.run.read_run_file", lambda path: run)
     ablation = resolve("--norms rmsnorm dyt derf", rest="--context 16")  # the second measurement says float32
     assert {config.dtype for _, config in ablation.grid.settings.values()} == {"bfloat16"}
@@ -141,11 +143,17 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
     assert len({folder(flags) for flags in others} | {first}) == 3
 
 
-def test_norm_args_of_a_run_are_not_hidden_in_an_arm(resolve, tmp_path):
-    model = asdict(ModelConfig(norm="dyt", norm_args={"alpha": 0.3}))
-    write_run_file(tmp_path / "run.json", {"model": model, "training": asdict(TrainConfig()), "imports": []})
-    with pytest.raises(ValueError, match="arguments of a norm go into --norms, as in dyt:alpha=1"):
-        resolve(f"--config {tmp_path / 'run.json'} --norms rmsnorm dyt")
+def test_an_arm_has_the_arguments_that_its_name_says_and_the_options_of_a_run(resolve, tmp_path):
+    asked: dict[str, Any] = {"norm": "dyt", "norm_args": {"alpha": 0.3}, "clip": 3.0}
+    resolved = runtime.run.fields_of(*configure(asked))
+    write_run_file(tmp_path / "run.json", {"asked": asked, "resolved": resolved, "imports": []})
+    grid = resolve(f"--config {tmp_path / 'run.json'} --norms dyt:alpha=2 rmsnorm dyt").grid
+    found = [(model.norm_args, config.clip) for model, config in grid.settings.values()]
+    assert found == [({"alpha": 2}, 3.0), ({}, 3.0), ({}, 3.0)]
+    for arm, (model, config) in grid.settings.items():  # what its command leads to
+        asked = read_train(grid.command(Cell(arm, 0.07, 5))[2:])
+        _, *there = runtime.run.resolve(asked, runtime.run.read_config_file(asked))
+        assert there == [model, replace(config, lr=0.07, seed=5)]
     with pytest.raises(ValueError, match="--norm-arg is for a single run"):
         resolve("--norms layernorm:bias=false --norm-arg eps=0.5")
 
@@ -164,6 +172,7 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
             finish(ablation, Cell(arm, vertex, seed), bpb)
             for lr in [*ablation.lrs, *more]:
                 finish(ablation, Cell(arm, lr, seed + 1000), 2 + 0.02 * math.log(lr / vertex) ** 2 + noise)
+    monkeypatch.setattr(Grid, "start", lambda grid, cell, device: pytest.fail(f"{cell.name} would be trained"))
     figures: list[Figure] = []
     monkeypatch.setattr("experiments.ablation.run.save_plot", lambda plot, path: figures.append(plot))
     run_ablation(ablation, "command")
@@ -226,6 +235,23 @@ def test_other_settings_and_another_text_are_refused(resolve, in_process, undraw
     (tmp_path / "text.txt").write_text("another text " * 200)
     with pytest.raises(ValueError, match=r"the run in .* was trained on other text"):
         resolve("--seeds 1")
+
+
+def test_every_option_but_six_must_be_that_of_the_run(resolve):
+    cell = Cell(ARM, 0.01, 0)
+    grid = resolve("--seeds 1").grid
+    model, config = grid.settings[ARM]
+    resolved = runtime.run.fields_of(model, replace(config, seed=0))
+    file = grid.cell_folder(cell) / "run.json"
+    file.parent.mkdir()
+    run = {"corpus": {"hash": grid.data.corpus_hash}, "imports": []}
+    for name, value in resolved.items():
+        others: dict[Any, Any] = {bool: not value, int: 77, float: 0.77, str: "other", list: ["x"], dict: {"eps": 1}}
+        other = others[get_origin(FIELDS[name].type) or FIELDS[name].type]
+        write_run_file(file, run | {"resolved": resolved | {name: other}})
+        may = name in ("out", "cache_dir", "log", "keep", "save_every", "watch")
+        with nullcontext() if may else pytest.raises(ValueError, match=f"has {flag_name(name)} "):
+            grid.check(cell)
 
 
 def test_a_text_that_changes_between_two_runs_ends_the_ablation(resolve, in_process, undrawn, tmp_path, monkeypatch):
@@ -304,13 +330,12 @@ def test_several_cards(monkeypatch, resolve):
         with pytest.raises(ValueError, match=named):
             resolve_devices(device)
     grid, cell = resolve().grid, Cell(ARM, 0.01, 0)
-    assert train.parse(grid.command(cell, "cuda:1")[2:]).device == "cuda:1"
+    assert read_train(grid.command(cell, "cuda:1")[2:])["device"] == "cuda:1"
     grid.cell_folder(cell).mkdir()
     (grid.cell_folder(cell) / "run.json").touch()
-    resumed = train.parse(grid.command(cell, "cuda:0")[2:])
-    cache = train.parse(grid.train_flags).cache_dir  # a run.json does not say where to write
-    expected = {"resume": True, "device": "cuda:0", "cache_dir": cache, "out": str(grid.cell_folder(cell))}
-    assert vars(resumed).items() >= expected.items()
+    resumed = read_train(grid.command(cell, "cuda:0")[2:])
+    out, cache = str(grid.cell_folder(cell)), grid.shared["cache_dir"]
+    assert resumed == {"resume": True, "device": "cuda:0", "cache_dir": cache, "out": out, "watch": 0}
 
 
 def test_a_process_gets_its_threads_and_a_new_log(resolve, monkeypatch):

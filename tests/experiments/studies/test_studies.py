@@ -26,6 +26,7 @@ from experiments.studies.prenorm_variance import growth
 from experiments.studies.qk_norm_rates import sensitivity
 from experiments.studies.study import ABOVE, Effect, Protocol, Runs, Study, difference, lowest, slope
 from experiments.studies.verdict import judge, read_entries, slack_of
+from runtime.flags import read_train
 
 ROOT = Path(__file__).parents[3]
 NOISE = (0.004, -0.006, 0.001, -0.003, 0.004)  # by seed; sums to 0
@@ -156,8 +157,8 @@ def test_protocols_are_complete(name):
     for number, protocol in enumerate(STUDIES[name].scales.values()):
         arms = [Arm.of(**runs.factors) for runs in protocol.arms.values()]
         if arms:
-            flags = [*protocol.flags.split(), "--device", "cpu", "--dtype", "float32", "--no-compile"]
-            settings = resolve_arms(arms, flags)
+            here = {"device": "cpu", "dtype": "float32", "compile": False}
+            settings = resolve_arms(arms, read_train(protocol.flags.split()) | here)
             assert len(settings) == len(set(arms)) and len(set(map(repr, settings.values()))) == len(set(arms))
         for runs in protocol.arms.values():
             assert (runs.lr is not None) + bool(runs.like) + bool(runs.lrs) == 1

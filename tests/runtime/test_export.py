@@ -1,0 +1,102 @@
+"""What config.json says of an edited model: the name of an architecture only where that computes the same."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import ModelConfig, option
+from data.tokenizer import ByteTokenizer
+from machine.distributed import full_tensor, shard_weights
+from model import ROLES, Attention, Linear, Llama, Role, SwiGLU
+from runtime.huggingface.directory import stored_state, write_model
+
+SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
+
+
+def described(model: Llama, folder: Path) -> str:
+    """The model_type, or why no architecture has the model."""
+    state = {name: full_tensor(tensor) for name, tensor in stored_state(model).items()}
+    write_model(folder, model, state, ByteTokenizer())
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"] == "normal-llama") == ("not_in_transformers" in config)
+    return config.get("not_in_transformers", config["model_type"])
+
+
+@pytest.mark.parametrize(
+    "declared, value, expected",
+    [
+        ({}, 0.0, "llama"),
+        ({}, 3.0, "Llama, the nearest, has softcap 0.0, not 3.0"),
+        ({"export": "training"}, 3.0, "llama"),
+    ],
+)
+def test_a_new_field_has_no_architecture_unless_at_its_default(declared, value, expected, monkeypatch, tmp_path):
+    """Added to a copy of ModelConfig. A field for training only does not count."""
+    original: Any = ModelConfig
+    fields = [(each.name, each.type, each) for each in dataclasses.fields(original)]
+    fields.append(("softcap", float, option(0.0, "a cap", **declared)))
+    checks = {"__post_init__": original.__post_init__}
+    copied: Any = dataclasses.make_dataclass("ModelConfig", fields, frozen=True, namespace=checks)
+    monkeypatch.setattr("runtime.huggingface.architectures.ModelConfig", copied)
+    assert described(Llama(copied(**SIZES, softcap=value)), tmp_path).endswith(expected)
+
+
+class Capped(Llama):
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x).tanh()
+
+
+class Squared(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square()
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {  # by the module that they change
+    "layers.1.mlp": lambda model: setattr(model.layers[1], "mlp", Squared(model.config)),
+    "final_norm": lambda model: setattr(model, "final_norm", nn.Identity()),
+    "layers.0.self_attn": lambda model: setattr(model.layers[0].self_attn, "forward", lambda x, *arguments: x),
+    "layers.0.mlp.extra": lambda model: setattr(model.layers[0].mlp, "extra", nn.ReLU()),
+    "layers.0.mlp.dropout": lambda model: delattr(model.layers[0].mlp, "dropout"),
+    "the model": lambda model: setattr(model, "logits", lambda x: model.lm_head(x).tanh()),
+}
+
+
+@pytest.mark.parametrize("edited", EDITS)
+def test_an_edited_model_has_no_architecture(edited, tmp_path):
+    EDITS[edited](model := Llama(**SIZES))
+    assert described(model, tmp_path) == f"{edited} is not as model.py makes it"
+    assert described(Capped(**SIZES), tmp_path) == "the model is not as model.py makes it"
+
+
+def test_a_weight_that_model_py_has_and_no_architecture(monkeypatch, tmp_path):
+    class Gated(Attention):
+        def __init__(self, config: ModelConfig):
+            super().__init__(config)
+            self.gate = Linear(config.dim, config.dim, role="attention_gate")
+
+    monkeypatch.setattr("model.Attention", Gated)
+    monkeypatch.setattr("model.ROLES", [*ROLES, Role("attention_gate")])
+    expected = "no Hugging Face architecture has model.layers.0.self_attn.gate.weight"
+    assert described(Llama(**SIZES), tmp_path) == expected
+
+
+def test_what_training_needs_and_sharded_weights_leave_the_architecture(tmp_path):
+    """Sharding swaps the classes of modules and replaces methods."""
+    training: dict[str, Any] = {"dropout": 0.2, "init": "xavier", "depth_scaled_init": True}
+    assert described(Llama(**SIZES, **training), tmp_path) == "llama"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for kind in (Llama, Capped):
+            shard_weights(model := kind(**SIZES))
+            assert type(model) is not kind
+            found.append(described(model, tmp_path))
+    finally:
+        dist.destroy_process_group()
+    assert found == ["llama", "the model is not as model.py makes it"]
