@@ -109,9 +109,9 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     inside = not eval_only and any(Path(path).resolve() in above for path in paths)
     require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     cache, column = Path(config.cache_dir), config.text_column
-    same_names = earlier and other_text == config.data and not config.val_data
-    if same_names and Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]:
-        other_text = []  # the run's own text, maybe in another place
+    if earlier and other_text == config.data and not config.val_data:
+        own_text = Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
+        other_text = [] if own_text else other_text
     tokenizer = None
     if config.init_from or other_text:
         saved = intact_checkpoint(folder, TRAINING_STATE) if folder and earlier else None  # DIR may be gone by now
