@@ -6,7 +6,10 @@
 The code is in `experiments/`.
 """
 
-import machine.startup  # isort: skip # noqa: F401
+if __name__ == "__main__":
+    from machine.process import start
+
+    start()
 
 import shlex
 import sys

@@ -1,6 +1,9 @@
 """Measure speed: `python bench.py COMMAND`. The measurements are in `experiments/`."""
 
-import machine.startup  # isort: skip # noqa: F401
+if __name__ == "__main__":
+    from machine.process import start
+
+    start()
 
 import json
 import shlex
@@ -33,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
             given = parse(arguments)
-            name, out = given.pop("command"), Path(given.pop("json") or "")
+            name, out = given.pop("command"), Path(given.pop("json", ""))
             config = make_config(name, given)
             device = pick_device(config.device)
             out = out if out.name else Path(f"runs/bench-{name}.json")

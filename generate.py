@@ -5,7 +5,10 @@ From Python: `ids = generate(model, tokenizer.encode("def "), tokens=100)`.
 Shapes in comments: B samples, T tokens, V token ids.
 """
 
-import machine.startup  # isort: skip # noqa: F401
+if __name__ == "__main__":
+    from machine.process import start
+
+    start(["stderr"])
 
 import codecs
 import math

@@ -1,6 +1,9 @@
 """Train a LLaMA: `python train.py`. From top to bottom: the command, a step, the training loop, what the loop calls."""
 
-import machine.startup  # isort: skip # noqa: F401
+if __name__ == "__main__":
+    from machine.process import start
+
+    start()
 
 import json
 import math
@@ -230,7 +233,7 @@ class Trainer:
             self.step += 1
             if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                 self.log_training()
-            signum = distributed.all_reduce_max(stop[0] if stop else 0)
+            signum = max(distributed.all_gather(stop[0] if stop else 0))
             if self.due(config.save_every) or signum:
                 self.save()
             if signum:

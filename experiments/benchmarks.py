@@ -20,8 +20,7 @@ from torch.amp import GradScaler
 
 from config import DEVICES, TrainConfig, check_sizes, option
 from generate import cast_matrices, generate
-from machine.builds import check_compile
-from machine.device import autocast, peak_memory, pick_device, pick_dtype
+from machine.device import autocast, check_compile, peak_memory, pick_device, pick_dtype
 from model import Llama, matrices
 from norms import KINDS, TRAITS, build_norm
 from optim import hidden_matrices, make_optimizers

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
         settings = {folder: read_settings(folder) for folder in folders}
         logs = {folder: read_rows(folder / "metrics.jsonl") for folder in folders}
         name = f"compare-{digest([str(folder.resolve()) for folder in folders])[:8]}"
-        out = Path(asked["out"] or RUNS_FOLDER / name)
+        out = Path(asked.get("out") or RUNS_FOLDER / name)
         out.mkdir(parents=True, exist_ok=True)
     options = [name for name in settings[folders[0]] if name not in ("seed", "folder")]
     differing = [name for name in options if len({run[name] for run in settings.values()}) > 1]

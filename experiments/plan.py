@@ -24,7 +24,6 @@ from config import PRESETS, ModelConfig, TrainConfig, option
 from experiments.benchmarks import Report, flops_per_token
 from experiments.cards import BEFORE_AMPERE, CARDS
 from files import require
-from machine.distributed import resolve_shard
 from model import Llama
 from optim import make_optimizers
 from runtime.run import check_options, follow, read_config_file
@@ -49,12 +48,12 @@ def read_models(options: PlanConfig, asked: dict[str, Any]) -> SimpleNamespace:
     for preset in [asked.get("preset", "small")] if asked else PRESETS:
         of_preset = asked if previous else {"preset": preset} | asked
         model, config = follow(of_preset, previous, memory=CARDS[options.card].memory)
+        config = replace(config, shard=config.shard and (options.ranks > 1 or "shard" in asked))
         if config.dtype == "auto":
-            older = "float32" if config.shard and options.ranks > 1 else "float16"
+            older = "float32" if config.shard else "float16"
             config = replace(config, dtype=older if options.card in BEFORE_AMPERE else "bfloat16")
         check_options(model, config, options.ranks)
-        shard = resolve_shard(config.shard, asked.get("shard", False), config.dtype, options.ranks)
-        plans[asked.get("config", preset)] = model, config, options.card, options.ranks, shard
+        plans[asked.get("config", preset)] = model, config, options.card, options.ranks
     return SimpleNamespace(**vars(options), plans=plans, device="cpu")
 
 
@@ -69,10 +68,10 @@ def bench_plan(config: SimpleNamespace, device: torch.device) -> Report:
     }
 
 
-def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: int, shard: bool) -> dict[str, Any]:
+def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: int) -> dict[str, Any]:
     """What one optimizer step takes.
 
-    With `shard`, a rank keeps its share of weights and optimizer state, and of the gradients in its last micro-batch.
+    With --shard, a rank keeps its share of weights and optimizer state, and of the gradients in its last micro-batch.
     It gathers weights and gradients of the block it computes and of the next one, and the weights that are in no block.
     """
     rows = config.batch_size // ranks
@@ -106,14 +105,14 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
             seconds = trace.seconds + trace.unread()
             update()
         block = size(list(model.layers[0].parameters()))
-    share = ranks if shard else 1
+    share = ranks if config.shard else 1
     # With Muon, every rank orthogonalizes whole matrices.
     updating = (trace.seconds + trace.unread() - seconds) / (share if config.optimizer == "adamw" else 1)
     parts = {
         "weights": size(weights) / share,
         "gradients": trace.gradients / (share if micro_batches == 1 else 1),
         "optimizer": size(state) / share,
-        "gathered": size(weights) - model_config.layers * block + 4 * block if shard else 0,
+        "gathered": size(weights) - model_config.layers * block + 4 * block if config.shard else 0,
         "activations": trace.peak - size(weights) - size(state) - trace.gradients,
     }
     memory = sum(parts.values())

@@ -7,7 +7,7 @@ the whole context, a mask hides the positions that are not filled yet, and the n
 import torch
 from torch import Tensor, nn
 
-from machine.builds import check_compile
+from machine.device import check_compile
 from model import LayerCache, Llama
 
 

@@ -1,26 +1,28 @@
-"""Hardware properties: devices, dtypes and memory."""
+"""What the machine computes on: devices, dtypes, memory, and what torch.compile needs."""
 
 import contextlib
 import ctypes
 import os
 import platform
 import re
+import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from timeit import timeit
 
 import torch
 from torch import Tensor
 
-from files import warn
-from machine.builds import check_capability, unused_gpu
+from files import BadInput, require, warn
 
 FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
-# `torch.compile` takes about a minute, which shorter runs do not amortize.
-COMPILE_STEPS = 500  # of a run on CUDA
-COMPILE_FLOPS = 5e13  # of a run on a CPU: five to ten minutes on two cores
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
 
 
 def pick_device(name: str) -> torch.device:
@@ -31,24 +33,52 @@ def pick_device(name: str) -> torch.device:
         name = next(device for device in ("cuda", "mps", "cpu") if has_device(device))
         if name == "cpu" and (reason := unused_gpu()):
             warn(f"warning: {reason}")
-    kind, _, index = name.partition(":")
-    if not has_device(kind):
-        reason = (kind == "cuda" and unused_gpu()) or f"torch {torch.__version__} finds no such device"
+    device_type, _, index = name.partition(":")
+    if not has_device(device_type):
+        reason = (device_type == "cuda" and unused_gpu()) or f"torch {torch.__version__} finds no such device"
         raise ValueError(f"--device {name}: {reason}; try --device cpu")
     if index and int(index) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device {name}: the last of this machine's GPUs is cuda:{count - 1}")
     device = torch.device(name)
-    if kind == "cuda":
-        check_capability(device)
+    if device_type == "cuda":
+        check_kernels(device)
     return device
 
 
 def has_device(name: str) -> bool:
     """Whether this machine has the device `name`, such as "cuda:1"; "auto" always."""
-    kind, _, index = name.partition(":")
-    if kind == "cuda":
+    device_type, _, index = name.partition(":")
+    if device_type == "cuda":
         return torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count()
-    return kind != "mps" or torch.backends.mps.is_available()
+    return device_type != "mps" or torch.backends.mps.is_available()
+
+
+def unused_gpu() -> str:
+    """Why torch does not use this machine's GPU. Empty if it has none or the user has hidden it."""
+    nvidia = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not (nvidia or Path("/dev/kfd").exists()):
+        return ""
+    brand, build = ("NVIDIA", torch.version.cuda) if nvidia else ("AMD", torch.version.hip)
+    reason = f"finds no driver for version {build} of its libraries" if build else "is not built for it"
+    return f"this machine has an {brand} GPU, but torch {torch.__version__} {reason}: see docs/gpu.md"
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise ValueError if this build of torch has no kernels for the GPU. Torch's own warning says which build has."""
+    if not torch.version.cuda:  # ROCm, whose cards have no such number
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    found = False
+    for compiled, number in re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list())):
+        # Machine code (sm) runs on later cards of the same generation, PTX (compute) on all later ones.
+        same_generation = int(number) // 10 == major
+        found |= int(number) <= 10 * major + minor and (same_generation or compiled == "compute")
+    card = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+    require(found, f"{card}, and torch {torch.__version__} has no kernels for it: see docs/gpu.md, or use --device cpu")
+
+
+# --- dtypes and kernels ----------------------------------------------------------------------------------------------
 
 
 def pick_dtype(name: str, device: torch.device, shard: bool = False) -> torch.dtype:
@@ -132,3 +162,34 @@ def peak_memory(device: torch.device) -> int:
     except ImportError:  # on Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# --- what torch.compile needs ----------------------------------------------------------------------------------------
+
+
+def missing_for_compile(device: torch.device) -> str:
+    """What `torch.compile` needs on `device` and this machine lacks, or nothing."""
+    if device.type == "cuda" and not find_spec("triton"):
+        return "the package triton"
+    variable, compilers = "CC", ["gcc", "clang"]  # for Triton
+    if device.type != "cuda":
+        variable, compilers = "CXX", [{"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")]
+    if variable in os.environ:
+        compilers = [os.environ[variable]]
+    if not any(map(shutil.which, compilers)):
+        return f"a compiler: {' or '.join(compilers)}, or one that {variable} names"
+    header = Path(sysconfig.get_path("include"), "Python.h")  # the generated code includes it
+    return "" if header.exists() else f"Python's headers, which are not in {header.parent}"
+
+
+def compiling_pays(device: torch.device, steps: int, flops: float) -> bool:
+    """Whether a run is long enough to gain from torch.compile, which takes about a minute."""
+    if device.type == "cpu":
+        return flops >= 5e13  # five to ten minutes on two cores
+    return device.type == "cuda" and steps >= 500
+
+
+def check_compile(device: torch.device) -> None:
+    """Raise BadInput if this machine lacks what `torch.compile` needs."""
+    if missing := missing_for_compile(device):
+        raise BadInput(f"--compile needs {missing}; or use --no-compile")

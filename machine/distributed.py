@@ -86,14 +86,6 @@ def all_reduce_mean(x: Tensor) -> Tensor:
     return x
 
 
-def all_reduce_max(number: int) -> int:
-    """The largest `number` of all ranks."""
-    largest = torch.tensor(number)  # on the CPU: over Gloo
-    if world_size() > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
-
-
 def launch() -> list[str]:
     """The temporary folder of each machine's torchrun, which restarts keep. An --rdzv-id may be used twice."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/RANK/error.json
@@ -136,15 +128,6 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")
 
 
-def resolve_shard(wanted: bool, by_flag: bool, dtype: str, ranks: int) -> bool:
-    """Whether to shard. Raises ValueError if the user asks for it and it is not possible."""
-    if by_flag and ranks == 1:
-        raise ValueError("--shard needs several ranks, which torchrun --nproc-per-node starts")
-    if wanted and ranks > 1 and dtype == "float16":
-        raise ValueError("--shard needs --dtype float32 or bfloat16: float16's loss scale is not the same on all ranks")
-    return wanted and ranks > 1
-
-
 def rows(batch_size: int) -> range:
     """The rows of the global batch that this rank trains on."""
     count = batch_size // world_size()
@@ -164,7 +147,7 @@ class Parallel:
     def __init__(self, model: Any, shard: bool):
         self.model, self.shard = model, shard
         if shard:
-            shard_weights(model)  # which adds hooks to `model.objective`
+            shard_weights(model)  # adds hooks to `model.objective`
         self.objective: Callable[[Tensor, Tensor], dict[str, Tensor]] = model.objective
         if world_size() > 1 and not shard:
             # Rotary tables never change, and norms with running statistics are refused.
@@ -183,7 +166,7 @@ class Parallel:
 
 
 class Objective(nn.Module):
-    """The objective as a forward pass, which is what DDP wraps."""
+    """The objective as the forward pass of a module, for DDP."""
 
     def __init__(self, model: Any):
         super().__init__()

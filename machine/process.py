@@ -1,10 +1,11 @@
 """How a command starts, is stopped by signals, prints, and ends.
 
-Only the standard library is imported at the top, because a command calls `start` before it imports anything else:
-importing torch takes seconds, and a signal that arrives in them must not end in a traceback.
+A command calls `start` before it imports torch. That takes seconds, in which a signal must not end in a traceback, so
+only the standard library is imported here.
 """
 
 import io
+import math
 import os
 import signal
 import sys
@@ -20,30 +21,51 @@ from files import DISK_FAILED, BadInput, InUse, one_line
 
 FAILED, OUT_OF_MEMORY = 1, 3  # other exit codes are those of exceptions
 PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "matplotlib")
-SETUP = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py"  # in README
+SETUP = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py"
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-SAME_STOP = 1.0  # seconds
+SAME_STOP = 1.0  # seconds in which several signals count as one, as when a terminal closes
 
 
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
 def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Prepare the process of a command. It continues when the streams `may_close` are closed meanwhile.
+    """Prepare the process of a command, which continues when one of the streams `may_close` is closed meanwhile.
 
-    Characters that the locale cannot encode are escaped there.
+    They escape characters that the locale cannot encode.
     """
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        _exit(BadInput.code, f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
+        _print_error(f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
+        sys.exit(BadInput.code)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     for name in may_close:
-        stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # not a notebook's
+        if stream := getattr(sys, name):
             lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+class _Lossy(io.FileIO):
+    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def write(text: str) -> None:
+    """Write to standard output. Raises BrokenPipeError if it was closed, and OSError if it cannot be written."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"standard output cannot be written: {error.strerror}") from None
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
@@ -55,10 +77,8 @@ def stop_at_signals() -> None:
         signal.signal(number, stop_now)
 
 
-def stop_now(number: int, frame: FrameType | None = None) -> None:
+def stop_now(number: int, frame: FrameType | None) -> None:
     """Print one line, on rank 0 only, and exit. No exception is raised, because callbacks from C swallow them."""
-    for other in STOP_SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
         line = f"error: stopped by {signal.Signals(number).name}\n"
         with suppress(OSError):  # standard error may be closed
@@ -70,19 +90,19 @@ def stop_now(number: int, frame: FrameType | None = None) -> None:
 def stop_requests() -> Iterator[list[int]]:
     """Collect signals in a list. The loop inside finishes its step, saves and stops.
 
-    A second signal stops the process at once, unless it follows within `SAME_STOP` seconds, as when a terminal closes,
-    or there are several ranks, which get the signals of the terminal and of torchrun.
+    A second signal, after `SAME_STOP` seconds, has its usual effect. With several ranks it has none: they get the
+    signals of the terminal and those of torchrun.
     """
     requests: list[int] = []
-    first = 0.0
+    first = math.inf
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        first = first or time.monotonic()
-        if time.monotonic() - first > SAME_STOP and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            handler = earlier[number]
-            (handler if callable(handler) else stop_now)(number, frame)  # in a notebook, a KeyboardInterrupt
         requests.append(number)
+        if time.monotonic() > first + SAME_STOP and os.environ.get("WORLD_SIZE", "1") == "1":
+            signal.signal(number, earlier[number])
+            signal.raise_signal(number)  # stops a command; a KeyboardInterrupt in a notebook
+        first = min(first, time.monotonic())
 
     main = threading.current_thread() is threading.main_thread()  # others get no signals
     earlier = {number: signal.signal(number, request) for number in _not_ignored() if main}
@@ -95,30 +115,6 @@ def stop_requests() -> Iterator[list[int]]:
 
 def _not_ignored() -> list[int]:
     return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-
-
-# --- standard output and error ---------------------------------------------------------------------------------------
-
-
-class _Lossy(io.FileIO):
-    """A file descriptor that drops what cannot be written, as to a pipe that `head` has closed."""
-
-    def write(self, data: Any) -> int | None:  # type: ignore[override]
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
-
-
-def write(text: str) -> None:
-    """Write to standard output. Raises BrokenPipeError if it was closed, and OSError if it cannot be written."""
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise OSError(f"standard output cannot be written: {error.strerror}") from None
 
 
 # --- exit codes ------------------------------------------------------------------------------------------------------
@@ -146,10 +142,8 @@ class CellFailed(Exception):
     """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
 
     def __init__(self, cell: str, code: int, line: str):
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if code > 0 and line:
-            reason = line.removeprefix("error: ") if "error: " in line else f"{reason}; its last line is {line}"
-        super().__init__(f"{cell}: {reason}")
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        super().__init__(f"{cell}: {killed or line.removeprefix('error: ') or f'exit code {code}'}")
         self.code = max(1, code)
 
 
@@ -169,13 +163,20 @@ def exit_codes(memory_options: str) -> Iterator[None]:
     """Exit with the code of an error inside. `memory_options` names the flags to change when memory runs out."""
     try:
         yield
-    except (BadInput, InUse, NotFinite, Stopped, CellFailed) as error:
-        _exit(error.code, str(error), together=True)
+    except (BadInput, InUse, NotFinite, Stopped, CellFailed) as error:  # every rank has it
+        from machine import distributed
+
+        if distributed.is_main():
+            _print_error(str(error))
+        distributed.barrier()  # rank 0 prints before torchrun sees any of them end
+        sys.exit(error.code)
     except Exception as error:
         if out_of_memory(error):
-            _exit(OUT_OF_MEMORY, f"out of memory; try a smaller {memory_options}")
+            _print_error(f"out of memory; try a smaller {memory_options}")
+            sys.exit(OUT_OF_MEMORY)
         if isinstance(error, OSError):  # usually a full disk; every finished checkpoint is intact
-            _exit(FAILED, str(error))
+            _print_error(str(error))
+            sys.exit(FAILED)
         raise
 
 
@@ -184,15 +185,5 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and "allocate" in str(error))
 
 
-def _exit(code: int, line: str, together: bool = False) -> None:
-    """Print the line and exit. If all ranks do it `together`, rank 0 prints before torchrun sees any of them end."""
-    if together:
-        from machine import distributed
-    if not together or distributed.is_main():
-        print(f"error: {one_line(line)}", file=sys.stderr)
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is stop_now:  # a signal such as torchrun's adds no other line
-            signal.signal(number, lambda number, frame: os._exit(code))
-    if together:
-        distributed.barrier()
-    sys.exit(code)
+def _print_error(line: str) -> None:
+    print(f"error: {one_line(line)}", file=sys.stderr)

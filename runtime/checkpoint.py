@@ -55,7 +55,10 @@ def save_checkpoint(
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
-    weights, state = _gathered(stored_state(model)), _gathered(_optimizer_state(model, optimizers))
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    states = [(names[weight], state) for optimizer in optimizers for weight, state in optimizer.state.items()]
+    weights = _gathered(stored_state(model))
+    state = _gathered({f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()})
     if not distributed.is_main():
         return finished
     unfinished = checkpoints / f".{finished.name}-unfinished"
@@ -82,46 +85,13 @@ def save_checkpoint(
     return finished
 
 
-def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
-    """Write a model and its tokenizer into a new directory that `load_pretrained` opens.
-
-    So does `transformers`, if it has the architecture; otherwise config.json says why not. It is written under another
-    name, read again and renamed; in a directory that exists and is empty, config.json comes last. Raises ValueError,
-    naming the tensor, for a model that could not be loaded as it is.
-    """
-    directory, state = Path(directory).resolve(), stored_state(model)
-    for name, tensor in state.items():
-        require(not tensor.is_meta, f"{name} is on the meta device and has no values yet")
-    exists = directory.is_dir()
-    new = not any(directory.iterdir()) if exists else not directory.exists()
-    require(new, f"{directory} is not empty; name a new directory")
-    parent = directory if exists else directory.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent)) / directory.name
-    try:
-        with explained(directory, sum(tensor.nbytes for tensor in state.values())):
-            unfinished.mkdir()
-            write_model(unfinished, model, state, tokenizer)
-            read_tokenizer(unfinished)
-            for stored in open_model(unfinished)[1].values():
-                stored.read()
-            for path in sorted(unfinished.iterdir(), key=lambda path: path.name == CONFIG) if exists else []:
-                path.rename(directory / path.name)
-            if not exists:
-                unfinished.rename(directory)
-    except ValueError as error:
-        raise ValueError(str(error).replace(str(unfinished), str(directory))) from None
-    finally:
-        shutil.rmtree(unfinished.parent)
-
-
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` with the sharded tensors gathered, one after another, in rank 0's main memory."""
     gathered = {}
     for name, tensor in state.items():
-        full = distributed.full_tensor(tensor)
+        whole = distributed.full_tensor(tensor)
         if distributed.is_main():
-            gathered[name] = tensor if full is tensor else full.cpu()
+            gathered[name] = tensor if whole is tensor else whole.cpu()
     return gathered
 
 
@@ -134,6 +104,37 @@ def clear_unfinished(run: Path) -> None:
     """Delete unfinished and retired checkpoints: what a process that was killed while saving has left."""
     for leftover in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover)
+
+
+def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
+    """Write a model and its tokenizer into a new or empty directory that `load_pretrained` opens.
+
+    So does `transformers`, if it has the architecture; otherwise config.json says why not. It is written elsewhere,
+    read again and moved, config.json last. Raises ValueError, naming the tensor, for a model that could not be loaded
+    as it is.
+    """
+    directory, state = Path(directory).resolve(), stored_state(model)
+    for name, tensor in state.items():
+        require(not tensor.is_meta, f"{name} is on the meta device and has no values yet")
+    exists = directory.is_dir()
+    unused = not any(directory.iterdir()) if exists else not directory.exists()
+    require(unused, f"{directory} is not empty; name a new directory")
+    parent = directory if exists else directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
+    try:
+        with explained(directory, sum(tensor.nbytes for tensor in state.values())):
+            write_model(unfinished, model, state, tokenizer)
+            read_tokenizer(unfinished)
+            for stored in open_model(unfinished)[1].values():
+                stored.read()
+            directory.mkdir(exist_ok=True)
+            for path in sorted(unfinished.iterdir(), key=lambda path: path.name == CONFIG):
+                path.rename(directory / path.name)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(unfinished), str(directory))) from None
+    finally:
+        shutil.rmtree(unfinished)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -218,35 +219,19 @@ def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimiz
     expected = stored_state(model)
     for name, stored in match_weights(checkpoint, model).items():
         expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))
-    states: dict[str, dict[str, Tensor]] = {}
-    for stored in stored_tensors(checkpoint / OPTIMIZER).values():
-        name, _, state = stored.name.rpartition(".")
-        states.setdefault(name, {})[state] = stored.read()
-    names = {id(weight): name for name, weight in model.named_parameters()}
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    owners: dict[Tensor, Optimizer] = {}
     for optimizer in optimizers:
-        packed = optimizer.state_dict()
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        packed["state"] = {
-            index: {
-                key: distributed.sharded_like(tensor, weight) if tensor.shape == weight.shape else tensor
-                for key, tensor in states.pop(names[id(weight)]).items()
-            }
-            for index, weight in enumerate(weights)
-            if names[id(weight)] in states
-        }
-        optimizer.load_state_dict(packed)
-    require(not states, f"{checkpoint / OPTIMIZER} does not match the model: no optimizer updates {sorted(states)}")
+        owners |= {weight: optimizer for group in optimizer.param_groups for weight in group["params"]}
+    for stored in stored_tensors(checkpoint / OPTIMIZER).values():
+        name, _, key = stored.name.rpartition(".")
+        updated = name in weights and weights[name] in owners
+        require(updated, f"{checkpoint / OPTIMIZER} does not match the model: no optimizer updates {name}")
+        weight, tensor = weights[name], stored.read()
+        if tensor.shape == weight.shape:
+            tensor = distributed.sharded_like(tensor, weight)
+        owners[weight].state[weight][key] = tensor.to(weight.device)
     return json.loads((checkpoint / TRAINER).read_bytes())
-
-
-def _optimizer_state(model: Llama, optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    return {
-        f"{names[id(weight)]}.{key}": tensor
-        for optimizer in optimizers
-        for weight, state in optimizer.state.items()
-        for key, tensor in state.items()
-    }
 
 
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, get_origin
 
 from config import (
@@ -28,13 +29,21 @@ SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
     "--block-size": "--context", "--seq-len": "--context",
 }  # fmt: skip
 TRUTH = {"true": True, "false": False}
+BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option
+    bool: {"action": argparse.BooleanOptionalAction},
+    dict: {"action": "append", "metavar": "KEY=VALUE"},
+    list: {"action": "extend", "nargs": "+", "metavar": "NAME|PATH"},
+}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises BadInput, with one line, where argparse prints the usage and exits."""
+    """An argument parser that raises BadInput, with one line, where argparse prints the usage and exits.
+
+    A flag that is not given sets nothing, unless it has a default.
+    """
 
     def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
 
     def read(self, arguments: list[str] | None) -> dict[str, Any]:
         """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""
@@ -49,14 +58,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, but reject unknown arguments here, where the flags of a subcommand are known."""
         namespace, unknown = super().parse_known_args(args, namespace)
+        known, similar = re.findall(r"--[\w-]+", self.format_usage()), []
+        for flag in (text.partition("=")[0].replace("_", "-") for text in unknown if text.startswith("--")):
+            similar += difflib.get_close_matches(SYNONYMS.get(flag, flag), known, n=1)
+        hint = f"; did you mean {' and '.join(dict.fromkeys(similar))}?" if similar else ""
         if unknown:
-            known = re.findall(r"--[\w-]+", self.format_usage())
-            similar = []
-            for text in unknown:
-                if text.startswith("--"):
-                    name = text.partition("=")[0].replace("_", "-")
-                    similar += difflib.get_close_matches(SYNONYMS.get(name, name), known, n=1)
-            hint = f"; did you mean {' and '.join(dict.fromkeys(similar))}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
@@ -68,18 +74,17 @@ def read_train(arguments: list[str] | None) -> dict[str, Any]:
     """What flags of train.py ask for. The files of --import are imported. Raises BadInput, naming a bad flag."""
     parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
-    unset: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
     parser.add_argument(
         "--resume",
+        action="store_true",
         help="continue the run in --out (default: the newest run). Options you pass again replace those of the run "
         f"and are printed; the model, the text, {fixed} cannot change",
-        **unset,
     )
     parser.add_argument(
         "--eval-only",
+        action="store_true",
         help="only evaluate the newest checkpoint of the run in --out (default: the newest run), or the model in "
         "--init-from; on all of --data or --val-data if you pass other text",
-        **unset,
     )
     add_flags(parser)
     import_first(parser, arguments)
@@ -88,47 +93,37 @@ def read_train(arguments: list[str] | None) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
     """Add `--preset`, `--config` and a flag for every field of both configurations; no help for those in `hidden`."""
-    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument(
         "--preset",
         choices=PRESETS,
         help="set of defaults (default: tiny, shown below, on a CPU, else small). GPU memory: small 4 GB, 124m 16 GB, "
         "1b 80 GB, 7b 80 GB on each of 8 GPUs",
-        **unset,
     )
-    run = "run.json of an earlier run to take options from"
-    parser.add_argument("--config", metavar="RUN.JSON", help=run, **unset)
+    parser.add_argument("--config", metavar="RUN.JSON", help="run.json of an earlier run to take options from")
     add_options(parser.add_argument_group("model"), ModelConfig, hidden)
     add_options(parser.add_argument_group("training"), TrainConfig, hidden)
 
 
 def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collection[str] = ()) -> None:
-    """Add a flag for every field of the dataclass `config`. A flag that is not given sets nothing."""
-    for field in (field for field in dataclasses.fields(config) if field.metadata["help"]):
-        kind: Any = field.type
-        several = field.default_factory
-        default = field.default if several is dataclasses.MISSING else " ".join(several())
-        argument = {"type": kind}
-        if kind is bool:
-            argument = {"action": argparse.BooleanOptionalAction}
-        elif get_origin(kind) is dict:
-            argument = {"action": "append", "metavar": "KEY=VALUE"}
-        elif get_origin(kind) is list:
-            argument = {"action": "extend", "nargs": "+", "metavar": "NAME|PATH"}
-        elif "choices" not in field.metadata:
-            argument["metavar"] = kind.__name__.upper()
-        argument |= {"dest": field.name, "default": argparse.SUPPRESS, **field.metadata}
-        del argument["export"]
-        if default not in (None, ""):
-            argument["help"] += f" (default: {default})"
-        if field.name in hidden:
+    """Add a flag for every field of the dataclass `config` that has a help text."""
+    for each in (each for each in dataclasses.fields(config) if each.metadata["help"]):
+        python_type: Any = each.type
+        plain = {"type": python_type}
+        if "choices" not in each.metadata:
+            plain["metavar"] = getattr(python_type, "__name__", "").upper()
+        argument = BY_TYPE.get(get_origin(python_type) or python_type, plain) | {"dest": each.name, **each.metadata}
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if default not in (None, "", [], {}):
+            argument["help"] += f" (default: {as_text(default)})"
+        if each.name in hidden:
             argument["help"] = argparse.SUPPRESS
-        parser.add_argument(flag_name(field.name), **argument)
+        del argument["export"]
+        parser.add_argument(flag_name(each.name), **argument)
 
 
 def take(given: dict[str, Any], config: type) -> Any:
     """The dataclass `config` with those of its fields that are in `given`, from which they are removed."""
-    names = [field.name for field in dataclasses.fields(config) if field.name in given]
+    names = [each.name for each in dataclasses.fields(config) if each.name in given]
     return config(**{name: given.pop(name) for name in names})
 
 
@@ -142,16 +137,14 @@ def read_pairs(flag: str, texts: Iterable[str]) -> dict[str, Any]:
     return pairs
 
 
-def read_value(text: str, kind: Any = None) -> Any:
-    """A value of the type `kind`, or else what the text looks like: a truth value, an integer, a number, or itself."""
-    if text.lower() in TRUTH and kind in (bool, None):
+def read_value(text: str, wanted: Any = None) -> Any:
+    """A value of the type `wanted`, or what the text looks like: a truth value, an integer, a number, or itself."""
+    if text.lower() in TRUTH and wanted in (bool, None):
         return TRUTH[text.lower()]
     for number in (int, float):
-        if kind in (number, None):
-            try:
+        if wanted in (number, None):
+            with suppress(ValueError):
                 return number(text)
-            except ValueError:
-                continue
     return text
 
 
@@ -167,15 +160,13 @@ def read_keywords(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[
             similar = difflib.get_close_matches(name, [*FIELDS, *known], n=1)
             raise ValueError(f"{name!r} is not an option" + (f"; did you mean {similar[0]}?" if similar else ""))
         if isinstance(value, list | tuple):
-            value = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
-        elif isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if value is not None:
-            asked[name] = value
+            asked[name] = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
+        elif value is not None:
+            asked[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_fields({name: value for name, value in asked.items() if name in FIELDS}, "train")
-    for name, kind in known.items():
-        valid = name not in asked or is_a(asked[name], kind)
-        require(valid, f"train: {name} must be of type {kind.__name__}, not {asked.get(name)!r}")
+    for name in asked.keys() & set(known):
+        valid = is_a(asked[name], known[name])
+        require(valid, f"train: {name} must be of type {known[name].__name__}, not {asked[name]!r}")
     preset = asked.get("preset", "tiny")
     require(preset in PRESETS, f"unknown --preset {preset!r}; choose from {', '.join(PRESETS)}")
     return asked

@@ -32,8 +32,15 @@ from data.corpus import Corpus
 from data.prepare import Prepared, prepare
 from files import require, warn
 from machine import distributed
-from machine.builds import check_compile, missing_for_compile
-from machine.device import COMPILE_FLOPS, COMPILE_STEPS, describe, has_device, pick_device, pick_dtype
+from machine.device import (
+    check_compile,
+    compiling_pays,
+    describe,
+    has_device,
+    missing_for_compile,
+    pick_device,
+    pick_dtype,
+)
 from model import Llama, matrices
 from norms import TRAITS
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
@@ -88,56 +95,68 @@ def open_run(asked: Asked, command: list[str]) -> Run:
 
 
 def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
-    """Resolve the run without writing anything. Cheap checks run first.
+    """Resolve the run without writing anything. Cheap checks run first."""
+    eval_only = asked.get("eval_only", False)
+    other_text = (asked.get("val_data") or asked.get("data") or []) if eval_only else []
+    if asked.get("init_from") and (asked.get("resume") or (eval_only and not other_text)):
+        raise ValueError("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")
+    folder, earlier = find_folder(asked, launch)
+    settings = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
+    model, config = settings.model, settings.training
+    changed = changed_options(folder, earlier, model, config) if folder and earlier else []
+    above = (folder or RUNS_FOLDER / "new").resolve().parents
+    paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
+    inside = not eval_only and any(Path(path).resolve() in above for path in paths)
+    require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
+    cache, column = Path(config.cache_dir), config.text_column
+    if earlier and other_text == config.data and not config.val_data:
+        own_text = Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
+        other_text = [] if own_text else other_text
+    tokenizer = None
+    if config.init_from or other_text:
+        saved = intact_checkpoint(folder, TRAINING_STATE) if folder and earlier else None  # DIR may be gone by now
+        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or folder))
+    names, val_names = config.data, config.val_data
+    if other_text:
+        names, val_names = [], other_text
+        config = replace(config, eval_tokens=asked.get("eval_tokens", MAX_SIZE))
+    data = prepare(names, config.tokenizer, model.vocab_size, cache, model.context, tokenizer, val_names, column)
+    for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
+        known = not earlier or other_text or earlier[name]["hash"] == here
+        require(known, f"the run in {folder} was trained with another {name}; start a new run for this one")
+    if changed and distributed.is_main():
+        print(f"changed: {', '.join(changed)}", file=sys.stderr)
+    folder = folder or RUNS_FOLDER / f"{data.corpus_name}-{model.norm}-{model.placement}"
+    return Run(folder, settings.asked, model, config, data, command, earlier)
+
+
+def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, dict[str, Any] | None]:
+    """The folder of the run, if it is known yet, and its run.json if it is to be continued or evaluated.
 
     If this `launch` of torchrun has started the run in --out, it is a restart, which continues it.
     """
     out, file = (Path(asked[name]) if asked.get(name) else None for name in ("out", "config"))
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     require(out or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
-    eval_only = asked.get("eval_only")
-    other_text = eval_only and (asked.get("val_data") or asked.get("data"))
-    require(
-        not asked.get("init_from") or not (asked.get("resume") or (eval_only and not other_text)),
-        "--init-from is for new runs, or for --eval-only with --data; a run has its own weights",
-    )
-    existing = bool(asked.get("resume") or (eval_only and not asked.get("init_from")))
-    if existing:
+    exists = bool(asked.get("resume") or (asked.get("eval_only") and not asked.get("init_from")))
+    if exists:
         require(not ("preset" in asked or (file and out)), "--preset and --config are for new runs; leave them out")
         out = out or (file.parent if file else newest_run())
     elif launch and out and (out / "run.json").exists():
-        existing = not set(launch).isdisjoint(read_run_file(out / "run.json").get("launch") or [])
+        exists = not set(launch).isdisjoint(read_run_file(out / "run.json").get("launch") or [])
+    if out and distributed.is_main() and not asked.get("eval_only"):
+        check_not_in_use(out)
     if out:
-        if distributed.is_main() and not eval_only:
-            check_not_in_use(out)
-        check_run_dir(out, existing)
-    earlier = read_run_file(out / "run.json") if out and existing else None
-    settings = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
-    model_config, config = settings.model, settings.training
-    changed = check_same_run(out, earlier, model_config, config) if out and earlier else []
-    above = (out or RUNS_FOLDER / "new").resolve().parents
-    paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
-    inside = not eval_only and any(Path(path).resolve() in above for path in paths)
-    require(not inside, f"--data contains {out or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
-    names, val_names, cache, column = config.data, config.val_data, Path(config.cache_dir), config.text_column
-    if other_text == names and earlier and not val_names:  # perhaps the run's own text, in another place
-        other_text = [] if Corpus(names, cache, (), column).hash == earlier["corpus"]["hash"] else names
-    tokenizer = None
-    if config.init_from or other_text:
-        saved = intact_checkpoint(out, TRAINING_STATE) if out and earlier else None  # DIR may be gone by now
-        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or out))
-    if other_text:
-        names, val_names = [], other_text
-        config = replace(config, eval_tokens=asked.get("eval_tokens", MAX_SIZE))
-    vocab_size, context = model_config.vocab_size, model_config.context
-    data = prepare(names, config.tokenizer, vocab_size, cache, context, tokenizer, val_names, column)
-    for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        same = other_text or not earlier or earlier[name]["hash"] == here
-        require(same, f"the run in {out} was trained with another {name}; start a new run for this one")
-    if changed and distributed.is_main():
-        print(f"changed: {', '.join(changed)}", file=sys.stderr)
-    folder = out or RUNS_FOLDER / f"{data.corpus_name}-{model_config.norm}-{model_config.placement}"
-    return Run(folder, settings.asked, model_config, config, data, command, earlier)
+        check_run_dir(out, exists)
+    if not out or not exists:
+        return out, None
+    run, rows = read_run_file(out / "run.json"), read_rows(out / "metrics.jsonl")
+    read_rows(out / "watch.jsonl")  # refuses a damaged one
+    first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # it is saved before it is evaluated
+    saved = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
+    lost = saved and not list_checkpoints(out)
+    require(not lost, f"{out}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
+    return out, run
 
 
 def read_config_file(asked: Asked) -> dict[str, Any] | None:
@@ -161,7 +180,7 @@ def resolve(asked: Asked, previous: dict[str, Any] | None = None, continues: boo
 
     `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken.
     """
-    asked = {name: asked[name] for name in asked if name in DEFAULTS.keys() - {"out"} or name == "preset"}
+    asked = {name: value for name, value in asked.items() if name in DEFAULTS.keys() - {"out"} | {"preset"}}
     before, kept = (previous["asked"], previous["resolved"]) if previous else ({}, {})
     if previous:
         warn_of_imports(previous["imports"], kept)
@@ -171,10 +190,12 @@ def resolve(asked: Asked, previous: dict[str, Any] | None = None, continues: boo
         asked = {"preset": default_preset(device)} | asked
     everything = combine(before, asked)
     pretrained = None
-    if everything.get("init_from") and continues:  # DIR may be gone by now
+    if continues and everything.get("init_from"):  # DIR may be gone by now
         pretrained = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     elif everything.get("init_from"):
-        pretrained = pretrained_options(everything["init_from"])
+        directory = find_checkpoint(everything["init_from"])
+        base = open_model(directory)[0].config
+        pretrained = asdict(base) | {"tokenizer": read_tokenizer(directory).kind}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model, training = follow(asked, previous, pretrained, memory)
     if pretrained and not continues:
@@ -193,16 +214,20 @@ def follow(
 ) -> tuple[ModelConfig, TrainConfig]:
     """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
 
-    What differs is what was asked now, and what follows otherwise from it. So a changed default or another machine does
-    not change the options of a run.
+    What differs is what was asked now, and what follows otherwise from it. So a changed default or another machine
+    does not change the options of a run.
     """
     before: Asked = previous["asked"] if previous else {}
-    model, training = configure(combine(before, asked), pretrained, memory)
+    configs = configure(combine(before, asked), pretrained, memory)
     if not previous:
-        return model, training
-    then, now = fields_of(*configure(before, pretrained, memory)), fields_of(model, training)
+        return configs
+    then, now = fields_of(*configure(before, pretrained, memory)), fields_of(*configs)
     changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
     return split(DEFAULTS | previous["resolved"] | changed)
+
+
+def fields_of(model: ModelConfig, training: TrainConfig) -> dict[str, Any]:
+    return asdict(model) | asdict(training)
 
 
 def decide(model: ModelConfig, training: TrainConfig, device: torch.device, asked: Asked) -> TrainConfig:
@@ -212,71 +237,53 @@ def decide(model: ModelConfig, training: TrainConfig, device: torch.device, aske
     check_imported_norm(model, device)
     installed = training.log == "none" or find_spec(training.log)
     require(installed, f"--log {training.log} needs the package {training.log}: pip install {training.log}")
-    dtype = str(pick_dtype(training.dtype, device, training.shard and ranks > 1)).removeprefix("torch.")
+    shard = training.shard and (ranks > 1 or "shard" in asked)
+    dtype = str(pick_dtype(training.dtype, device, shard)).removeprefix("torch.")
     compiled = training.compile
     if compiled is None:
         with torch.device("meta"):
             weights = sum(weight.numel() for _, _, weight in matrices(Llama(model)))
-        step_flops = 6 * weights * training.batch_size * model.context
-        long = {"cuda": training.steps >= COMPILE_STEPS, "cpu": training.steps * step_flops >= COMPILE_FLOPS}
-        compiled = long.get(device.type, False)
+        flops = 6 * weights * model.context * training.batch_size * training.steps
+        compiled = compiling_pays(device, training.steps, flops)
     if asked.get("compile"):
         check_compile(device)
     elif compiled and (missing := missing_for_compile(device)):
         warn(f"not compiled: torch.compile needs {missing}")
         compiled = False
-    shard = distributed.resolve_shard(training.shard, asked.get("shard", False), dtype, ranks)
     training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model, training, ranks)
     return training
 
 
-def pretrained_options(init_from: str) -> dict[str, Any]:
-    """The options of a model in --init-from, which is checked first, and its kind of tokenizer."""
-    directory = find_checkpoint(init_from)
-    model, _ = open_model(directory)
-    return asdict(model.config) | {"tokenizer": read_tokenizer(directory).kind}
-
-
-def fields_of(model: ModelConfig, training: TrainConfig) -> dict[str, Any]:
-    return asdict(model) | asdict(training)
-
-
-def check_options(model_config: ModelConfig, config: TrainConfig, ranks: int) -> None:
+def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
     """Raise ValueError if this model and these options cannot be trained on `ranks` ranks."""
-    norm = model_config.norm
+    batch_size, micro, norm = config.batch_size, config.micro_batch_size, model.norm
     if not TRAITS[norm].per_token:
         require(not config.recompute, f"--recompute does not support --norm {norm}: it would update statistics twice")
         require(ranks == 1, f"--norm {norm} supports only one rank: its statistics are not synchronized")
-        if config.micro_batch_size < config.batch_size:
-            parts = f"each micro-batch of {config.micro_batch_size}, not over the batch of {config.batch_size}"
+        if micro < batch_size:
+            parts = f"each micro-batch of {micro}, not over the batch of {batch_size}"
             warn(f"warning: --norm {norm} computes its statistics over {parts}; --micro-batch-size changes that")
-    require(not (config.watch and config.shard), "--watch needs whole weights on each rank; use --no-shard")
-    rows, micro = config.batch_size // ranks, config.micro_batch_size
-    if config.batch_size % ranks or rows % min(rows, micro):
-        parts = f"{ranks} ranks with --micro-batch-size {micro}"
-        raise ValueError(f"--batch-size {config.batch_size} cannot be split evenly over {parts}")
+    if config.shard:
+        require(ranks > 1, "--shard needs several ranks, which torchrun --nproc-per-node starts")
+        scaled = config.dtype == "float16"
+        require(not scaled, "--shard needs --dtype float32 or bfloat16: ranks would differ in float16's loss scale")
+        require(not config.watch, "--watch needs whole weights on each rank; use --no-shard")
+    even = batch_size % ranks == 0 and (batch_size // ranks) % min(batch_size // ranks, micro) == 0
+    parts = f"{ranks} ranks with --micro-batch-size {micro}"
+    require(even, f"--batch-size {batch_size} cannot be split evenly over {parts}")
 
 
-def check_same_run(folder: Path, run: dict[str, Any], model: ModelConfig, training: TrainConfig) -> list[str]:
-    """Options that differ. Raises ValueError if they cannot change, or if the checkpoints are missing."""
+def changed_options(folder: Path, run: dict[str, Any], model: ModelConfig, training: TrainConfig) -> list[str]:
+    """How these options differ from those of the run in `folder`. Raises ValueError for one that cannot change."""
     fixed, changed, there = [], [], DEFAULTS | run["resolved"]
     for name, here in fields_of(model, training).items():
         before = f"{flag_name(name)} {as_text(there[name])}"
-        if there[name] == here:
-            continue
-        if name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME:
+        if there[name] != here and (name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME):
             fixed.append(f"{before}, not {as_text(here)}")
-        else:
+        elif there[name] != here:
             changed.append(f"{before} -> {as_text(here)}")
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
-    rows = read_rows(folder / "metrics.jsonl")
-    read_rows(folder / "watch.jsonl")  # refuses a damaged one
-    last = rows[-1] if rows else {"step": 0}
-    first = min(there["save_every"], there["steps"])  # which is saved before it is evaluated
-    saved = last["step"] > first or (last["step"] == first and "val_loss" in last)
-    kept = list_checkpoints(folder) or not saved
-    require(kept, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     return changed
 
 

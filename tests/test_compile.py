@@ -91,7 +91,7 @@ def test_training_with_all_options_matches_eager():
 def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Make `torch.compile` use aot_eager. Returns the list of graphs, to which every compilation adds one."""
     torch.compiler.reset()
-    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")  # Inductor's, which is not used here
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")  # Inductor's, which is not used here
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -144,7 +144,7 @@ def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):
         return graph
 
     torch.compiler.reset()
-    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
     backend = aot_autograd(fw_compiler=record, keep_inference_input_mutations=True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
     model = random_weights_model(SMALL).eval()

@@ -393,7 +393,7 @@ def test_invalid_input_is_one_line_with_exit_code_2(run, refused, flags, message
 
 
 def test_compiling_without_a_compiler_is_refused(run, refused, monkeypatch):
-    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "a compiler")
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
     line = refused(command.main, ["--checkpoint", str(run), "--device", "cpu", "--compile"])
     assert line == "error: --compile needs a compiler; or use --no-compile\n"
 

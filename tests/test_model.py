@@ -89,7 +89,7 @@ def test_one_head_makes_logits_and_only_training_sees_added_terms(monkeypatch):
     """A cap in `logits` holds in training, evaluation and generation; a term in `objective` is not in the loss."""
     plain = random_weights_model(SMALL)(TOKENS).detach()
     monkeypatch.setattr(Llama, "logits", lambda self, x: self.lm_head(x).tanh())
-    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     model, objective = random_weights_model(SMALL), Llama.objective
     torch.testing.assert_close(model(TOKENS), plain.tanh())
@@ -122,7 +122,7 @@ def test_which_attention_is_called(monkeypatch):
     model(TOKENS)
     for part in TOKENS.split([5, 2, 1], dim=1):
         model(part, cache)
-    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
     decoder = CompiledDecoder(model)
     decoder.next_logits(TOKENS, decoder.new_cache())
     whole = (8, SMALL.heads, 8, False, True)
@@ -359,7 +359,7 @@ def test_a_matrix_without_a_role_is_an_error_at_construction(make, monkeypatch):
 def test_a_new_role_is_one_line(changed, monkeypatch):
     """Its matrix is drawn under its path, trained, cast and counted like its neighbours, or as the role says."""
     training = TrainConfig(dtype="float32", batch_size=2)
-    plain, planned = Llama(SMALL, seed=7), estimate(SMALL, training, "h100", 1, False)
+    plain, planned = Llama(SMALL, seed=7), estimate(SMALL, training, "h100", 1)
     monkeypatch.setattr("model.Attention", Gated)
     with pytest.raises(ValueError, match=r"role 'attention_gate' is not known: add it to ROLES in model\.py"):
         Llama(SMALL)
@@ -371,7 +371,7 @@ def test_a_new_role_is_one_line(changed, monkeypatch):
     assert all(torch.equal(tensor, others[name]) for name, tensor in plain.state_dict().items())
     if not changed:
         assert flops_per_token(model) - flops_per_token(plain) == 6 * 2 * weight.numel()
-    more = estimate(SMALL, training, "h100", 1, False)["parameters"] - planned["parameters"]
+    more = estimate(SMALL, training, "h100", 1)["parameters"] - planned["parameters"]
     assert more == 2 * weight.numel()
     model.objective(TOKENS[:, :-1], TOKENS[:, 1:])["train_loss"].backward()
     before, muon = weight.detach().clone(), make_optimizers(model, training)[0]

@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> None:
     """Test a claim and write CLAIMS.md. Continues if it was stopped. Without NAME, only write the page."""
     parser = Parser(prog="ablate.py claim", description=main.__doc__)
     add = parser.add_argument
-    add("name", nargs="?", choices=STUDIES, metavar="NAME", help=", ".join(STUDIES))
-    add("--scale", help="scale of the protocol, such as S or gpu (default: all except gpu)")
+    add("name", nargs="?", default=None, choices=STUDIES, metavar="NAME", help=", ".join(STUDIES))
+    add("--scale", default=None, help="scale of the protocol, such as S or gpu (default: all except gpu)")
     add("--out", type=Path, default=Path(), metavar="DIR", help="folder of CLAIMS.md and results/ (default: .)")
     add("--seed", type=int, default=0, metavar="INT", help="first seed (default: 0)")
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")

@@ -49,7 +49,7 @@ model = ModelConfig(dim=256, layers=2, heads=4, context=128, vocab_size=4096)
 config = TrainConfig(batch_size=8, micro_batch_size=4, optimizer="adamw", dtype="float32")
 two_steps(ModelConfig(dim=32, layers=1, context=16, vocab_size=64), True)  # loads the libraries
 for recompute in (False, True):
-    planned = estimate(model, TrainConfig(**vars(config) | {"recompute": recompute}), "h100", 1, False)["memory"]
+    planned = estimate(model, TrainConfig(**vars(config) | {"recompute": recompute}), "h100", 1)["memory"]
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     two_steps(model, recompute)

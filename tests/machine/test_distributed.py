@@ -247,10 +247,9 @@ def test_what_several_ranks_refuse(monkeypatch):
     for batch, micro in ((7, 7), (1, 1), (12, 4)):
         with pytest.raises(ValueError, match=f"{batch} cannot be split evenly over 2 ranks"):
             check_options(ModelConfig(), TrainConfig(batch_size=batch, micro_batch_size=micro), 2)
-    with pytest.raises(ValueError, match="--shard needs several ranks"):
-        distributed.resolve_shard(True, True, "float32", 1)
-    with pytest.raises(ValueError, match="--shard needs --dtype float32 or bfloat16"):
-        distributed.resolve_shard(True, False, "float16", 2)
+    for ranks, message in ((1, "--shard needs several ranks"), (2, "--shard needs --dtype float32 or bfloat16")):
+        with pytest.raises(ValueError, match=message):
+            check_options(ModelConfig(), TrainConfig(shard=True, dtype="float16"), ranks)
 
 
 if __name__ == "__main__":
