@@ -143,7 +143,8 @@ class ModelConfig:
             require(0 < value < math.inf, f"{flag_name(name)} must be a positive number, not {value}")
         scaling = self.rope_scaling
         if scaling:
-            valid = scaling.keys() == set(ROPE_SCALING) and all(0 < value < math.inf for value in scaling.values())
+            valid = scaling.keys() == set(ROPE_SCALING) and is_a(scaling, dict[str, float])
+            valid = valid and all(0 < value < math.inf for value in scaling.values())
             valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
             require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")

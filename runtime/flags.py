@@ -20,6 +20,7 @@ from config import (
     flag_name,
 )
 from files import BadInput, one_line, require
+from machine.process import bad_input
 from runtime.plugins import import_first
 
 SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
@@ -39,9 +40,10 @@ class Parser(argparse.ArgumentParser):
         """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""
         given = vars(self.parse_args(arguments))
         given.pop("imports", None)  # `import_first` has imported them
-        for name in given.keys() & FIELDS.keys():
-            if get_origin(FIELDS[name].type) is dict:
-                given[name] = read_pairs(flag_name(name), given[name])
+        with bad_input():
+            for name in given.keys() & FIELDS.keys():
+                if get_origin(FIELDS[name].type) is dict:
+                    given[name] = read_pairs(flag_name(name), given[name])
         return given
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

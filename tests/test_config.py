@@ -1,42 +1,26 @@
-"""Configuration: one flag per field, the precedence of flags, and a one-line error for each invalid value."""
+"""What follows from what was asked, for a new run and for one that goes on, and errors in one line."""
 
 import dataclasses
+import json
 import re
 from typing import Any
 
 import pytest
 import torch
 
-import train
 from config import (
-    FIELDS,
+    DEFAULTS,
     PRESETS,
     ROPE_SCALING,
     ModelConfig,
-    Parser,
     TrainConfig,
-    add_flags,
     check_fields,
-    configs_from,
-    to_flags,
+    combine,
+    configure,
+    split,
 )
-from model import Llama
-from norms import KINDS
-
-
-def parse(flags: str, device: str = "cpu", of_run: dict[str, Any] | None = None) -> tuple[ModelConfig, TrainConfig]:
-    parser = Parser(prog="train.py")
-    add_flags(parser)
-    return configs_from(parser.parse_args(flags.split()), device, of_run)
-
-
-def fields_of(model: ModelConfig, training: TrainConfig) -> dict[str, Any]:
-    return dataclasses.asdict(model) | dataclasses.asdict(training)
-
-
-def flag(field: dataclasses.Field) -> str:
-    return "--norm-arg" if field.name == "norm_args" else "--" + field.name.replace("_", "-")
-
+from runtime.flags import read_train
+from runtime.run import fields_of, follow, read_config_file, resolve
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
@@ -52,13 +36,14 @@ BAD_VALUES = {
     "--head-dim 8 --rotary-fraction nan": "--rotary-fraction nan of --head-dim 8 must be an even number of features",
     "--context 1": "--context must be at least 2, not 1",
     "--rope-scaling factor=8": "--rope-scaling takes all of factor, low_freq_factor, high_freq_factor, original_max",
-    "--rope-scaling factor=many": "--rope-scaling takes key=number, not 'factor=many'",
-    f"--{SCALING.replace('=8', '=nan')}": "positive numbers, low below high",
+    **{f"--{SCALING.replace('=8', value)}": "numbers, low below high" for value in ("=nan", "=many", "=true")},
     f"--{SCALING.replace('r=1', 'r=4')}": "positive numbers, low below high",
     "--embedding-scale 0": "--embedding-scale must be a positive number, not 0.0",
     "--tokenizer pretrained": "--tokenizer pretrained needs --init-from",
     "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
     "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
+    "--preset small --micro-batch-size 5": "--batch-size 64 is not divisible by --micro-batch-size 5",
+    "--preset 1b --heads 4 --kv-heads 8": "--heads 4 is not divisible by --kv-heads 8",
     **{f"--lr {value}": f"--lr must be a positive number, not {float(value)}" for value in ("0", "nan")},
     **{f"--dropout {value}": f"--dropout must be at least 0 and below 1, not {float(value)}" for value in ("1", "nan")},
     **{f"--{name} 0": f"--{name} must be at least 1, not 0" for name in SIZES},
@@ -72,10 +57,9 @@ BAD_VALUES = {
     "--momentum 1": "--momentum must be at least 0 and below 1, not 1.0",
     "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
     "--seed 9223372036854775808": "--seed must be below 2**63",
-    "--norm-arg eps": "--norm-arg takes key=value, not 'eps'",
     "--norm-arg epsilon=1": "norm 'rmsnorm' has no argument 'epsilon'; it takes eps",
     "--norm-arg eps=small": "--norm-arg eps takes a number, not 'small'",
-    "--norm-arg eps=0": "eps of a norm must be positive and finite, not 0.0",
+    "--norm-arg eps=0": "eps of a norm must be positive and finite, not 0",
     "--norm-arg cast_order=first": "--norm-arg cast_order takes fp32 or llama, not 'first'",
     "--norm layernorm --norm-arg bias=maybe": "--norm-arg bias takes true or false, not 'maybe'",
     "--tokenizer bytes --vocab-size 1000": "--vocab-size 1000: --tokenizer bytes has 257 ids",
@@ -85,25 +69,8 @@ BAD_VALUES = {
 @pytest.mark.parametrize("flags, message", BAD_VALUES.items())
 def test_invalid_value_gives_a_one_line_error(flags, message):
     with pytest.raises(ValueError) as excinfo:
-        parse(flags)
+        configure(read_train(flags.split()))
     assert message in str(excinfo.value) and "\n" not in str(excinfo.value)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--norm batch", f"argument --norm: invalid choice: batch (choose from {', '.join(KINDS)})"),
-        ("--dim wide", "argument --dim: invalid int value: wide"),
-        ("--learning-rate 3", "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
-        ("--n_layer=6", "unrecognized arguments: --n_layer=6; did you mean --layers?"),
-        ("--no-comiple", "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
-        ("--laers 3 --stesp 4", "unrecognized arguments: --laers 3 --stesp 4; did you mean --layers and --steps?"),
-        ("lr", "unrecognized arguments: lr"),
-    ],
-)
-def test_argparse_error_is_one_line_with_exit_code_2(flags, message, refused):
-    # quoting differs between Python versions
-    assert refused(train.main, flags.split()).replace("'", "") == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +83,7 @@ def test_argparse_error_is_one_line_with_exit_code_2(flags, message, refused):
         ({"rope_scaling": {"factor": "8"}}, "rope_scaling must be of type dict, not {'factor': '8'}"),
         ({"tie_embeddings": 0}, "tie_embeddings must be of type bool, not 0"),
         ({"norm_args": [1]}, "norm_args must be of type dict, not [1]"),
-        ({"width": 3}, "'width' is not a field of this version"),
+        ({"width": 3}, "'width' is not an option of this version"),
         ({"lr": True}, "lr must be of type float, not True"),
         ({"data": ["python", 3]}, "data must be of type list, not ['python', 3]"),
     ],
@@ -127,92 +94,174 @@ def test_fields_of_a_file_have_their_types(fields, message):
     check_fields({"kv_heads": None, "warmup": None, "lr": 1, "norm_args": {"eps": 1}}, "run.json")
 
 
-# A run whose options differ from their defaults, so that a reset shows. The warmup is the default for 100 steps.
-MODEL: dict[str, Any] = dict(
-    norm="layernorm", norm_args={"bias": False}, qk_norm="full", dim=64, layers=2, heads=4, kv_heads=2, head_dim=12,
-    hidden_dim=40, context=99, vocab_size=300, rope_theta=500.0, rotary_fraction=0.5, embedding_scale=3.0,
-    tie_embeddings=False, scaled_embedding=True, dropout=0.3, init="normal", depth_scaled_init=False,
-)  # fmt: skip
-TRAINING: dict[str, Any] = dict(
-    data=["shakespeare"], steps=100, warmup=5, batch_size=12, micro_batch_size=2, lr=0.3, schedule="cosine",
-    min_lr=0.03, weight_decay=0.3, momentum=0.3, clip=3.0, seed=3, device="cpu", dtype="float32", tf32=True,
-    deterministic=True, recompute=True, compile=False, shard=True, eval_every=3, eval_tokens=3,
-    save_every=3, keep=3, watch=3, log="wandb", out="out", cache_dir="elsewhere",
-)  # fmt: skip
-CHANGES: dict[str, dict[str, Any]] = {
-    "--dim 256": {"dim": 256, "hidden_dim": 704, "head_dim": 64},
-    "--heads 8": {"heads": 8, "head_dim": 8},
-    "--norm rmsnorm": {"norm": "rmsnorm", "norm_args": {}},
+# --- what follows from what was asked --------------------------------------------------------------------------------
+
+# Flags of a new run, and how it differs from one of the preset alone.
+NEW: dict[str, dict[str, Any]] = {
+    "--dim 256": {"dim": 256, "head_dim": 128, "hidden_dim": 704},
+    "--heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 32},
     "--placement deepnorm": {"placement": "deepnorm", "init": "xavier"},
-    "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
+    "--placement deepnorm --init normal": {"placement": "deepnorm"},
     "--steps 200": {"steps": 200, "warmup": 10},
     "--batch-size 9": {"batch_size": 9, "micro_batch_size": 9},
-    "--batch-size 8": {"batch_size": 8},
-    "--init xavier --qk-norm head": {"init": "xavier", "qk_norm": "head"},
-    "--optimizer adamw --lr 0.1 --dtype float16": {"optimizer": "adamw", "lr": 0.1, "dtype": "float16"},
+    "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
+    "--preset 1b --dim 1024": {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
+    "--preset 1b --dim 1024 --hidden-dim 8192": {"dim": 1024, "head_dim": 32},
+    "--preset 1b --dim 2048 --vocab-size 32000": {},
+    "--preset 1b --heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 512},
+    "--preset 1b --heads 16": {"heads": 16, "head_dim": 128},
+    "--preset 1b --kv-heads 16": {"kv_heads": 16},
+    "--preset 7b --heads 8 --no-recompute": {"heads": 8, "kv_heads": 8, "head_dim": 512, "recompute": False},
+    "--preset 124m --tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
+    "--preset small --batch-size 96": {"batch_size": 96},
+    "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
+    "--preset small --norm batchnorm": {"norm": "batchnorm", "micro_batch_size": 64},
+    "--preset small --norm batchnorm --micro-batch-size 32": {"norm": "batchnorm"},
+    "--preset small --dropout 0 --warmup 7": {"dropout": 0.0, "warmup": 7},
 }
+# Flags of a run, flags of one that continues it or takes its options, and how the two differ.
+LATER: dict[tuple[str, str], dict[str, Any]] = {
+    ("", "--dim 256"): {"dim": 256, "head_dim": 128, "hidden_dim": 704},
+    ("--hidden-dim 352", "--dim 256"): {"dim": 256, "head_dim": 128},
+    ("--preset 1b", "--dim 1024"): {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
+    ("--preset 1b --dim 1024", "--dim 2048"): {"dim": 2048, "head_dim": 64, "hidden_dim": 8192},
+    ("--preset 1b", "--heads 4"): {"heads": 4, "kv_heads": 4, "head_dim": 512},
+    ("--heads 4 --kv-heads 2", "--heads 8"): {"heads": 8, "head_dim": 16},
+    ("--heads 4 --head-dim 12", "--heads 8"): {"heads": 8, "kv_heads": 8},
+    ("", "--steps 200"): {"steps": 200, "warmup": 10},
+    ("--warmup 25", "--steps 200"): {"steps": 200},
+    ("--steps 100", "--warmup 5 --steps 200"): {"steps": 200},
+    ("--placement deepnorm", "--placement post"): {"placement": "post", "init": "normal"},
+    ("--placement deepnorm --init xavier", "--placement post"): {"placement": "post"},
+    ("--norm layernorm --norm-arg bias=false", "--norm dyt"): {"norm": "dyt", "norm_args": {}},
+    ("--norm layernorm --norm-arg bias=false", "--norm-arg eps=1"): {"norm_args": {"bias": False, "eps": 1}},
+    ("--norm layernorm --norm-arg bias=false", "--norm dyt --norm-arg alpha=2"): {
+        "norm": "dyt",
+        "norm_args": {"alpha": 2},
+    },
+    ("--norm-arg eps=0.5", "--norm-arg eps=0.75 --lr 0.1"): {"norm_args": {"eps": 0.75}, "lr": 0.1},
+    ("--preset small", "--batch-size 16"): {"batch_size": 16, "micro_batch_size": 16},
+    ("--preset small --micro-batch-size 8", "--batch-size 16"): {"batch_size": 16},
+    ("--tokenizer bytes", "--tokenizer sentencepiece"): {"tokenizer": "sentencepiece", "vocab_size": 2048},
+    ("--vocab-size 300", "--steps 500 --data a --data b c"): {"data": ["a", "b", "c"]},
+}
+HERE = {"device": "cpu", "dtype": "float32", "compile": False}
 
 
-@pytest.mark.parametrize("flags, changed", CHANGES.items())
-def test_an_option_changes_what_follows_from_it_and_nothing_else(flags, changed):
-    before = fields_of(ModelConfig(**MODEL), TrainConfig(**TRAINING))
-    after = fields_of(*parse(flags, of_run=before))
-    assert {name: value for name, value in after.items() if value != before[name]} == changed
+def run_of(flags: str = "", previous: dict[str, Any] | None = None, **decided: Any) -> dict[str, Any]:
+    """The options of the run.json of a run, which may continue another. `decided` replaces what was resolved."""
+    asked = read_train(flags.split())
+    settings = resolve(asked if previous else HERE | asked, previous)
+    resolved = fields_of(settings.model, settings.training) | decided
+    return json.loads(json.dumps({"asked": settings.asked, "resolved": resolved, "imports": []}))
 
 
-@pytest.mark.parametrize("chosen", [{"warmup": 7, "kv_heads": 1, "init": "xavier"}, {}])
-def test_what_was_chosen_is_kept_and_a_default_follows(chosen):
-    before = fields_of(ModelConfig(heads=4), TrainConfig(steps=100)) | chosen
-    after = fields_of(*parse("--steps 200 --heads 2 --placement post", of_run=before))
-    expected = {"warmup": 10, "kv_heads": 2, "init": "normal"} | chosen
-    assert {name: after[name] for name in expected} == expected
-    before = fields_of(ModelConfig(placement="deepnorm"), TrainConfig())
-    assert parse("--placement post --warmup 3", of_run=before)[0].init == "normal"
+def options(flags: str = "", previous: dict[str, Any] | None = None) -> dict[str, Any]:
+    return run_of(flags, previous)["resolved"]
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in after.items() if before[name] != value}
+
+
+@pytest.mark.parametrize("flags, expected", NEW.items())
+def test_what_follows_from_a_preset_and_flags(flags, expected):
+    """What was asked for never gives way, and run.json has it, with the preset."""
+    run, asked = run_of(flags), {"preset": "tiny"} | HERE | read_train(flags.split())
+    preset = asked["preset"]
+    assert changes(options(f"--preset {preset}"), run["resolved"]) == expected
+    assert run["asked"] == asked and ({"preset": preset} | run["resolved"]).items() >= asked.items()
+
+
+@pytest.mark.parametrize("flags, expected", LATER.items(), ids=" → ".join)
+def test_an_option_changes_what_follows_from_it_and_nothing_else(flags, expected):
+    run = run_of(flags[0])
+    assert options("", run) == run["resolved"]
+    assert changes(run["resolved"], options(flags[1], run)) == expected
 
 
 def test_flags_come_before_the_run_and_the_run_before_defaults():
-    model, training = ModelConfig(dim=64, norm_args={"eps": 0.5}), TrainConfig(steps=77, lr=0.25)
-    before = fields_of(model, training)
-    assert parse("", of_run=before) == (model, training)
-    changed_model, changed = parse("--lr 0.125 --norm-arg eps=0.75", of_run=before)
-    assert changed_model == dataclasses.replace(model, norm_args={"eps": 0.75})
-    assert changed == dataclasses.replace(training, lr=0.125)
+    """Also if the run itself was continued with other flags: all of them are in its run.json."""
+    for first, warmup in (("", 15), ("--warmup 25", 25)):
+        run = run_of("--steps 200", run_of(first))
+        after = options("--steps 300", run)
+        assert (run["asked"]["steps"], after["steps"], after["warmup"]) == (200, 300, warmup)
+    assert options("--preset small --steps 9")["steps"] == 9 and options("--steps 9")["lr"] == DEFAULTS["lr"]
+    assert combine({"lr": 1.0, "steps": 3}, {"lr": 2.0}) == {"lr": 2.0, "steps": 3}
     with pytest.raises(ValueError, match="use either --preset or --config, not both"):
-        parse("--config run.json --preset 1b", of_run=before)
+        read_config_file({"config": "run.json", "preset": "1b"})
+
+
+def test_a_changed_default_or_an_unknown_option_does_not_change_what_was_resolved():
+    """This run has values that do not follow from what it asked for, and lacks an option of today."""
+    run = run_of("", lr=0.3, hidden_dim=96, vocab_size=300, warmup=3, init="xavier", micro_batch_size=2)
+    del run["resolved"]["min_lr"]
+    assert options("", run) == run["resolved"] | {"min_lr": 0.0}
+    assert options("--layers 2 --clip 3", run) == run["resolved"] | {"min_lr": 0.0, "layers": 2, "clip": 3.0}
+    after = options("--steps 200 --lr 0.015", run)
+    assert (after["warmup"], after["lr"], after["hidden_dim"]) == (10, 0.015, 96)
+
+
+def test_another_machine_does_not_change_a_run(monkeypatch):
+    """Unless it lacks what the run used, or a flag asks."""
+    monkeypatch.setattr("machine.device.product_times", lambda: [1.0, 1.0])  # float32 is as fast
+    run = run_of("", dtype="bfloat16")
+    assert options("", run)["dtype"] == options("--steps 9", run)["dtype"] == "bfloat16"
+    assert [options(f"--dtype {name}", run)["dtype"] for name in ("auto", "float16")] == ["float32", "float16"]
+    run = run_of("--preset small")
+    micro = [follow({"preset": "small"}, None, memory=size)[1].micro_batch_size for size in (8e9, 16e9)]
+    assert micro == [16, 32] and follow({"clip": 3.0}, run, memory=8e9)[1].micro_batch_size == 32
+    assert follow({"preset": "small", "micro_batch_size": 32}, None, memory=8e9)[1].micro_batch_size == 32
+    run = run_of("", device="cuda:7", compile=True)
+    monkeypatch.setattr("runtime.run.missing_for_compile", lambda device: "")
+    assert changes(run["resolved"], options("", run)) == {"device": "cpu"}
+    monkeypatch.setattr("runtime.run.missing_for_compile", lambda device: "a compiler")
+    assert changes(run["resolved"], options("", run)) == {"device": "cpu", "compile": False}
+    monkeypatch.setattr("runtime.run.pick_device", torch.device)
+    assert changes(options("", run_of()), options("--device mps", run_of())) == {"device": "mps"}
+    monkeypatch.setattr("runtime.run.has_device", lambda name: True)
+    assert options("", run_of(device="mps"))["device"] == "mps"
+
+
+def test_default_preset_depends_on_the_device(monkeypatch):
+    """That of a GPU sees its corpus, of three million tokens, eleven times, where dropout of 0.2 helps."""
     small = PRESETS["small"]
-    assert (parse("--preset small --steps 9")[1].steps, parse("--preset small")[0].dim) == (9, small["dim"])
-    assert parse("--preset 124m --dim 768 --batch-size 480") == parse("--preset 124m")
-    assert parse("--preset 124m --tokenizer bytes")[0].vocab_size == 257
-    assert parse("--data a --data b c")[1].data == ["a", "b", "c"]
+    assert small["steps"] * small["batch_size"] * small["context"] < 11 * 3e6 and small["dropout"] == 0.2
+    assert options()["dim"] == ModelConfig().dim
+    monkeypatch.setattr("runtime.run.pick_device", torch.device)
+    assert options("--device mps")["dim"] == small["dim"]
+    assert options("--preset tiny --device mps")["dim"] == ModelConfig().dim
 
 
-# --- fields, flags, presets ------------------------------------------------------------------------------------------
+def test_a_pretrained_model_comes_after_the_preset_and_flags_may_repeat_it():
+    sizes: dict[str, Any] = dict(dim=64, kv_heads=1, hidden_dim=96, context=128)
+    base = ModelConfig(norm="layernorm", norm_args={"bias": False}, **sizes)
+    pretrained = dataclasses.asdict(base) | {"tokenizer": "pretrained"}
+    asked = {"preset": "1b", "norm": "layernorm", "dim": 64, "init_from": "base"}
+    model, training = configure(asked, pretrained)
+    assert model == base and (training.tokenizer, training.optimizer) == ("pretrained", "adamw")
+    for context, trained in ((32, 128), (256, None)):
+        model, _ = configure(asked | {"context": context, "dropout": 0.5}, pretrained)
+        expected: dict[str, Any] = {"context": context, "trained_context": trained, "dropout": 0.5}
+        assert model == dataclasses.replace(base, **expected)
+    for change in ({"heads": 8}, {"tokenizer": "bytes"}, {"norm": "rmsnorm"}, {"norm_args": {"eps": 0.5}}):
+        with pytest.raises(ValueError, match=r"contradicts --init-from, which has .*; leave it out"):
+            configure(asked | change, pretrained)
 
 
-def test_every_field_has_a_flag_in_the_help(capsys):
-    with pytest.raises(SystemExit):
-        parse("--help")
-    text = " ".join(capsys.readouterr().out.split())
-    assert {name for name, field in FIELDS.items() if f" {flag(field)}" not in text} == {"trained_context"}
-    assert len(FIELDS) == len(dataclasses.fields(ModelConfig)) + len(dataclasses.fields(TrainConfig))
-
-
-def test_every_flag_sets_its_field():
-    """Of a configuration that differs from the default in every field."""
-    model = ModelConfig(**MODEL | {"rope_scaling": dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 6.0), strict=True))})
-    model = dataclasses.replace(model, placement="sandwich")
-    training = TrainConfig(**TRAINING | {"optimizer": "adamw", "init_from": "base", "tokenizer": "pretrained"})
-    flags = to_flags(fields_of(model, training))
-    assert parse(" ".join(flags)) == (model, training)
+# --- presets and defaults --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_valid_and_repeat_no_defaults(preset):
-    model, training = parse(f"--preset {preset}")
-    got = dataclasses.asdict(model) | dataclasses.asdict(training)
+def test_presets_are_valid_and_name_nothing_that_would_follow_anyway(preset):
+    whole = fields_of(*configure({"preset": preset}))
     for name, value in PRESETS[preset].items():
-        assert got[name] == value
-        assert value != FIELDS[name].default, f"{name} already has this default"
+        assert whole[name] == value
+        try:
+            without = fields_of(*split({key: PRESETS[preset][key] for key in PRESETS[preset].keys() - {name}}))
+        except ValueError:
+            continue  # the others need it
+        assert without[name] != value, f"{name} follows"
 
 
 def test_derived_defaults():
@@ -223,19 +272,3 @@ def test_derived_defaults():
     assert ModelConfig(dim=4096, heads=32).hidden_dim == 10944
     assert TrainConfig(batch_size=24).micro_batch_size == 24
     assert TrainConfig(steps=1000).warmup == 50
-    assert parse("--tokenizer bytes")[0].vocab_size == 257
-
-
-def test_default_preset_depends_on_the_device():
-    """That of a GPU sees its corpus, of three million tokens, eleven times, where dropout of 0.2 helps."""
-    small = PRESETS["small"]
-    assert small["steps"] * small["batch_size"] * small["context"] < 11 * 3e6 and small["dropout"] == 0.2
-    assert parse("")[0].dim == ModelConfig().dim
-    assert parse("", "cuda")[0].dim == parse("", "mps")[0].dim == PRESETS["small"]["dim"]
-    assert parse("--preset tiny", "cuda")[0].dim == ModelConfig().dim
-
-
-def test_config_weights_is_the_number_of_parameters():
-    for model_config in (ModelConfig(norm="none"), ModelConfig(norm="none", heads=8, kv_heads=2, tie_embeddings=False)):
-        with torch.device("meta"):
-            assert model_config.weights == sum(weight.numel() for weight in Llama(model_config).parameters())

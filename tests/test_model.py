@@ -11,16 +11,36 @@ import dataclasses
 import hashlib
 import inspect
 import math
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from config import ModelConfig
-from fast.compiled import compile_decoding
-from model import ROLES, Llama, Rope, precompute_freqs_cis, rotate, weights_by_role
+from config import ModelConfig, TrainConfig
+from experiments.benchmarks import flops_per_token
+from experiments.plan import estimate
+from fast.compiled import CompiledDecoder, StaticCache
+from generate import cast_matrices
+from machine.device import deterministic
+from model import (
+    ROLES,
+    Attention,
+    Embedding,
+    Linear,
+    Llama,
+    Role,
+    Rope,
+    SwiGLU,
+    matrices,
+    precompute_freqs_cis,
+    rotate,
+)
+from norms import KINDS
+from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
+from optim import make_optimizers
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
@@ -65,6 +85,26 @@ def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32():
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
+def test_one_head_makes_logits_and_only_training_sees_added_terms(monkeypatch):
+    """A cap in `logits` holds in training, evaluation and generation; a term in `objective` is not in the loss."""
+    plain = random_weights_model(SMALL)(TOKENS).detach()
+    monkeypatch.setattr(Llama, "logits", lambda self, x: self.lm_head(x).tanh())
+    monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    model, objective = random_weights_model(SMALL), Llama.objective
+    torch.testing.assert_close(model(TOKENS), plain.tanh())
+    for decoder in (model, CompiledDecoder(model)):
+        cache: Any = decoder.new_cache()
+        for part in TOKENS.split([7, 1], dim=1):
+            last = decoder.next_logits(part, cache)
+        torch.testing.assert_close(last, plain[:, -1].tanh(), rtol=1e-5, atol=1e-5)
+    loss = model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
+    expected = nn.functional.cross_entropy(plain[:, :-1].tanh().flatten(0, 1), TOKENS[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected)
+    monkeypatch.setattr(Llama, "objective", lambda *arguments: objective(*arguments) | {"z_loss": torch.tensor(9.0)})
+    assert torch.equal(model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), loss)
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -83,8 +123,8 @@ def test_which_attention_is_called(monkeypatch):
     for part in TOKENS.split([5, 2, 1], dim=1):
         model(part, cache)
     monkeypatch.setattr("machine.builds.missing_for_compile", lambda device: "")
-    compile_decoding(model)
-    model.next_logits(TOKENS, model.new_cache())
+    decoder = CompiledDecoder(model)
+    decoder.next_logits(TOKENS, decoder.new_cache())
     whole = (8, SMALL.heads, 8, False, True)
     assert calls == [whole, (5, 4, 5, False, True), (2, 4, 7, True, False), (1, 4, 8, False, False), whole]
 
@@ -171,7 +211,8 @@ def test_a_tied_head_stays_the_embedding():
 # --- KV cache --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [[1] * 8, [2, 5, 1]], ids=str)
+@pytest.mark.parametrize("static", [False, True], ids=["LayerCache", "StaticCache"])
+@pytest.mark.parametrize("chunks", [[8], [1] * 8, [2, 5, 1]], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -180,10 +221,15 @@ def test_a_tied_head_stays_the_embedding():
     ],
     ids=str,
 )  # fmt: skip
-def test_cached_forward_matches_uncached(chunks, changes):
+def test_cached_forward_matches_uncached(chunks, changes, static):
     model = random_weights_model(dataclasses.replace(SMALL, **changes))
+    length, parts = torch.zeros((), dtype=torch.int64), []
     model.recompute, cache = True, model.new_cache()  # gradient checkpointing leaves a model with a cache alone
-    parts = [model(part, cache) for part in TOKENS.split(chunks, dim=1)]
+    if static:
+        cache = [StaticCache(SMALL.context, length) for _ in model.layers]
+    for part in TOKENS.split(chunks, dim=1):
+        parts.append(model(part, cache))
+        length += part.shape[1]  # the decoder counts
     torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
@@ -217,16 +263,21 @@ def test_exceeding_the_context_is_refused():
 WIDE = ModelConfig(dim=256, layers=3, heads=4, kv_heads=2, context=8, vocab_size=300, tie_embeddings=False)
 
 
+def drawn(seed: int, name: str, shape: torch.Size) -> Tensor:
+    """The unscaled weight."""
+    digest = hashlib.sha256(f"{seed} {name} {tuple(shape)}".encode()).digest()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "big")))
+
+
 def test_initial_weight_depends_on_seed_name_and_shape():
-    model, seed, ours = Llama(SMALL, seed=7), 7, "layers.1.mlp.up_proj.weight"
-    name, weight = f"model.{ours}", model.get_parameter(ours)
-    digest = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    assert torch.equal(weight, torch.randn(weight.shape, generator=generator) * 0.02)
+    model, ours = Llama(SMALL, seed=7), "layers.1.mlp.up_proj.weight"
+    weight = model.get_parameter(ours)
+    assert torch.equal(weight, drawn(7, f"model.{ours}", weight.shape) * 0.02)
     assert not torch.equal(weight, model.get_parameter(ours.replace("1", "0")))
     assert not torch.equal(weight, Llama(SMALL, seed=8).get_parameter(ours))
-    matrices = {f"model.{name}" for name, weight in model.named_parameters() if weight.ndim == 2}
-    assert {name for _, name, _ in weights_by_role(model)} == matrices
+    assert {name for _, name, _ in matrices(model)} == {
+        f"model.{name}" for name, weight in model.named_parameters() if weight.ndim == 2
+    }
 
 
 def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
@@ -241,26 +292,93 @@ def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
     ):
         torch.manual_seed(99)
         other = Llama(dataclasses.replace(SMALL, depth_scaled_init=False, **changes))
-        others = {name: weight for _, name, weight in weights_by_role(other)}
-        assert all(torch.equal(weight, others[name]) for _, name, weight in weights_by_role(base)), changes
+        others = {name: weight for _, name, weight in matrices(other)}
+        assert all(torch.equal(weight, others[name]) for _, name, weight in matrices(base)), changes
 
 
 @pytest.mark.parametrize("init", ["normal", "xavier"])
 @pytest.mark.parametrize("depth_scaled", [True, False])
 def test_init_std_by_role(init, depth_scaled):
     model = Llama(dataclasses.replace(WIDE, init=init, depth_scaled_init=depth_scaled))
-    seen = set()
-    for role, _, weight in weights_by_role(model):
+    for role, _, weight in matrices(model):
         expected = 0.02
-        if init == "xavier" and role != "embedding":
+        if init == "xavier" and role.name != "embedding":
             expected = math.sqrt(2 / sum(weight.shape))
-        elif init == "normal" and depth_scaled and role in ("attention_out", "down"):
+        elif init == "normal" and depth_scaled and role.name in ("attention_out", "down"):
             expected = 0.02 / math.sqrt(2 * 3)
         # with 32768 values or more, the estimate of the standard deviation has a relative error of 0.4% or less
         assert float(weight.detach().double().std()) == pytest.approx(expected, rel=0.02), role
         assert abs(float(weight.detach().double().mean())) < 0.02 * expected
-        seen.add(role)
-    assert seen == {"embedding", "head", *ROLES}
+    assert {role for role, _, _ in matrices(model)} == set(ROLES)
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+
+class Gated(Attention):
+    """Attention with an output gate, a matrix of a new role."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.gate = Linear(config.dim, config.dim, role="attention_gate")
+
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        return super().forward(x, *arguments) * self.gate(x).sigmoid()
+
+
+def test_nothing_is_uninitialized_when_a_constructor_returns():
+    """Memory that nobody has written is NaN here."""
+    variants: list[dict[str, Any]] = [{"norm": kind} for kind in KINDS]
+    variants += [{"placement": name, "scaled_embedding": True} for name in PLACEMENTS]
+    with deterministic(True):
+        assert torch.empty(3).isnan().all()
+        made: list[nn.Module] = [Linear(3, 5, "gate"), Embedding(SMALL), StaticCache(4, torch.tensor(0))]
+        made += [Llama(dataclasses.replace(SMALL, tie_embeddings=False, **variant)) for variant in variants]
+    for module in made:
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            assert tensor.isfinite().all(), f"{name} of {module}"
+
+
+PLAIN = [lambda: nn.Linear(24, 3), lambda: nn.Embedding(24, 3), lambda: nn.Parameter(torch.zeros(3, 3))]
+
+
+@pytest.mark.parametrize("make", PLAIN, ids=["linear", "embedding", "parameter"])
+def test_a_matrix_without_a_role_is_an_error_at_construction(make, monkeypatch):
+    class Wider(SwiGLU):
+        def __init__(self, config: ModelConfig):
+            super().__init__(config)
+            self.extra = make()
+
+    monkeypatch.setattr("model.SwiGLU", Wider)
+    name = r"^layers\.0\.mlp\.extra(\.weight)?"
+    with pytest.raises(ValueError, match=name + r" is a matrix without a role; make it with model\.Linear\(inputs"):
+        Llama(SMALL)
+
+
+@pytest.mark.parametrize("changed", [{}, {"hidden": False, "low_precision": False}], ids=str)
+def test_a_new_role_is_one_line(changed, monkeypatch):
+    """Its matrix is drawn under its path, trained, cast and counted like its neighbours, or as the role says."""
+    training = TrainConfig(dtype="float32", batch_size=2)
+    plain, planned = Llama(SMALL, seed=7), estimate(SMALL, training, "h100", 1, False)
+    monkeypatch.setattr("model.Attention", Gated)
+    with pytest.raises(ValueError, match=r"role 'attention_gate' is not known: add it to ROLES in model\.py"):
+        Llama(SMALL)
+    monkeypatch.setattr("model.ROLES", [*ROLES, Role("attention_gate", **changed)])
+    model: Any = Llama(SMALL, seed=7)
+    weight = model.layers[1].self_attn.gate.weight
+    assert torch.equal(weight, drawn(7, "model.layers.1.self_attn.gate.weight", weight.shape) * 0.02)
+    others = model.state_dict()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in plain.state_dict().items())
+    if not changed:
+        assert flops_per_token(model) - flops_per_token(plain) == 6 * 2 * weight.numel()
+    more = estimate(SMALL, training, "h100", 1, False)["parameters"] - planned["parameters"]
+    assert more == 2 * weight.numel()
+    model.objective(TOKENS[:, :-1], TOKENS[:, 1:])["train_loss"].backward()
+    before, muon = weight.detach().clone(), make_optimizers(model, training)[0]
+    muon.step()
+    assert torch.equal(weight, before) == bool(changed)
+    cast_matrices(model, torch.bfloat16)
+    assert model.layers[1].self_attn.gate.weight.dtype == (torch.float32 if changed else torch.bfloat16)
 
 
 # --- dropout and recomputation ---------------------------------------------------------------------------------------
@@ -283,7 +401,7 @@ def test_dropout_applies_to_attention_and_mlp(dtype):
     """Of attention, both its output and its probabilities, which change the values that are not dropped."""
     model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5)).train()
     x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
-    block, rope = model.get_submodule("layers.0"), model.rope(0, 8)
+    block, rope = model.get_submodule("layers.0"), model.rope(slice(8))
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         cases: list[tuple[Any, tuple, bool]] = [(block.self_attn, (x, rope), True), (block.mlp, (x,), False)]

@@ -1,0 +1,114 @@
+"""Flags: one for each option, text to values and back, keywords of Python, and errors in one line."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, get_origin
+
+import pytest
+
+import config
+import train
+from config import DEFAULTS, FIELDS, ModelConfig, TrainConfig, flag_name, option
+from norms import KINDS
+from runtime import flags
+from runtime.flags import read_keywords, read_train, read_value, to_flags
+from runtime.run import fields_of, resolve
+from runtime.run_dir import read_run_file, write_run_file
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--norm batch", f"argument --norm: invalid choice: batch (choose from {', '.join(KINDS)})"),
+        ("--dim wide", "argument --dim: invalid int value: wide"),
+        ("--norm-arg eps", "--norm-arg takes key=value, not eps"),
+        ("--learning-rate 3", "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
+        ("--n_layer=6", "unrecognized arguments: --n_layer=6; did you mean --layers?"),
+        ("--no-comiple", "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
+        ("--laers 3 --stesp 4", "unrecognized arguments: --laers 3 --stesp 4; did you mean --layers and --steps?"),
+        ("lr", "unrecognized arguments: lr"),
+    ],
+)
+def test_argparse_error_is_one_line_with_exit_code_2(line, message, refused):
+    # quoting differs between Python versions
+    assert refused(train.main, line.split()).replace("'", "") == f"error: {message}\n"
+
+
+def help_text(capsys) -> str:
+    with pytest.raises(SystemExit):
+        read_train(["--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_every_field_has_a_flag_in_the_help(capsys):
+    text = help_text(capsys)
+    hidden = {name for name, field in FIELDS.items() if not field.metadata["help"]}
+    assert {name for name in FIELDS if f" {flag_name(name)}" not in text} == hidden == {"trained_context"}
+    assert len(FIELDS) == len(dataclasses.fields(ModelConfig)) + len(dataclasses.fields(TrainConfig))
+
+
+def another(field: dataclasses.Field) -> Any:
+    """A value of this option that is not its default."""
+    values: dict[Any, Any] = {bool: field.default is not True, int: 7, float: 0.25, str: "a b", list: ["a b", "c"]}
+    values[dict] = {"eps": 1e-05, "bias": False, "cast_order": "llama", "groups": 3}
+    choices = [choice for choice in field.metadata.get("choices", ()) if choice != field.default]
+    return choices[-1] if choices else values[get_origin(field.type) or field.type]
+
+
+def test_every_flag_sets_its_field():
+    """Text becomes a value of the option's type. What was not asked is not there."""
+    asked = {name: another(field) for name, field in FIELDS.items() if field.metadata["help"]}
+    asked |= {"preset": "1b", "config": "run.json", "resume": True, "eval_only": True}
+    found = read_train(to_flags(asked))
+    assert found == asked and all(type(found[name]) is type(value) for name, value in asked.items())
+    booleans = [name for name, field in FIELDS.items() if field.type is bool]
+    for value in (True, False):
+        assert read_train(to_flags(dict.fromkeys(booleans, value))) == dict.fromkeys(booleans, value)
+    assert read_train([]) == {} == read_train(to_flags({"resume": False, "val_data": [], "kv_heads": None}))
+    again = ["--data", "a", "--norm-arg", "eps=1", "--data", "b", "c", "--norm-arg", "bias=True"]
+    assert read_train(again) == {"data": ["a", "b", "c"], "norm_args": {"eps": 1, "bias": True}}
+
+
+def test_a_value_is_what_it_looks_like_or_of_the_type_that_it_should_have():
+    for text, value in {"true": True, "False": False, "1": 1, "1e-5": 1e-5, "1.0": 1.0, "llama": "llama"}.items():
+        assert read_value(text) == value and type(read_value(text)) is type(value)
+        assert read_value(text, str) == text
+    assert type(read_value("1", float)) is float and (read_value("1.5", int), read_value("1", bool)) == ("1.5", "1")
+
+
+def test_keywords_are_options_with_values_of_their_types():
+    given = {"norm_args": {"alpha": 0.5}, "out": Path("a/b"), "data": (Path("c"), "d"), "lr": 1, "warmup": None}
+    found = read_keywords(given | {"resume": True}, ("resume",))
+    assert found == {"norm_args": {"alpha": 0.5}, "out": "a/b", "data": ["c", "d"], "lr": 1, "resume": True}
+    wrong = {"sed": ("1", "'sed' is not an option; did you mean seed?"), "resme": (True, "did you mean resume?")}
+    wrong |= {"xyzzy": (1, "'xyzzy' is not an option"), "dim": ("64", "train: dim must be of type int, not '64'")}
+    for name, (value, message) in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(message) + "$"):
+            read_keywords({name: value}, ("resume",))
+
+
+def test_an_option_is_one_field(monkeypatch, capsys, tmp_path):
+    """Added to a copy of each configuration: its flag, its help, and run.json, where an older one lacks it."""
+    run: dict[str, Any] = {"asked": {"steps": 9}, "resolved": {**DEFAULTS}, "imports": []}
+    copied: Any
+    new: list[tuple[Any, str, type, Any]] = [(ModelConfig, "gated", bool, option(False, "gate attention"))]
+    new += [(TrainConfig, "z_loss", float, option(0.25, "a term"))]
+    for original, name, kind, default in new:
+        fields = [*((each.name, each.type, each) for each in dataclasses.fields(original)), (name, kind, default)]
+        checks = {"__post_init__": original.__post_init__}
+        copied = dataclasses.make_dataclass(original.__name__, fields, frozen=True, namespace=checks)
+        for module in (config, flags):
+            monkeypatch.setattr(module, original.__name__, copied)
+        monkeypatch.setitem(FIELDS, name, copied.__dataclass_fields__[name])
+        monkeypatch.setitem(DEFAULTS, name, default.default)
+    text = help_text(capsys)
+    assert "--gated, --no-gated gate attention" in text and "--z-loss FLOAT a term (default: 0.25)" in text
+    here = ["--device", "cpu", "--dtype", "float32", "--no-compile"]
+    for line, expected in (("", (False, 0.25)), ("--gated --z-loss 1", (True, 1.0)), ("--lr 1", (True, 1.0))):
+        settings = resolve(read_train([*here, *line.split()]), run)
+        run |= {"asked": settings.asked, "resolved": fields_of(settings.model, settings.training)}
+        write_run_file(tmp_path / "run.json", run)
+        run = read_run_file(tmp_path / "run.json")
+        assert (run["resolved"]["gated"], run["resolved"]["z_loss"]) == expected
+    assert (run["asked"]["gated"], run["asked"]["z_loss"], run["asked"]["steps"]) == (True, 1.0, 9)
