@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.ablation.comparison import Finding, compare
+from experiments.ablation.report import Finding, compare
 from experiments.ablation.grid import Cell, losses_of
 from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, read_outcome
 from experiments.ablation.plots import plot_differences

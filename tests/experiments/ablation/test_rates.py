@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from experiments.ablation.comparison import Finding, compare
+from experiments.ablation.report import Finding, compare
 from experiments.ablation.grid import Cell, Grid
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.rates import SPACING, find_optimum, next_runs
