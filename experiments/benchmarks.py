@@ -149,7 +149,7 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     """Measure a training step of one micro-batch, compared with the speed of matrix products alone."""
     before = peak_memory(device)
     model = Llama(config.model).to(device)
-    step = training_step(model, config.train, config.dtype)
+    step = Step(model, config.train, config.dtype)
     step()
     step()  # with the optimizers' state
     memory = peak_memory(device) - before
@@ -169,25 +169,27 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     }
 
 
-def training_step(model: Llama, config: TrainConfig, dtype: torch.dtype) -> Call:
-    """A step of `model` on random tokens, which are always the same."""
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    model.recompute = config.recompute
-    device = model.embed_tokens.weight.device
-    objective = model.objective
-    if config.compile:
-        check_compile(device)
-        objective = torch.compile(objective)
-    optimizers = make_optimizers(model, config)
-    shape = config.micro_batch_size, model.config.context + 1
-    tokens = torch.randint(model.config.vocab_size, shape, device=device)
-    pairs, scaler = [(tokens[:, :-1], tokens[:, 1:])], GradScaler(device.type, enabled=dtype == torch.float16)
+class Step:
+    """A training step of `model` on one micro-batch. Inputs and targets are the same random tokens in each step."""
 
-    def step() -> None:
-        accumulate_gradients(objective, pairs, 1, dtype, scaler)
-        update_weights(model, optimizers, config.lr, config.clip, scaler)
+    def __init__(self, model: Llama, config: TrainConfig, dtype: torch.dtype):
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        model.recompute = config.recompute
+        device = model.embed_tokens.weight.device
+        objective = model.objective
+        if config.compile:
+            check_compile(device)
+            objective = torch.compile(objective)
+        self.optimizers = make_optimizers(model, config)
+        shape = config.micro_batch_size, model.config.context
+        tokens = torch.randint(model.config.vocab_size, shape, device=device)
+        scaler = GradScaler(device.type, enabled=dtype == torch.float16)
+        self.accumulate = partial(accumulate_gradients, objective, [(tokens, tokens)], 1, dtype, scaler)
+        self.update = partial(update_weights, model, self.optimizers, config.lr, config.clip, scaler)
 
-    return step
+    def __call__(self) -> None:
+        self.accumulate()
+        self.update()
 
 
 def flops_per_token(model: Llama) -> float:
@@ -206,7 +208,7 @@ def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
         for value in values:
             dim, layers, context, batch_size = (SHAPE | {axis: value}).values()
             model = Llama(dim=dim, layers=layers, heads=max(1, dim // 64), context=context).to(device)
-            steps[value] = training_step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), dtype)
+            steps[value] = Step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), dtype)
             work[value] = batch_size * context, flops_per_token(model)
         seconds = time_alternately(steps, config.rounds, device)
         base = SHAPE[axis]

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -23,7 +24,7 @@ import train
 from config import DEFAULTS, Asked, ModelConfig, TrainConfig, combine, flag_name
 from data.prepare import Prepared, prepare
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
-from experiments.ablation.rates import Optimum, find_optimum, next_runs
+from experiments.ablation.rates import Losses, Optimum, find_optimum, next_runs
 from files import InUse, digest, require
 from machine.device import pick_device
 from machine.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
@@ -243,24 +244,23 @@ class Grid:
     # Learning rates.
 
     def tune(
-        self, arms: list[Arm], lrs: list[float], seeds: range, widen: int = WIDEN, first: int = SELECTION_SEEDS
+        self, lrs: Mapping[Arm, list[float]], seeds: range, widen: int = WIDEN, first: int = SELECTION_SEEDS
     ) -> tuple[dict[Arm, Optimum], Outcomes]:
         """The optimum of each arm, to be reported on `seeds`, and the runs that found it.
 
-        It starts with `lrs` and `first` other seeds. Up to `widen` times, an arm gets another rate or another seed.
+        An arm starts with its `lrs` and `first` other seeds. Up to `widen` times, it gets another rate or seed.
         """
-        wanted = dict.fromkeys(arms, (lrs, first))
         found: Outcomes = {}
+        losses: dict[Arm, Losses] = {}
+        wanted = {arm: (rates, first) for arm, rates in lrs.items()}
         for _ in range(widen + 1):
-            asked: list[Cell] = []
-            for arm, (rates, count) in wanted.items():
-                asked += selection([arm], rates, seeds.start, count)
-            found |= self.run(asked)
-            losses = {arm: losses_of(arm, found.values()) for arm in arms}
+            cells = (selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items())
+            found |= self.run([*chain.from_iterable(cells)])
+            losses |= {arm: losses_of(arm, found.values()) for arm in wanted}
             wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(seeds)))}
             if not wanted:
                 break
-        return {arm: find_optimum(losses[arm]) for arm in arms}, found
+        return {arm: find_optimum(losses[arm]) for arm in lrs}, found
 
 
 def last_line(log: Path) -> str:

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ablation.comparison import Finding
 from experiments.ablation.outcome import Outcome, grouped
+from experiments.ablation.report import Finding
 
 LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}

@@ -1,8 +1,8 @@
 """The learning rate of each arm: the vertex of a parabola through its losses, from runs that are not reported.
 
-The best rate of a coarse grid favors the arm whose optimum the grid happens to hit. The loss over ln(rate) is close to
-a parabola near its minimum, so a few runs there find the minimum to within a fraction of the grid's spacing, and say
-what the error of the rate may cost. The arms are then compared with other seeds.
+The best rate of a coarse grid favors the arm whose optimum the grid happens to hit. The loss over ln(rate) is
+close to a parabola near its minimum, so a few runs there find the minimum to within a fraction of the grid's
+spacing, and say what the error of the rate may cost. The arms are then compared with other seeds.
 """
 
 import math
@@ -17,7 +17,7 @@ from experiments.statistics import t_quantile
 
 NEAR = 0.1  # nats above the lowest loss, within which the parabola is fitted
 WINDOW = NEAR / math.log(2)  # the same in bits, per byte
-POINTS = 5  # rates it takes
+POINTS = 5  # rates that a parabola needs
 SPACING = 1.6  # between rates that are added
 
 Losses = Mapping[float, Sequence[float]]  # by rate, val_bpb of each seed; infinite if the run diverged
@@ -34,7 +34,7 @@ class Optimum:
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
 
     def holds(self, losses: Iterable[float], window: float = WINDOW) -> bool:
-        """Whether the other seeds, which are reported, end near the parabola. If not, training is a matter of luck."""
+        """Whether the reported seeds end, on average, near the parabola. If not, training is a matter of luck."""
         values = list(losses)
         return self.regret is not None and not (values and abs(fmean(values) - self.loss) > window)
 
@@ -50,18 +50,16 @@ def find_optimum(losses: Losses) -> Optimum:
     best = Optimum(min(sorted(losses), key=lambda lr: fmean(losses[lr])), None)
     if len(close) < POINTS or not math.isfinite(fmean(losses[best.lr])):
         return best
-    points = [(math.log(lr), loss) for lr in close for loss in losses[lr]]
-    x, y = np.array(points).T
+    x, y = np.array([(math.log(lr), loss) for lr in close for loss in losses[lr]]).T
     middle = x.mean()  # keeps the equations well conditioned
-    terms = np.stack([(x - middle) ** 2, x - middle, np.ones_like(x)], axis=1)
-    (a, b, c), (squares,) = np.linalg.lstsq(terms, y)[:2]
-    variance = squares / (len(y) - 3)
-    if a <= 0 or not x.min() < middle - b / (2 * a) < x.max():
+    (a, b, c), covariance = np.polyfit(x - middle, y, 2, cov=True)
+    vertex = middle - b / (2 * a)
+    if a <= 0 or not x.min() < vertex < x.max():
         return best
-    slope = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # of the vertex over the coefficients
-    error = slope @ np.linalg.inv(terms.T @ terms) @ slope * variance
-    lr = float(f"{math.exp(middle - b / (2 * a)):.3g}")
-    return Optimum(lr, *map(float, (a * error, c - b * b / (4 * a), a, math.sqrt(variance))))
+    gradient = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # of the vertex over the coefficients
+    regret = a * (gradient @ covariance @ gradient)
+    noise = np.std(y - np.polyval((a, b, c), x - middle), ddof=3)
+    return Optimum(float(f"{math.exp(vertex):.3g}"), *map(float, (regret, c - b * b / (4 * a), a, noise)))
 
 
 def close_rates(losses: Losses) -> list[float]:

@@ -161,7 +161,7 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     try:
         if len(lrs) > 1:
             sweep, optima = selection(arms, lrs, ablation.seeds.start), {}
-            optima, found = grid.tune(arms, lrs, ablation.seeds)
+            optima, found = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
             sweep = list(found)
         grid.run(ablation.reported(optima))
     finally:

@@ -3,12 +3,10 @@
 import json
 import math
 import platform
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from data.corpus import RULES, Corpus
 from experiments.ablation.grid import Cell, Grid, prepare_text, resolve_arms, resolve_devices, settings_digest
 from experiments.ablation.outcome import Arm, Outcome, grouped
 from experiments.ablation.rates import SPACING
-from experiments.studies.page import PROSE, RESULTS, write_page
+from experiments.studies import trained, untrained
+from experiments.studies.page import RESULTS, read_entries, write_page
 from experiments.studies.study import Measured, Protocol, Row, Study
-from experiments.studies.verdict import read_entries
 from files import digest, lock_file, read_json, require, write_atomically
 from machine.device import describe
 from machine.process import bad_input
@@ -32,13 +30,9 @@ from runtime.run import commit
 from runtime.run_dir import LOCK, RUNS_FOLDER, read_run_file
 from runtime.watch import stream_rms
 
-STUDIES: dict[str, Study] = {
-    name: import_module(f"experiments.studies.{name.replace('-', '_')}").STUDY
-    for name in re.findall("<!-- ([a-z-]+) -->", PROSE.read_text("utf-8"))
-}
+STUDIES = {study.name: study for study in (*untrained.STUDIES, *trained.STUDIES)}
 WIDEN = 14  # rates and seeds that an arm may try on top until its optimum is found
 THREADS = 1  # CPU threads of each run; another number changes the last digits
-CURVE = 20  # points of a loss curve that are kept
 
 
 def main(arguments: list[str]) -> None:
@@ -78,20 +72,22 @@ def main(arguments: list[str]) -> None:
     print(f"see {out / 'CLAIMS.md'}")
 
 
-def run_study(study: Study, scale: str, seed: int, grid_of: Callable[..., Grid], file: Path) -> None:
+def run_study(study: Study, scale: str, first_seed: int, grid_of: Callable[..., Grid], file: Path) -> None:
     """Measure a study at a scale and add that to `file`, by the scale and the rules of the corpus.
 
     So a result on text that other rules split stays, and the new one stands beside it.
     """
     protocol, started = study.scales[scale], time.process_time()
-    seeds, rules = range(seed, seed + protocol.seeds), RULES if protocol.arms else ""
+    seeds, rules = range(first_seed, first_seed + protocol.seeds), RULES if protocol.arms else ""
     with bad_input():
         content: dict[str, Any] = read_json(file, dict) if file.exists() else {}
     if study.measure and not protocol.arms:
-        measured: Measured = {"runs": study.measure(protocol, seeds), "device": describe(torch.device("cpu"))}
+        values = [(seed, study.measure(protocol, seed)) for seed in seeds]
+        rows = [{"arm": arm, "seed": seed, "value": value} for seed, found in values for arm, value in found.items()]
+        measured: Measured = {"runs": rows, "search": [], "device": describe(torch.device("cpu"))}
     else:
         measured = train_arms(protocol, seeds, grid_of)
-    rows = measured["runs"] + measured.get("search", [])
+    rows = measured["runs"] + measured["search"]
     seconds = time.process_time() - started + sum(row.get("seconds") or 0 for row in rows)
     environment = {
         "protocol": study.hash(scale, rules),
@@ -102,37 +98,37 @@ def run_study(study: Study, scale: str, seed: int, grid_of: Callable[..., Grid],
         "python": platform.python_version(),
         "hours": round(seconds / 3600, 3),
     }
-    result = {"environment": environment, "protocol": asdict(protocol), "measured": measured}
-    content[f"{scale}, {rules}" if rules else scale] = result
+    content[f"{scale}, {rules}" if rules else scale] = {"environment": environment, "measured": measured}
     write_atomically(file, json.dumps(content) + "\n")
 
 
 def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -> Measured:
     """Train every arm with every seed, at its best learning rate or at all of its rates."""
-    measured: Measured = {"runs": [], "search": [], "corpora": {}}
-    optima = {}
+    measured: Measured = {"runs": [], "search": [], "corpora": {}, "optima": {}}
+    optima = measured["optima"]
     for data, names in grouped((runs.data, name) for name, runs in protocol.arms.items()).items():
         arms = {name: Arm.of(**protocol.arms[name].factors) for name in names}
         with bad_input():  # the text may need a download
             grid = grid_of(protocol.flags, list(arms.values()), data)
-        starts = [(protocol.arms[name].lr, name) for name in names if protocol.arms[name].lr]
-        for lr, tuned in grouped(starts).items():
-            lrs = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
-            best, tried = grid.tune([arms[name] for name in tuned], lrs, seeds, WIDEN, first=1)
-            nats = next(run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb)  # per bit
-            optima.update({name: best[arms[name]].scaled(nats) for name in tuned})
-            measured["search"] += rows_of(grid, tried, arms)
+        starts = {arms[name]: rates_around(protocol.arms[name].lr) for name in names if protocol.arms[name].lr}
+        found, tried = grid.tune(starts, seeds, WIDEN, first=1)
+        nats_per_bit = [run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb]
+        optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in names if arms[name] in found}
         cells = [
             Cell(arms[name], lr, seed)
             for seed in seeds  # of all arms in turn: a stopped measurement has pairs
             for name in names
-            for lr in protocol.arms[name].lrs or (optima[protocol.arms[name].like or name].lr,)
+            for lr in protocol.arms[name].lrs or (optima[protocol.arms[name].like or name]["lr"],)
         ]
         measured["runs"] += rows_of(grid, grid.run(cells), arms)
+        measured["search"] += rows_of(grid, tried, arms)
         measured["corpora"][data] = grid.data.corpus_hash
-    measured["optima"] = {name: asdict(optimum) for name, optimum in optima.items()}
     measured["initial"] = math.log(grid.data.tokenizer.vocab_size)
     return measured | {"device": describe(torch.device(grid.devices[0]))}
+
+
+def rates_around(lr: float) -> list[float]:
+    return [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
 
 
 def make_grid(
@@ -157,10 +153,9 @@ def rows_of(grid: Grid, outcomes: Mapping[Cell, Outcome], arms: Mapping[str, Arm
             model = load_pretrained(folder)[0]
             tokens, _ = next(evaluation_batches(grid.data.val, model.config.context, 8))
             residual_rms = [round(value, 6) for value in stream_rms(model.train(), tokens)]
-        curve = [[row["step"], round(row["train_loss"], 4)] for row in run.log if "train_loss" in row]
-        value, made_by = None if run.diverged else run.val_loss, read_run_file(folder / "run.json")["commit"]
-        row = {"arm": names[cell.arm], "lr": cell.lr, "seed": cell.seed, "value": value, "best": run.best_val_loss}
-        row |= {"seconds": run.seconds, "train_loss": curve[:: max(1, len(curve) // CURVE)]}
+        row = {"arm": names[cell.arm], "lr": cell.lr, "seed": cell.seed}
+        row |= {"value": None if run.diverged else run.val_loss, "best": run.best_val_loss, "seconds": run.seconds}
+        made_by = read_run_file(folder / "run.json")["commit"]
         rows.append(row | {"residual_rms": residual_rms, "commit": made_by})
     return rows
 

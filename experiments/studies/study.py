@@ -1,6 +1,6 @@
 """What a study is: what is measured at each scale, and what would count as reproducing a published sentence.
 
-All of it is written down, and committed, before the runs. Scale S has 0.23 million parameters and sees 1.02
+All of it is written down and committed before the runs. Scale S has 0.23 million parameters and sees 1.02
 million tokens, M has 0.84 and sees 2.05 million. Tokens are bytes, so losses are in nats per byte. Most studies
 are judged with Muon: between seeds, its losses vary less than AdamW's.
 """
@@ -11,18 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from experiments.ablation.outcome import grouped
 from files import digest
-from model import Llama
 
 Row = dict[str, Any]  # JSON: {"arm": "RMSNorm", "seed": 0, "value": 1.4}, and more of a run of train.py
 Measured = dict[str, Any]  # JSON: {"runs": reported rows, ...}
 Values = dict[str, float]  # by arm, of one seed
 Region = tuple[float, float]
-BELOW, ABOVE = (-math.inf, 0.0), (0.0, math.inf)
+ABOVE = (0.0, math.inf)
 
 TINY = (
     "--tokenizer bytes --layers 4 --heads 2 --batch-size 8 --dtype float32 --no-compile --schedule linear --steps 1000 "
@@ -32,8 +28,6 @@ S = f"{TINY} --dim 64 --context 128"
 M = f"{TINY} --dim 128 --context 256"
 # The scale "gpu" runs only if asked for: 14 million parameters, 65 million tokens of 8,192 kinds.
 GPU = "--preset small --dropout 0 --dtype bfloat16 --compile --steps 2000 --eval-every 2000 --save-every 2000 --keep 1"
-LRS = {"muon": 0.016, "adamw": 0.005}  # where searches start
-SQUASHED = {"init": "xavier", "scaled_embedding": "true"}  # for DyT and Derf, which do not rescale what they get
 
 
 @dataclass(frozen=True)
@@ -48,18 +42,6 @@ class Runs:
     like: str = ""
     lrs: tuple[float, ...] = ()
     data: str = "python"
-
-
-def tuned(optimizer: str, data: str = "python", **factors: str) -> Runs:
-    return Runs({"optimizer": optimizer, **factors}, LRS[optimizer], data=data)
-
-
-def both(name: str, **factors: str) -> dict[str, Runs]:
-    """An arm with Muon, and with AdamW."""
-    return {name: tuned("muon", **factors), f"{name}, AdamW": tuned("adamw", **factors)}
-
-
-RMSNORM = both("RMSNorm")
 
 
 @dataclass(frozen=True)
@@ -96,12 +78,14 @@ def difference(arm: str, baseline: str, ratio: bool = False, **more: Any) -> Eff
     return Effect(f"{arm} {'/' if ratio else '−'} {baseline}", {arm: 1, baseline: -1}, ratio=ratio, **more)
 
 
-def slope(name: str, arms: Mapping[float, Mapping[str, float]], **more: Any) -> Effect:
-    """The least-squares slope over x of sums of arms' values: {x: {arm: coefficient}}."""
-    *_, total = accumulate(arms)  # Python 3.12's sum() rounds otherwise, and the hash of the study would change
-    center = total / len(arms)
-    *_, spread = accumulate((x - center) ** 2 for x in arms)
-    terms = {arm: (x - center) / spread * sign for x, group in arms.items() for arm, sign in group.items()}
+def slope(name: str, arms: Mapping[int, Mapping[str, float]], **more: Any) -> Effect:
+    """The least-squares slope over ln(x) of sums of arms' values: {x: {arm: coefficient}}."""
+    x = {number: math.log(number) for number in arms}
+    *_, total = accumulate(x.values())  # Python 3.12's sum() rounds otherwise, and the hash of the study would change
+    center = total / len(x)
+    *_, spread = accumulate((value - center) ** 2 for value in x.values())
+    weights = {number: (value - center) / spread for number, value in x.items()}
+    terms = {arm: weights[number] * sign for number, group in arms.items() for arm, sign in group.items()}
     return Effect(name, terms, **more)
 
 
@@ -112,7 +96,7 @@ class Study:
     name: str
     effects: Sequence[Effect]
     protocols: Mapping[str, Protocol]  # by scale
-    measure: Callable[[Protocol, range], list[Row]] | None = None  # where a protocol has no arms
+    measure: Callable[[Protocol, int], Values] | None = None  # with a seed, where a protocol has no arms
     values: Mapping[str, Callable[[list[Row], Measured], Values]] = field(default_factory=dict)  # by seed
     unit: str = "nats"  # the unit of the effects in the figure
     exact: bool = False  # an identity
@@ -140,10 +124,3 @@ def losses(rows: Sequence[Row], name: str = "value") -> dict[str, list[float]]:
 
 def lowest(rows: Sequence[Row], measured: Measured, name: str = "value") -> Values:
     return {arm: min(group) for arm, group in losses(rows, name).items()}
-
-
-def new_model(seed: int, **options: Any) -> tuple[Llama, Tensor, Tensor]:
-    """A model of width 64, and a batch of random tokens: inputs and targets."""
-    model = Llama(seed=seed, dim=64, heads=2, context=64, vocab_size=257, **options)
-    ids = torch.randint(257, (8, 65), generator=torch.Generator().manual_seed(seed))
-    return model, ids[:, :-1], ids[:, 1:]

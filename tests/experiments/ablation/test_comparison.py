@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.ablation.comparison import Finding, compare
 from experiments.ablation.grid import Cell, losses_of
 from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, read_outcome
 from experiments.ablation.plots import plot_differences
 from experiments.ablation.rates import Optimum
-from experiments.ablation.report import cells_of, comparison_section, missing, sweep_section
+from experiments.ablation.report import Finding, cells_of, compare, comparison_section, missing, sweep_section
 from experiments.statistics import estimate
 
 

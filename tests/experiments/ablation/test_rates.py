@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from experiments.ablation.comparison import Finding, compare
 from experiments.ablation.grid import Cell, Grid
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.rates import SPACING, find_optimum, next_runs
+from experiments.ablation.report import Finding, compare
 
 RATES = LOW, _, MIDDLE, NEXT, HIGH = [0.01 * 1.5**i for i in range(-2, 3)]
 STEEP, FLAT = 3.0, 0.1  # curvatures: few of these rates are close to the lowest loss, or all
