@@ -107,7 +107,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     for name, tensor in norm.state_dict().items():
         shared = tensor.numel() and tensor.data_ptr() == another[name].data_ptr()
         require(not (shared or tensor.is_meta), unsaved)  # `ModelConfig` made a norm on the meta device before
-    x = torch.ones(2, 8, config.dim, device=device).cumsum(1).cumsum(2).sin()  # values that differ
+    x = torch.ones(2, 8, config.dim, device=device).cumsum(0).cumsum(1).cumsum(2).sin()  # values that differ
     changed = x.clone()
     changed[:, -1] += 1
 

@@ -422,6 +422,7 @@ def test_a_model_is_evaluated_on_all_of_another_text(command, capsys, tmp_path, 
     expected = {"val_loss": nats / (len(ids) - 1)}
     expected["val_bpb"] = nats / math.log(2) / int(tokenizer.token_bytes[ids[1:]].sum())
     before = sorted(tmp_path.rglob("runs/*"))
+    text.unlink()  # the training text is not needed
     for where in (f"--out {run}", f"--init-from {find_checkpoint(run)}"):
         for flag in ("--data", "--val-data"):
             capsys.readouterr()
