@@ -7,7 +7,7 @@ minutes at a time. Ratios within one report are reliable; milliseconds of two re
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +75,7 @@ def read_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
-def time_alternately(calls: dict[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
+def time_alternately(calls: Mapping[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
     """Median seconds of each call, over rounds that make each call once."""
     synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
     seconds: dict[Any, list[float]] = {name: [] for name in calls}

@@ -110,7 +110,7 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         arms = {name: Arm.of(**protocol.arms[name].factors) for name in names}
         with bad_input():  # the text may need a download
             grid = grid_of(protocol.flags, list(arms.values()), data)
-        starts = {arms[name]: rates_around(protocol.arms[name].lr) for name in names if protocol.arms[name].lr}
+        starts = {arms[name]: rates_around(lr) for name in names if (lr := protocol.arms[name].lr)}
         found, tried = grid.tune(starts, seeds, WIDEN, first=1)
         nats_per_bit = [run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb]
         optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in names if arms[name] in found}

@@ -71,7 +71,7 @@ def gradients_and_updates(protocol: Protocol, seed: int) -> Values:
     They are the norms of the gradient of the last MLP's second matrix, and of the change of the logits after one step
     of SGD, and after one by the gradient's sign.
     """
-    found = {}
+    found: Values = {}
     for placement, depth in product(("post", "pre", "deepnorm"), protocol.depths):
         model, tokens, targets = new_model(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
         model.loss(tokens, targets).backward()
