@@ -30,10 +30,11 @@ from train import accumulate_gradients, update_weights
 
 Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
-PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product bounds training speed
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the matrices whose product bounds training
 WARMUP_ROUNDS = 2
+# The model and the batch of `growth`, and the values of each while the others stay.
 SHAPE = {"dim": 256, "layers": 4, "context": 256, "batch_size": 16}
-AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}  # of `growth`
+AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
                 norms[kind] = build_norm(kind, dim)
     if compiled:
         check_compile(device)
-        for kind in ("rmsnorm", "layernorm"):  # those that PyTorch has a kernel for
+        for kind in ("rmsnorm", "layernorm"):  # PyTorch has kernels for both
             norm = build_norm(kind, dim)
             norm.compile()
             norms[f"{kind}, compiled"] = norm
@@ -151,7 +152,7 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     model = Llama(config.model).to(device)
     step = Step(model, config.train, config.dtype)
     step()
-    step()  # with the optimizers' state
+    step()  # the second has the optimizers' state from its start
     memory = peak_memory(device) - before
     size = PRODUCT_SIZE[device.type]
     matrix = torch.randn(size, size, device=device, dtype=config.dtype)

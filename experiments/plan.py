@@ -81,7 +81,7 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     passes = min(2, micro_batches)  # the others are like the second
     limits = CARDS[card]
     dtype, peak_flops = torch.bfloat16, limits.flops  # float16 takes as much
-    if config.dtype == "float32":  # with TF32, half of bfloat16's on all of these cards
+    if config.dtype == "float32":  # TF32 has half of bfloat16's on all of these cards
         dtype = torch.float32
         peak_flops = limits.flops / 2 if config.tf32 and card not in BEFORE_AMPERE else limits.float32
     sdpa = F.scaled_dot_product_attention

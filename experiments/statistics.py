@@ -16,9 +16,9 @@ from statistics import mean, stdev
 
 import numpy as np
 
-CONFIDENCE = 0.95  # of intervals
+CONFIDENCE = 0.95  # how often an interval covers the true mean
 ALPHA = 0.05  # significance level
-POWER = 0.8  # how often an effect of the smallest detectable size is shown
+POWER = 0.8  # how often an effect of the smallest detectable size is significant
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
 
 

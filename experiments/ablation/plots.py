@@ -51,10 +51,10 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
     """
     arms = grouped((run.arm, run) for run in runs)
     metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
-    shown = list(product(units, metrics or METRICS))
-    figure = Figure(figsize=(6.8, 1 + 3 * len(shown) + 0.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(len(shown), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
-    for axes, (unit, metric) in zip(panels, shown, strict=True):
+    panels = list(product(units, metrics or METRICS))
+    figure = Figure(figsize=(6.8, 1 + 3 * len(panels) + 0.2 * len(arms)), layout="constrained")
+    column = figure.subplots(len(panels), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
+    for axes, (unit, metric) in zip(column, panels, strict=True):
         for number, (arm, group) in enumerate(arms.items()):
             points = curve(group, metric, unit)
             style = f"oC{number}{LINES[number // 10 % 4]}"
@@ -65,7 +65,7 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
+    figure.legend(*column[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     return figure
 
 

@@ -17,7 +17,7 @@ from experiments.ablation.grid import (
     NOT_COMPARED,
     Cell,
     Grid,
-    cells,
+    cells_for,
     prepare_text,
     resolve_arms,
     resolve_devices,
@@ -37,41 +37,26 @@ from pages.watch import plot_watch
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms", "lr": "--lrs", "seed": "--seeds"}
-SHARED = NOT_COMPARED | {
-    "data",
-    "val_data",
-    "text_column",
-    "tokenizer",
-    "vocab_size",
-    "eval_tokens",
-    "device",
-    "shard",
-}  # by all arms
+TEXT = {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens"}
+SHARED = NOT_COMPARED | TEXT | {"device", "shard"}  # no factor of a comparison
 
 
 @dataclass(frozen=True)
 class AblationConfig:
     """Options of `ablate.py`, besides those of train.py."""
 
-    norms: list[str] = option(
-        ["rmsnorm"], "norms to compare; the first is the baseline", metavar="KIND[:KEY=VALUE,...]"
-    )
-    placements: list[str] = option(
-        ["pre"], "placements to compare; the first is the baseline", metavar=None, choices=PLACEMENTS
-    )
+    norms: list[str] = option(["rmsnorm"], "norms to compare, baseline first", metavar="KIND[:KEY=VALUE,...]")
+    placements: list[str] = option(["pre"], "placements to compare, baseline first", metavar=None, choices=PLACEMENTS)
     factor: list[str] = option(
         [],
-        "values of another option to compare, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
+        "values of another option to compare, such as optimizer=muon,adamw, baseline first; may be repeated",
         action="append",
         nargs=None,
         metavar="NAME=V1,V2",
     )
     seeds: int = option(3, "number of seeds per arm, from --seed on")
     lrs: list[float] = option(
-        [],
-        "learning rates from which the search for each arm's best one starts, in addition to --lr, on two other seeds",
-        type=float,
-        metavar="LR",
+        [], "rates to start each arm's search for its best one, with --lr, on two other seeds", type=float, metavar="LR"
     )
     jobs: int = option(None, "runs at a time per device; --device cuda:0,1 names two (default: by cores, 1 on a GPU)")
     threads: int = option(1, "CPU threads per run")
@@ -111,21 +96,16 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
         settings = resolve_arms(arms, on_device | {"dtype": started[0]["resolved"]["dtype"]})
     config = next(iter(settings.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
-    grid = Grid(
-        folder=folder,
-        settings=settings,
-        shared=shared,
-        data=prepare_text(settings),
-        jobs=options.jobs or most,
-        threads=options.threads,
-        devices=devices,
-    )
+    jobs, text = options.jobs or most, prepare_text(settings)
+    grid = Grid(folder, settings, shared, text, jobs, options.threads, devices)
     lrs = sorted({*options.lrs, config.lr})
     seeds = range(config.seed, config.seed + options.seeds)
     torch.set_num_threads(options.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
-    grid.outcomes([*cells(settings, lrs, seeds), *selection(settings, lrs, config.seed)])  # before anything is written
+    grid.outcomes(
+        [*cells_for(settings, lrs, seeds), *selection(settings, lrs, config.seed)]
+    )  # before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     return Ablation(grid, lrs, seeds)
 
@@ -204,7 +184,7 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     if runs and runs[0].arm == reported[0].arm:  # the baseline: colors are those of the other plot
         figures["curves"] = plot_curves(runs, title)
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
-    if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # of the last seed
+    if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_watch(watched)
     sections = [markdown(summary)]
     for name, plot in figures.items():

@@ -82,8 +82,8 @@ def run_study(study: Study, scale: str, first_seed: int, grid_of: Callable[..., 
     with bad_input():
         content: dict[str, Any] = read_json(file, dict) if file.exists() else {}
     if study.measure and not protocol.arms:
-        values = [(seed, study.measure(protocol, seed)) for seed in seeds]
-        rows = [{"arm": arm, "seed": seed, "value": value} for seed, found in values for arm, value in found.items()]
+        values = {seed: study.measure(protocol, seed) for seed in seeds}
+        rows = [{"arm": arm, "seed": seed, "value": values[seed][arm]} for seed in seeds for arm in values[seed]]
         measured: Measured = {"runs": rows, "search": [], "device": describe(torch.device("cpu"))}
     else:
         measured = train_arms(protocol, seeds, grid_of)
@@ -116,7 +116,7 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in names if arms[name] in found}
         cells = [
             Cell(arms[name], lr, seed)
-            for seed in seeds  # of all arms in turn: a stopped measurement has pairs
+            for seed in seeds  # all arms in turn, so that a stopped measurement has pairs
             for name in names
             for lr in protocol.arms[name].lrs or (optima[protocol.arms[name].like or name]["lr"],)
         ]

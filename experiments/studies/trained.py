@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.studies.study import ABOVE, Effect, M, Protocol, Runs, S, Study, difference, losses, lowest, slope
 
-LRS = {"muon": 0.016, "adamw": 0.005}  # where searches start
+LRS = {"muon": 0.016, "adamw": 0.005}  # the middle of the first rates of a search
 
 
 def tuned(optimizer: str, data: str = "python", **factors: str) -> Runs:
