@@ -164,8 +164,6 @@ class Grid:
         imports = check_imports(run["imports"], run["resolved"])
         require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 
-    # Running.
-
     def run(self, cells: list[Cell]) -> Outcomes:
         """Run those of `cells` that have not ended. Returns all their outcomes, in the order of `cells`.
 
@@ -235,8 +233,6 @@ class Grid:
             asked = combine(self.shared, cell.arm.asked, decided)
         asked |= ({"device": device} if device else {}) | {"out": str(folder)}
         return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
-
-    # Learning rates.
 
     def tune(
         self, lrs: Mapping[Arm, list[float]], seeds: range, widen: int = WIDEN, first: int = SELECTION_SEEDS

@@ -103,9 +103,8 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
     torch.set_num_threads(options.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
-    grid.outcomes(
-        [*cells_for(settings, lrs, seeds), *selection(settings, lrs, config.seed)]
-    )  # before anything is written
+    planned = [*cells_for(settings, lrs, seeds), *selection(settings, lrs, config.seed)]
+    grid.outcomes(planned)  # refuses runs with other settings before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     return Ablation(grid, lrs, seeds)
 
@@ -148,9 +147,6 @@ def run_ablation(ablation: Ablation, command: str) -> None:
         write_report(ablation, sweep, optima, command)
 
 
-# --- what it writes --------------------------------------------------------------------------------------------------
-
-
 def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Optimum], command: str) -> None:
     """Write `runs.csv`, `table.md`, the plots and `report.html` about the runs that have ended.
 
@@ -175,9 +171,8 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     figures = {}
     if any(finding.values for finding in found.values()):
-        lrs = {cell.arm: cell.lr for cell in reported}
-        swept = len(set(lrs.values())) > 1
-        named = {f"{arm.name}\nlr {lrs[arm]:g}" if swept else arm.name: each for arm, each in found.items()}
+        swept = len({optimum.lr for optimum in optima.values()}) > 1
+        named = {f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name: each for arm, each in found.items()}
         label = f"val_bpb minus that of {reported[0].arm.name}, paired by seed (left is better)"
         figures["differences"] = plot_differences(named, label, title)
     runs = [outcomes[cell] for cell in reported if cell in outcomes]
