@@ -29,7 +29,7 @@ from runtime.run import default_preset, follow, read_config_file
 from train import accumulate_gradients, update_weights
 
 Call = Callable[[], Any]
-Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
+Report = dict[str, Any]  # the results of one command: "rows" with the same keys, and what these mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the matrices whose product bounds training
 WARMUP_ROUNDS = 2
 # The model and the batch of `growth`, and the values of each while the others stay.
@@ -134,8 +134,8 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
             norm = build_norm(kind, dim)
             norm.compile()
             norms[f"{kind}, compiled"] = norm
-    norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # its kernel needs that
-    norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs parameters in the dtype of x
+    norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # as CUDA's kernel needs
+    norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs the dtype of x
     if dtype != torch.float32 and device.type != "cuda":
         norms["F.layer_norm, all bf16"] = nn.LayerNorm(dim, dtype=dtype)
     return {name: norm.to(device) for name, norm in norms.items()}

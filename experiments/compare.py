@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
 
 def find_runs(names: list[str]) -> list[Path]:
     """The directories of the runs, with those of each ablation. Raises ValueError if one has no run."""
-    found: dict[Path, Path] = {}  # keys are without links
+    found: dict[Path, Path] = {}  # keys are resolved paths
     for folder in map(Path, names):
         file = folder / "runs.csv"  # the baseline comes first
         rows = csv.DictReader(file.read_text("utf-8", "replace").splitlines()) if file.exists() else []
@@ -87,7 +87,7 @@ def read_settings(folder: Path) -> dict[str, str]:
     if "weights_from" in run:
         settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
     settings["data"] = f"{run['corpus']['name']}@{run['corpus']['hash'][:6]}"
-    del settings["val_data"], settings["text_column"]  # the hash says what they lead to
+    del settings["val_data"], settings["text_column"]  # the hash covers them
     settings["tokenizer"] += f"@{run['tokenizer']['hash'][:6]}"
     return settings | {"folder": str(folder.parent.parent if folder.parent.name == "cells" else folder)}
 

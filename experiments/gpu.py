@@ -51,7 +51,7 @@ class GPUConfig:
     part: str = option(None, "run only this part (default: all)", choices=list(PARTS))
     folder: str = option("runs/gpu", "new folder for the results", metavar="DIR")
     text: str = option("shakespeare", "shakespeare, or without a network a file with tiny Shakespeare", metavar="PATH")
-    device = "cuda"  # no option
+    device = "cuda"  # not an option
 
     def __post_init__(self) -> None:
         require(not Path(self.folder).exists(), f"--folder {self.folder} exists; name a new one")

@@ -29,8 +29,8 @@ class Estimate:
     mean: float
     half_width: float | None  # None for a single value
     n: int
-    p: float | None  # two-sided, of "the mean is 0", by the one-sample t test; None for a single value
-    detectable: float | None = None  # about the smallest true mean that four of five experiments would show
+    p: float | None  # two-sided p-value of "the mean is 0", by the one-sample t test; None for a single value
+    detectable: float | None = None  # about the smallest true mean that four of five experiments detect
 
     @property
     def low(self) -> float:

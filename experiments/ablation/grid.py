@@ -35,7 +35,7 @@ from runtime.run import fields_of, read_config_file, resolve
 from runtime.run_dir import read_rows, read_run_file
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
-WIDEN = 8  # rates and seeds that an arm may try on top until its optimum is found
+WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
 END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
@@ -220,7 +220,7 @@ class Grid:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+                start_new_session=True,  # Ctrl-C reaches only this process, and it passes it on
             )
 
     def command(self, cell: Cell, device: str = "") -> list[str]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from experiments.ablation.outcome import Outcome, grouped
 from experiments.ablation.report import Finding
 
-LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
+LINES = ["-", "--", ":", "-."]  # colors repeat after ten arms, with the next line
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from experiments.statistics import t_quantile
 
-NEAR = 0.1  # nats above the lowest loss, within which the parabola is fitted
+NEAR = 0.1  # nats: the parabola is fitted to losses this close to the lowest
 WINDOW = NEAR / math.log(2)  # the same in bits, per byte
-POINTS = 5  # rates that a parabola needs
-SPACING = 1.6  # between rates that are added
+POINTS = 5  # the least number of rates for a parabola
+SPACING = 1.6  # ratio of an added rate to its neighbor
 
 Losses = Mapping[float, Sequence[float]]  # val_bpb of each seed, by rate; infinite if the run diverged
 

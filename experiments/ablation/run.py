@@ -38,7 +38,7 @@ from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_f
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms", "lr": "--lrs", "seed": "--seeds"}
 TEXT = {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens"}
-SHARED = NOT_COMPARED | TEXT | {"device", "shard"}  # no factor of a comparison
+SHARED = NOT_COMPARED | TEXT | {"device", "shard"}  # cannot be factors: all runs share them
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
     folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{settings_digest(as_asked)}")
     check_not_in_use(folder)
     started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
-    if started and dtype == "auto":  # a measurement, which might come out differently now
+    if started and dtype == "auto":  # it was measured, and might come out differently now
         settings = resolve_arms(arms, on_device | {"dtype": started[0]["resolved"]["dtype"]})
     config = next(iter(settings.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1

@@ -31,7 +31,7 @@ from runtime.run_dir import LOCK, RUNS_FOLDER, read_run_file
 from runtime.watch import stream_rms
 
 STUDIES = {study.name: study for study in (*untrained.STUDIES, *trained.STUDIES)}
-WIDEN = 14  # rates and seeds that an arm may try on top until its optimum is found
+WIDEN = 14  # rates and seeds that an arm may try beyond the first ones
 THREADS = 1  # CPU threads of each run; another number changes the last digits
 
 

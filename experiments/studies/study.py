@@ -14,9 +14,9 @@ from typing import Any
 from experiments.ablation.outcome import grouped
 from files import digest
 
-Row = dict[str, Any]  # JSON: {"arm": "RMSNorm", "seed": 0, "value": 1.4}, and more of a run of train.py
+Row = dict[str, Any]  # JSON: {"arm": "RMSNorm", "seed": 0, "value": 1.4}, and more about a run of train.py
 Measured = dict[str, Any]  # JSON: {"runs": reported rows, ...}
-Values = dict[str, float]  # one seed's, by arm
+Values = dict[str, float]  # values of one seed, by arm
 Region = tuple[float, float]
 ABOVE = (0.0, math.inf)
 
@@ -67,7 +67,7 @@ class Effect:
     reproduced: Region | None = None
     expected: Region | None = None
     value: str = "value"  # an arm's value: its lowest last loss, or a name in `Study.values`
-    ratio: bool = False  # values are logarithms, and the page has their ratio
+    ratio: bool = False  # values are logarithms, printed as a ratio
 
     def __post_init__(self) -> None:
         if self.expected is None:
@@ -97,7 +97,9 @@ class Study:
     effects: Sequence[Effect]
     protocols: Mapping[str, Protocol]  # keys are scales
     measure: Callable[[Protocol, int], Values] | None = None  # takes a seed, where a protocol has no arms
-    values: Mapping[str, Callable[[list[Row], Measured], Values]] = field(default_factory=dict)  # one seed's
+    values: Mapping[str, Callable[[list[Row], Measured], Values]] = field(
+        default_factory=dict
+    )  # from the rows of one seed
     unit: str = "nats"  # the unit of the effects in the figure
     exact: bool = False  # an identity
 

@@ -24,7 +24,7 @@ def both(name: str, **factors: str) -> dict[str, Runs]:
 
 # --- norms -----------------------------------------------------------------------------------------------------------
 
-SQUASHED = {"init": "xavier", "scaled_embedding": "true"}  # for DyT and Derf, which do not rescale what they get
+SQUASHED = {"init": "xavier", "scaled_embedding": "true"}  # DyT and Derf do not rescale their input
 RMSNORM = both("RMSNorm")
 LAYERNORM = both("LayerNorm", norm="layernorm")
 DYT = both("DyT", norm="dyt:alpha=0.5", **SQUASHED)
