@@ -1,6 +1,5 @@
 """The plots of an ablation. In all of them an arm has the same color and line."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -71,10 +70,9 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
 
 def curve(runs: list[Outcome], metric: str, unit: str) -> list[np.ndarray]:
     """The means of a unit and of a metric at the steps that all `runs` logged."""
-    steps = defaultdict(list)
+    pairs = []
     for run in runs:
         at = {row["step"]: row[unit] for row in run.log if unit in row}  # evaluations have no seconds of their own
-        for row in run.log:
-            if metric in row and row["step"] in at:
-                steps[row["step"]].append((at[row["step"]], row[metric]))
-    return [np.mean(points, axis=0) for _, points in sorted(steps.items()) if len(points) == len(runs)]
+        logged = (row for row in run.log if metric in row and row["step"] in at)
+        pairs += [(row["step"], (at[row["step"]], row[metric])) for row in logged]
+    return [np.mean(points, axis=0) for _, points in sorted(grouped(pairs).items()) if len(points) == len(runs)]

@@ -48,11 +48,7 @@ class AblationConfig:
     norms: list[str] = option(["rmsnorm"], "norms to compare, baseline first", metavar="KIND[:KEY=VALUE,...]")
     placements: list[str] = option(["pre"], "placements to compare, baseline first", metavar=None, choices=PLACEMENTS)
     factor: list[str] = option(
-        [],
-        "values of another option to compare, such as optimizer=muon,adamw, baseline first; may be repeated",
-        action="append",
-        nargs=None,
-        metavar="NAME=V1,V2",
+        [], "values of other options to compare, such as optimizer=muon,adamw, baseline first", metavar="NAME=V1,V2"
     )
     seeds: int = option(3, "number of seeds per arm, from --seed on")
     lrs: list[float] = option(

@@ -110,7 +110,10 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         arms = {name: Arm.of(**protocol.arms[name].factors) for name in names}
         with bad_input():  # the text may need a download
             grid = grid_of(protocol.flags, list(arms.values()), data)
-        starts = {arms[name]: rates_around(lr) for name in names if (lr := protocol.arms[name].lr)}
+        starts = {}
+        for name in names:
+            if lr := protocol.arms[name].lr:
+                starts[arms[name]] = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
         found, tried = grid.tune(starts, seeds, WIDEN, first=1)
         nats_per_bit = [run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb]
         optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in names if arms[name] in found}
@@ -125,10 +128,6 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         measured["corpora"][data] = grid.data.corpus_hash
     measured["initial"] = math.log(grid.data.tokenizer.vocab_size)
     return measured | {"device": describe(torch.device(grid.devices[0]))}
-
-
-def rates_around(lr: float) -> list[float]:
-    return [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
 
 
 def make_grid(
