@@ -233,7 +233,7 @@ class Trainer:
             self.step += 1
             if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                 self.log_training()
-            signum = max(distributed.all_gather(stop[0] if stop else 0))
+            signum = distributed.all_reduce_max(stop[0] if stop else 0)
             if self.due(config.save_every) or signum:
                 self.save()
             if signum:
