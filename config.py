@@ -4,6 +4,7 @@ What was asked is a mapping of options to values, wherever it comes from: flags,
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,13 +91,9 @@ class ModelConfig:
     dim: int = carried(128, "width of the residual stream")
     layers: int = carried(4, "number of blocks")
     heads: int = carried(2, "number of attention heads")
-    kv_heads: int = option(
-        None, "number of key/value heads, for grouped-query attention (default: --heads)", export="carried"
-    )
+    kv_heads: int = carried(None, "number of key/value heads, for grouped-query attention (default: --heads)")
     head_dim: int = carried(None, "features per head (default: --dim / --heads)")
-    hidden_dim: int = option(
-        None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)", export="carried"
-    )
+    hidden_dim: int = carried(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
     context: int = carried(256, "maximum sequence length in tokens")
     vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
     trained_context: int = carried(None, "")  # the context of --init-from, if it was longer
@@ -271,25 +268,49 @@ def configure(
     if "micro_batch_size" in preset and memory < 12e9:
         preset["micro_batch_size"] //= 2
     whole = DEFAULTS | combine(preset, pretrained or {}, asked)
-    fits = {
+    kept = {
         "hidden_dim": whole["dim"] == preset.get("dim"),
         "kv_heads": whole["heads"] % preset.get("kv_heads", 1) == 0,
         "vocab_size": whole["tokenizer"] != "bytes",
         "micro_batch_size": whole["batch_size"] % preset.get("micro_batch_size", 1) == 0
         and TRAITS.get(whole["norm"], Traits()).per_token,
     }
-    preset = {name: value for name, value in preset.items() if fits.get(name, True)}
+    preset = {name: value for name, value in preset.items() if kept.get(name, True)}
     if pretrained:
         asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # without repetitions
     given = combine(preset, pretrained or {}, asked)
     if pretrained:
-        check_pretrained(pretrained, given)
+        for name in (name for name in pretrained if name not in NOT_PRETRAINED):
+            flag, there = f"{flag_name(name)} {as_text(given[name])}", as_text(pretrained[name])
+            fits = given[name] == pretrained[name]
+            require(fits, f"{flag} contradicts --init-from, which has {there}; leave it out")
         longest = pretrained.get("trained_context") or pretrained["context"]
         given["trained_context"] = longest if longest > given["context"] else None
     elif given.get("tokenizer") == "bytes":
         size = given.setdefault("vocab_size", 257)
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
     return split(given)
+
+
+def follow(
+    asked: Asked, previous: dict[str, Any] | None, pretrained: Asked | None = None, memory: float = math.inf
+) -> tuple[ModelConfig, TrainConfig]:
+    """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
+
+    What differs is what was asked now, and what follows otherwise from it. So a changed default or another machine
+    does not change the options of a run.
+    """
+    before: Asked = previous["asked"] if previous else {}
+    configs = configure(combine(before, asked), pretrained, memory)
+    if not previous:
+        return configs
+    then, now = fields_of(*configure(before, pretrained, memory)), fields_of(*configs)
+    changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
+    return split(DEFAULTS | previous["resolved"] | changed)
+
+
+def fields_of(model: ModelConfig, training: TrainConfig) -> dict[str, Any]:
+    return dataclasses.asdict(model) | dataclasses.asdict(training)
 
 
 def combine(*sources: Asked) -> dict[str, Any]:
@@ -312,18 +333,29 @@ def split(given: Asked) -> tuple[ModelConfig, TrainConfig]:
     return ModelConfig(**model), TrainConfig(**training)
 
 
-def check_pretrained(pretrained: Asked, given: Asked) -> None:
-    """Raise ValueError, naming the flag, unless weights of the model `pretrained` fit what was asked for."""
-    for name, value in pretrained.items():
-        asked = f"{flag_name(name)} {as_text(given[name])}"
-        fits = name in NOT_PRETRAINED or given[name] == value
-        require(fits, f"{asked} contradicts --init-from, which has {as_text(value)}; leave it out")
+def changed_options(before: Asked, model: ModelConfig, training: TrainConfig) -> tuple[list[str], list[str]]:
+    """How options differ from those of a run that is resumed: the changes that are allowed, and the others."""
+    changed, fixed = [], []
+    for name, here in fields_of(model, training).items():
+        there = before.get(name, DEFAULTS[name])
+        was = f"{flag_name(name)} {as_text(there)}"
+        if there != here and (name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME):
+            fixed.append(f"{was}, not {as_text(here)}")
+        elif there != here:
+            changed.append(f"{was} -> {as_text(here)}")
+    return changed, fixed
 
 
-def check_fields(given: Asked, source: str) -> None:
-    """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
+def check_fields(given: Asked, source: str, others: Asked | None = None) -> None:
+    """Raise ValueError, naming `source` and the option, unless these are options with values of the right types.
+
+    `others` has the types of options that are not fields.
+    """
+    kinds = {name: each.type for name, each in FIELDS.items()} | dict(others or {})
     for name, value in given.items():
-        require(name in FIELDS, f"{source}: {name!r} is not an option of this version")
-        kind: Any = FIELDS[name].type
-        valid = is_a(value, kind) or (value is None and DEFAULTS[name] is None)
-        require(valid, f"{source}: {name} must be of type {getattr(kind, '__name__', kind)}, not {value!r}")
+        similar = difflib.get_close_matches(name, kinds, n=1)
+        hint = f"; did you mean {similar[0]}?" if similar else ""
+        require(name in kinds, f"{source}: {name!r} is not an option of this version{hint}")
+        valid = is_a(value, kinds[name]) or (value is None and DEFAULTS[name] is None)
+        wanted = getattr(kinds[name], "__name__", kinds[name])
+        require(valid, f"{source}: {name} must be of type {wanted}, not {value!r}")

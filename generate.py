@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -150,14 +150,6 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int)
 # --- the sampler -----------------------------------------------------------------------------------------------------
 
 
-class Decoder(Protocol):
-    """What computes logits while tokens are generated: a `Llama`, or faster code around one."""
-
-    def new_cache(self, tokens: int | None = None) -> Any: ...
-
-    def next_logits(self, tokens: Tensor, cache: Any) -> Tensor: ...
-
-
 def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
     """Store the weights of all matrix products in `dtype`, for a model that only generates.
 
@@ -174,7 +166,7 @@ def generate(
     model: Llama,
     ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
     ends: int | Collection[int] = (),
-    decoder: Decoder | None = None,
+    decoder: Any = None,
     **options: Any,
 ) -> Tensor:
     """`ids` with their continuation: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
@@ -202,14 +194,11 @@ def generate(
 
 @torch.inference_mode()
 def stream_ids(
-    model: Llama,
-    prompts: Tensor,
-    sampling: Sampling,
-    ends: int | Collection[int] = (),
-    decoder: Decoder | None = None,
+    model: Llama, prompts: Tensor, sampling: Sampling, ends: int | Collection[int] = (), decoder: Any = None
 ) -> Iterator[list[int]]:
     """Yield the next token id of each sample, which continues its row of `prompts` (B, T), until all have ended.
 
+    The `decoder` computes the logits: the model itself, or faster code that has its `new_cache` and `next_logits`.
     A sample ends with an id of `ends` and then repeats it. Each sample has its own random numbers, a function of the
     seed and its index, so it does not depend on the other samples. No global random state is touched. Raises
     ValueError, before the first token, if the context is too short, and NotFinite if a logit is NaN or infinite.
@@ -290,7 +279,7 @@ def stream_text(
     sampling: Sampling,
     samples: int = 1,
     stop: Sequence[str] = (),
-    decoder: Decoder | None = None,
+    decoder: Any = None,
 ) -> Iterator[list[str | None]]:
     """Yield the new text of each sample, token by token; None for one that has ended.
 

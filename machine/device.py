@@ -189,7 +189,11 @@ def compiling_pays(device: torch.device, steps: int, flops: float) -> bool:
     return device.type == "cuda" and steps >= 500
 
 
-def check_compile(device: torch.device) -> None:
-    """Raise BadInput if this machine lacks what `torch.compile` needs."""
-    if missing := missing_for_compile(device):
+def check_compile(device: torch.device, asked: bool = True) -> bool:
+    """Whether this machine has what `torch.compile` needs. If not, raise BadInput if it was `asked` for, else warn."""
+    missing = missing_for_compile(device)
+    if missing and asked:
         raise BadInput(f"--compile needs {missing}; or use --no-compile")
+    if missing:
+        warn(f"not compiled: torch.compile needs {missing}")
+    return not missing

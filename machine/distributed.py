@@ -100,10 +100,6 @@ def launch() -> list[str]:
     return all_gather(f"{socket.gethostname()}:{Path(file).parents[2]}") if file else []
 
 
-def barrier() -> None:
-    all_gather(None)
-
-
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
     """Raise a ValueError, OSError or InUse of any rank on all ranks. Nothing inside may wait for other ranks."""

@@ -26,15 +26,7 @@ from data.tokenizer import Tokenizer
 from files import explained, read_json, require, sha256, sync
 from machine import distributed
 from model import Llama
-from runtime.huggingface.directory import (
-    CONFIG,
-    match_weights,
-    open_model,
-    read_model,
-    read_tokenizer,
-    stored_state,
-    write_model,
-)
+from runtime.huggingface.directory import CONFIG, open_model, read_model, read_tokenizer, stored_state, write_model
 from runtime.huggingface.weights import save_tensors, stored_tensors, weight_files
 from runtime.run_dir import newest_run
 
@@ -55,7 +47,7 @@ def save_checkpoint(
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
-    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    names = {weight: name for name, weight in model.named_parameters()}
     states = [(names[weight], state) for optimizer in optimizers for weight, state in optimizer.state.items()]
     weights = _gathered(stored_state(model))
     state = _gathered({f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()})
@@ -114,8 +106,6 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     as it is.
     """
     directory, state = Path(directory).resolve(), stored_state(model)
-    for name, tensor in state.items():
-        require(not tensor.is_meta, f"{name} is on the meta device and has no values yet")
     exists = directory.is_dir()
     unused = not any(directory.iterdir()) if exists else not directory.exists()
     require(unused, f"{directory} is not empty; name a new directory")
@@ -214,12 +204,12 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
     return {"directory": str(checkpoint.resolve()), "sha256": hashes}
 
 
-def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
+def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
     expected = stored_state(model)
-    for name, stored in match_weights(checkpoint, model).items():
+    for name, stored in open_model(checkpoint, model.config)[1].items():
         expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))
-    weights: dict[str, Tensor] = dict(model.named_parameters())
+    weights = dict(model.named_parameters())
     owners: dict[Tensor, Optimizer] = {}
     for optimizer in optimizers:
         owners |= {weight: optimizer for group in optimizer.param_groups for weight in group["params"]}

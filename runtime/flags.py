@@ -9,18 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, get_origin
 
-from config import (
-    FIELDS,
-    FIXED_ON_RESUME,
-    PRESETS,
-    Asked,
-    ModelConfig,
-    TrainConfig,
-    as_text,
-    check_fields,
-    flag_name,
-)
-from files import BadInput, is_a, one_line, require
+from config import FIELDS, FIXED_ON_RESUME, PRESETS, Asked, ModelConfig, TrainConfig, as_text, check_fields, flag_name
+from files import BadInput, one_line, require
 from machine.process import bad_input
 from runtime.plugins import import_first
 
@@ -148,25 +138,18 @@ def read_value(text: str, wanted: Any = None) -> Any:
     return text
 
 
-def read_keywords(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+def read_keywords(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Options from Python, such as {"norm_args": {"alpha": 0.5}, "out": Path("runs/mine")}. None is not asked.
 
-    Raises ValueError, naming the option, for one that is neither a field nor `known`, and for a value of another type.
-    `known` has their types.
+    Raises ValueError like `check_fields`.
     """
     asked: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in FIELDS.keys() | set(known):
-            similar = difflib.get_close_matches(name, [*FIELDS, *known], n=1)
-            raise ValueError(f"{name!r} is not an option" + (f"; did you mean {similar[0]}?" if similar else ""))
         if isinstance(value, list | tuple):
             asked[name] = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
         elif value is not None:
             asked[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-    check_fields({name: value for name, value in asked.items() if name in FIELDS}, "train")
-    for name in asked.keys() & set(known):
-        valid = is_a(asked[name], known[name])
-        require(valid, f"train: {name} must be of type {known[name].__name__}, not {asked[name]!r}")
+    check_fields(asked, "train", others)
     preset = asked.get("preset", "tiny")
     require(preset in PRESETS, f"unknown --preset {preset!r}; choose from {', '.join(PRESETS)}")
     return asked

@@ -18,15 +18,7 @@ from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
-from runtime.huggingface.weights import (
-    KNOWN,
-    WEIGHTS,
-    StoredTensor,
-    hugging_face_name,
-    save_tensors,
-    stored_tensors,
-    weight_files,
-)
+from runtime.huggingface.weights import KNOWN, WEIGHTS, StoredTensor, hugging_face_name, save_tensors, stored_weights
 from runtime.plugins import import_records, warn_of_imports
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -143,21 +135,21 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
-    files = weight_files(directory)
-    most = max(MAX_ROPE_BYTES, sum(path.stat().st_size for path in files))
+    found = stored_weights(directory)
+    size = sum(path.stat().st_size for path in {stored.path for stored in found.values()})
+    most = max(MAX_ROPE_BYTES, size)
     fits = 4 * config.context * config.head_dim <= most
     require(fits, f"{directory / CONFIG}: a context of {config.context} has a RoPE table that exceeds the weights")
-    tensors = len(stored_tensors(*files))
-    fits = config.layers * TENSORS_PER_LAYER <= tensors
-    require(fits, f"{directory / CONFIG} describes {config.layers} layers, but has only {tensors} tensors")
+    fits = config.layers * TENSORS_PER_LAYER <= len(found)
+    require(fits, f"{directory / CONFIG} describes {config.layers} layers, but has only {len(found)} tensors")
     with torch.device("meta"):
         model = Llama(config)
-    return model, match_weights(directory, model)
+    return model, match_weights(found, model, directory)
 
 
-def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
+def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, StoredTensor]:
     """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
-    found, expected = stored_tensors(*weight_files(directory)), stored_state(model)
+    expected = stored_state(model)
     names = {hugging_face_name(name, model.config): name for name in expected}
     found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}  # of transformers < 4.32
     if model.config.tie_embeddings and "lm_head.weight" in found:

@@ -93,6 +93,11 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / file for file in files]
 
 
+def stored_weights(directory: Path) -> dict[str, StoredTensor]:
+    """The weights of a directory by name. See `weight_files` and `stored_tensors`."""
+    return stored_tensors(*weight_files(directory))
+
+
 def stored_tensors(*files: Path) -> dict[str, StoredTensor]:
     """The tensors of safetensors files by name. Only the headers are read. Raises ValueError for a damaged file."""
     found = {}
