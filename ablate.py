@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> tuple[AblationConfig, dict[str, Any]]:
         "published claim. Each has its own --help.",
     )
     add_options(parser.add_argument_group("comparison"), AblationConfig)
-    add_flags(parser, hidden=("norm", "placement", "norm_args", "init_from"))  # for single runs, and refused later
+    add_flags(parser, hidden=("norm", "placement", "norm_args", "init_from"))  # refused later: they are for single runs
     import_first(parser, arguments)
     asked = parser.read(arguments)
     return take(asked, AblationConfig), asked

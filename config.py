@@ -24,7 +24,7 @@ DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")  # The model is fixed as well.
-NOT_PRETRAINED = ("context", "trained_context", "dropout")  # may differ from those of --init-from
+NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
 
 
 def option(default: Any, help: str, export: str = "computed", **argument: Any) -> Any:
@@ -44,9 +44,9 @@ def carried(default: Any, help: str) -> Any:
     return option(default, help, export="carried")
 
 
-def flag_name(field: str) -> str:
-    """The flag that sets a field, such as "--norm-arg"."""
-    return "--norm-arg" if field == "norm_args" else "--" + field.replace("_", "-")
+def flag_name(option_name: str) -> str:
+    """The flag that sets an option, such as "--norm-arg"."""
+    return "--norm-arg" if option_name == "norm_args" else "--" + option_name.replace("_", "-")
 
 
 def as_text(value: Any) -> str:
@@ -59,10 +59,10 @@ def as_text(value: Any) -> str:
 
 
 def _check_choices(config: Any) -> None:
-    for option in dataclasses.fields(config):
-        choices, value = option.metadata.get("choices"), getattr(config, option.name)
-        if choices and value not in (*choices, option.default):
-            raise ValueError(f"unknown {flag_name(option.name)} {value!r}; choose from {', '.join(choices)}")
+    for each in dataclasses.fields(config):
+        choices, value = each.metadata.get("choices"), getattr(config, each.name)
+        if choices and value not in (*choices, each.default):
+            raise ValueError(f"unknown {flag_name(each.name)} {value!r}; choose from {', '.join(choices)}")
 
 
 def _derive(config: Any, **values: Any) -> None:
@@ -130,7 +130,7 @@ class ModelConfig:
         _derive(self, init=PLACEMENTS[self.placement].init)
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
         require(self.head_dim % 2 == 0, odd)
-        rotated = self.head_dim * self.rotary_fraction // 1  # rounded down, as in StableLM
+        rotated = self.head_dim * self.rotary_fraction // 1  # StableLM rounds down too
         even = self.rotary_fraction <= 1 and rotated >= 2 and rotated % 2 == 0
         part = f"--rotary-fraction {self.rotary_fraction} of --head-dim {self.head_dim}"
         require(even, f"{part} must be an even number of features, from 2 to all")
@@ -222,7 +222,7 @@ class TrainConfig:
         )
 
 
-FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
+FIELDS = {each.name: each for config in (ModelConfig, TrainConfig) for each in dataclasses.fields(config)}
 DEFAULTS: dict[str, Any] = {
     name: each.default_factory() if callable(each.default_factory) else each.default for name, each in FIELDS.items()
 }
@@ -277,7 +277,7 @@ def configure(
     }
     preset = {name: value for name, value in preset.items() if kept.get(name, True)}
     if pretrained:
-        asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # without repetitions
+        asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # no repetitions
     given = combine(preset, pretrained or {}, asked)
     if pretrained:
         for name in (name for name in pretrained if name not in NOT_PRETRAINED):

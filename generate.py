@@ -33,7 +33,7 @@ from runtime.checkpoint import open_checkpoint
 from runtime.flags import Parser, add_options
 from runtime.plugins import import_first
 
-DEFAULT_TOKENS = 256  # to generate, if the context allows
+DEFAULT_TOKENS = 256  # maximum of new tokens without --tokens
 INVALID = -2  # drawn where the largest logit is not finite
 
 
@@ -133,7 +133,7 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int)
     """Print a single sample as it is generated, or several samples at the end, and the speed to standard error."""
     texts, tokens, started = [""] * samples, 0, time.perf_counter()
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    with suppress(BrokenPipeError):  # as with `| head`
+    with suppress(BrokenPipeError):  # the reader has ended, such as `head`
         if samples == 1:
             write(prompt)
         for pieces in stream:
@@ -321,7 +321,7 @@ class TextStream:
     def add(self, piece: bytes) -> str:
         """The text that can be shown now. `ended` is set once a stop string is complete."""
         text = self.held + self.decoder.decode(piece)
-        found = [(start + len(stop), start) for stop in self.stop if (start := text.find(stop)) >= 0]
+        found = [(first + len(stop), first) for stop in self.stop if (first := text.find(stop)) >= 0]
         if found:
             self.held, self.ended = "", True
             return text[: min(found)[1]]

@@ -153,7 +153,7 @@ class Trainer:
         self.run = run
         config = run.config
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
-        torch.manual_seed(config.seed)  # for imported norms whose initial weights are random
+        torch.manual_seed(config.seed)  # imported norms may draw initial weights
         with distributed.raise_on_all_ranks():
             if config.init_from and not checkpoint:
                 source = find_checkpoint(config.init_from)
@@ -218,7 +218,7 @@ class Trainer:
         """Step, log, save and evaluate until the last step, or until there is a signal in `stop`."""
         config, folder = self.run.config, self.run.folder
         if config.init_from and not self.restored:
-            self.save()  # so that --resume does not need --init-from
+            self.save()  # --resume then does not need --init-from
         if self.step and self.due(config.eval_every) and not self.evaluated:
             self.log_evaluation()  # the run ended between saving and evaluating
         while self.step < config.steps:

@@ -62,7 +62,7 @@ def write(text: str) -> None:
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it exits
         if isinstance(error, BrokenPipeError):
             raise
         raise OSError(f"standard output cannot be written: {error.strerror}") from None

@@ -31,7 +31,7 @@ from runtime.huggingface.weights import save_tensors, stored_tensors, weight_fil
 from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
-TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
+TRAINING_STATE = {OPTIMIZER, TRAINER}  # files that a model alone does not need
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------

@@ -104,15 +104,16 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     norm = make()
     tensors = "contiguous parameters and persistent buffers of its own, none float64"
     unsaved = f"--norm {kind} could not be loaded from a checkpoint: its tensors must be {tensors}"
-    require(not any(tensor.is_meta for tensor in norm.state_dict().values()), unsaved)  # made when it was checked
-    x = torch.ones(2, 8, config.dim, device=device).cumsum(1).cumsum(2).sin()  # values that differ
+    cached = any(tensor.is_meta for tensor in norm.state_dict().values())  # `ModelConfig` made a norm on meta before
+    require(not cached, unsaved)
+    x = torch.ones(2, 8, config.dim, device=device).cumsum(1).cumsum(2).sin()  # different values
     changed = x.clone()
     changed[:, -1] += 1
 
     def apply(norm: nn.Module, tokens: Tensor, training: bool) -> Tensor:
         given = tokens.clone()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same dropout
+            torch.manual_seed(0)  # each call draws the same dropout
             y = copy.deepcopy(norm).to(device).train(training)(given)
         require(torch.equal(given, tokens), f"--norm {kind} changes its input in place; the stream needs it")
         shaped = isinstance(y, Tensor) and y.shape == tokens.shape and y.dtype == tokens.dtype
@@ -128,7 +129,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         require(alone, f"--norm {kind} mixes the sequences of a batch; register it with per_token=False")
     try:
         state = load(save(norm.state_dict()))
-        with torch.device("meta"):  # as checkpoints are loaded
+        with torch.device("meta"):  # checkpoints are loaded this way
             loaded = make()
         loaded.load_state_dict(state, assign=True)
         kept = torch.equal(apply(loaded, x, training), y)

@@ -67,7 +67,7 @@ def open_run(asked: Asked, command: list[str]) -> Run:
     launch = distributed.launch()
     with distributed.raise_on_all_ranks():
         run = find_run(asked, command, launch)
-    run.config = distributed.from_main(lambda: run.config)  # where ranks timed differently
+    run.config = distributed.from_main(lambda: run.config)  # ranks may have timed differently
     if run.earlier is None and not asked.get("eval_only"):
         out = run.folder if asked.get("out") else None
         run.folder = distributed.from_main(make_run_dir, out, run.folder.name)
@@ -133,8 +133,8 @@ def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile |
     if not out or not exists:
         return out, None
     run, rows = read_run_file(out / "run.json"), read_rows(out / "metrics.jsonl")
-    read_rows(out / "watch.jsonl")  # refuses a damaged one
-    first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # it is saved before it is evaluated
+    read_rows(out / "watch.jsonl")  # raises ValueError if it is damaged
+    first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
     saved = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
     lost = saved and not list_checkpoints(out)
     require(not lost, f"{out}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")

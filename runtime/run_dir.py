@@ -11,9 +11,9 @@ from config import check_fields
 from files import digest, explained, lock_file, read_json, require, write_atomically
 
 RUNS_FOLDER = Path("runs")
-LOCK = ".lock"  # in a folder that one process at a time may write to
-FORMAT = 3  # of run.json; increase it whenever its fields change, or what they mean
-CHECKSUM = "sha256"  # of everything else in run.json
+LOCK = ".lock"  # only one process at a time may write to a folder that has it
+FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
+CHECKSUM = "sha256"  # key of the digest of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
 RunFile = dict[str, Any]  # the contents of a run.json
 Row = dict[str, Any]  # a line of a .jsonl

@@ -147,7 +147,7 @@ def to_theirs(config: ModelConfig) -> Fields:
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **rotated}
     if scaling:
         scaling[ROPE_SCALING[-1]] = int(scaling[ROPE_SCALING[-1]])  # transformers asks for an integer
-    theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
+    theirs["rope_scaling"] = scaling  # the spelling of transformers 4; the next is that of 5
     theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | rotated
     return theirs | architecture.fixed(config)
 
@@ -201,7 +201,7 @@ def _rope(theirs: Fields) -> Fields:
     rope = {name: value for name, value in rope.items() if value is not None}
     everything = theirs | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if (kind, rope.get("factor")) == ("linear", 1):  # which changes nothing
+    if (kind, rope.get("factor")) == ("linear", 1):  # a factor of 1 changes nothing
         kind, _ = "default", rope.pop("factor")
     require(kind in ("default", "llama3"), f"{spelling} of type {kind!r} is not supported; default and llama3 are")
     names = ROPE_SCALING if kind == "llama3" else ()

@@ -208,7 +208,9 @@ def test_a_norm_that_no_checkpoint_would_bring_back_is_refused(tensor, refused):
 
 def test_a_norm_whose_sites_share_a_tensor_is_refused_before_training(refused):
     shared = "torch.nn.Parameter(vars(register).setdefault('ones', torch.ones(dim, device='cpu')))"
-    Path("bad.py").write_text(NORM.replace("= factor", f"= {shared}").replace("x * self.factor", "x * self.factor.sum()"))
+    Path("bad.py").write_text(
+        NORM.replace("= factor", f"= {shared}").replace("x * self.factor", "x * self.factor.sum()")
+    )
     assert "are the same tensor" in refused(call, f"train.py --norm mynorm {TOY} --import bad.py")
 
 
