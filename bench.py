@@ -36,10 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
             given = parse(arguments)
-            name, out = given.pop("command"), Path(given.pop("json", ""))
+            name = given.pop("command")
+            out = Path(given.pop("json", f"runs/bench-{name}.json"))
             config = make_config(name, given)
             device = pick_device(config.device)
-            out = out if out.name else Path(f"runs/bench-{name}.json")
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["bench.py", *arguments])

@@ -230,7 +230,7 @@ DEFAULTS: dict[str, Any] = {
 # What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
 # needs dropout: without, it overfits (results/overfitting.md).
 LARGE = dict(vocab_size=32000, optimizer="adamw", eval_every=1000, save_every=1000, eval_tokens=1 << 20)
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Asked] = {
     "tiny": {},
     "small": dict(
         dim=384, layers=6, heads=6, context=512, vocab_size=8192, dropout=0.2,

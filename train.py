@@ -297,17 +297,15 @@ class Trainer:
 
         Raises NotFinite, which names the step. It is called before every save.
         """
-        steps = [torch.stack([*terms.values()]) for terms in self.pending]
-        names = list(self.pending[0]) if steps else []
-        self.pending.clear()
-        grad_norm = math.nan
-        for step, values in enumerate(torch.stack(steps).tolist() if steps else [], self.step - len(steps) + 1):
-            *losses, grad_norm = values
-            if not all(map(math.isfinite, losses)):
+        grad_norm, pending, self.pending = math.nan, self.pending, []
+        for step, terms in enumerate(pending, self.step - len(pending) + 1):
+            losses = {name: term.item() for name, term in terms.items()}
+            grad_norm = losses.pop("grad_norm")
+            if not all(map(math.isfinite, losses.values())):
                 raise NotFinite("loss is", step)
             if not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
                 raise NotFinite("gradient is", step)
-            self.logged_losses.append(dict(zip(names, losses, strict=False)))
+            self.logged_losses.append(losses)
         return grad_norm
 
     def log_training(self) -> None:

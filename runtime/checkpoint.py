@@ -47,7 +47,7 @@ def save_checkpoint(
     """
     checkpoints = run / "checkpoints"
     finished = checkpoints / f"step-{step:06d}"
-    names = {weight: name for name, weight in model.named_parameters()}
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     states = [(names[weight], state) for optimizer in optimizers for weight, state in optimizer.state.items()]
     weights = _gathered(stored_state(model))
     state = _gathered({f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()})

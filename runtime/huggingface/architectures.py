@@ -214,6 +214,6 @@ def _rope(theirs: Fields) -> Fields:
 
 
 def _number(given: Fields, name: str, default: float | None) -> float:
-    value = default if given.get(name) is None else given[name]
+    value: Any = default if given.get(name) is None else given[name]
     require(is_a(value, float) and math.isfinite(value), f"{name} must be a number, not {value!r}")
     return float(value)
