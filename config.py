@@ -6,7 +6,6 @@ What was asked is a mapping of options to values, wherever it comes from: flags,
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS, check_placement
 from norms.registry import Traits
 
-Asked = Mapping[str, Any]  # options by the names of fields, and "preset"
+Asked = dict[str, Any]  # options by the names of fields, and "preset"
 
 MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.device.pick_device` checks --device
@@ -223,7 +222,7 @@ class TrainConfig:
 
 
 FIELDS = {each.name: each for config in (ModelConfig, TrainConfig) for each in dataclasses.fields(config)}
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Asked = {
     name: each.default_factory() if callable(each.default_factory) else each.default for name, each in FIELDS.items()
 }
 
@@ -293,7 +292,7 @@ def configure(
 
 
 def follow(
-    asked: Asked, previous: dict[str, Any] | None, pretrained: Asked | None = None, memory: float = math.inf
+    asked: Asked, previous: Asked | None, pretrained: Asked | None = None, memory: float = math.inf
 ) -> tuple[ModelConfig, TrainConfig]:
     """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
 
@@ -309,13 +308,13 @@ def follow(
     return split(DEFAULTS | previous["resolved"] | changed)
 
 
-def fields_of(model: ModelConfig, training: TrainConfig) -> dict[str, Any]:
+def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:
     return dataclasses.asdict(model) | dataclasses.asdict(training)
 
 
-def combine(*sources: Asked) -> dict[str, Any]:
+def combine(*sources: Asked) -> Asked:
     """Later sources override earlier ones. One that sets `norm` drops the earlier `norm_args`; others add to them."""
-    combined: dict[str, Any] = {}
+    combined: Asked = {}
     for source in sources:
         if "norm" in source:
             combined.pop("norm_args", None)
@@ -351,7 +350,7 @@ def check_fields(given: Asked, source: str, others: Asked | None = None) -> None
 
     `others` has the types of options that are not fields.
     """
-    kinds = {name: each.type for name, each in FIELDS.items()} | dict(others or {})
+    kinds = {name: each.type for name, each in FIELDS.items()} | (others or {})
     for name, value in given.items():
         similar = difflib.get_close_matches(name, kinds, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else ""

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any, get_origin
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
 
-    def read(self, arguments: list[str] | None) -> dict[str, Any]:
+    def read(self, arguments: list[str] | None) -> Asked:
         """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""
         given = vars(self.parse_args(arguments))
         given.pop("imports", None)  # `import_first` has imported them
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(one_line(message))
 
 
-def read_train(arguments: list[str] | None) -> dict[str, Any]:
+def read_train(arguments: list[str] | None) -> Asked:
     """What flags of train.py ask for. The files of --import are imported. Raises BadInput, naming a bad flag."""
     parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
@@ -111,7 +111,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
         parser.add_argument(flag_name(each.name), **argument)
 
 
-def take(given: dict[str, Any], config: type) -> Any:
+def take(given: Asked, config: type) -> Any:
     """The dataclass `config` with those of its fields that are in `given`, from which they are removed."""
     names = [each.name for each in dataclasses.fields(config) if each.name in given]
     return config(**{name: given.pop(name) for name in names})
@@ -138,12 +138,12 @@ def read_value(text: str, wanted: Any = None) -> Any:
     return text
 
 
-def read_keywords(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def read_keywords(options: Asked, others: Asked) -> Asked:
     """Options from Python, such as {"norm_args": {"alpha": 0.5}, "out": Path("runs/mine")}. None is not asked.
 
     Raises ValueError like `check_fields`.
     """
-    asked: dict[str, Any] = {}
+    asked: Asked = {}
     for name, value in options.items():
         if isinstance(value, list | tuple):
             asked[name] = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from config import ModelConfig
+from config import Asked, ModelConfig
 from files import one_line, require, sha256, warn, write_atomically
 from machine import distributed
 from machine.process import bad_input
@@ -27,7 +27,8 @@ from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
 ROOT = Path(__file__).parents[1]
-IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record for run.json and config.json, and the source
+Record = dict[str, Any]  # what run.json and config.json say about an imported file
+IMPORTED: dict[Path, tuple[Record, bytes]] = {}  # with the source
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
@@ -138,7 +139,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     require(kept and all(tensor.dtype != torch.float64 for tensor in state.values()), unsaved)
 
 
-def import_records() -> list[dict[str, Any]]:
+def import_records() -> list[Record]:
     """What was imported: name and SHA-256 of each file, what it registered, and what it changed."""
     return [record for record, _ in IMPORTED.values()]
 
@@ -151,7 +152,7 @@ def keep_copies(run: Path) -> None:
         write_atomically(kept, source)
 
 
-def check_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> list[str]:
+def check_imports(records: list[Record], options: Asked) -> list[str]:
     """A line for each file that differs from those with which a model was trained.
 
     `records` and `options` are those of its run.json or config.json. Raises ValueError, naming the file, if it is not
@@ -176,7 +177,7 @@ def check_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> 
     return lines
 
 
-def warn_of_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
+def warn_of_imports(records: list[Record], options: Asked) -> None:
     """`check_imports`, and print what differs, once per process."""
     for line in check_imports(records, options):
         warn(f"warning: {one_line(line)}")

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -152,7 +152,7 @@ def read_config_file(asked: Asked) -> RunFile | None:
 class Settings(NamedTuple):
     """What was asked, with the preset, and the configurations that follow on this machine."""
 
-    asked: dict[str, Any]
+    asked: Asked
     model: ModelConfig
     training: TrainConfig
 
