@@ -9,7 +9,17 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any, get_origin
 
-from config import FIELDS, FIXED_ON_RESUME, PRESETS, Asked, ModelConfig, TrainConfig, as_text, check_fields, flag_name
+from config import (
+    FIELDS,
+    FIXED_ON_RESUME,
+    PRESETS,
+    Asked,
+    ModelConfig,
+    TrainConfig,
+    as_text,
+    check_fields,
+    flag_name,
+)
 from files import BadInput, one_line, require
 from machine.process import bad_input
 from runtime.plugins import import_first

@@ -82,8 +82,7 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if asked.get("init_from") and (asked.get("resume") or (eval_only and not other_text)):
         raise ValueError("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")
     folder, earlier = find_folder(asked, launch)
-    settings = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
-    model, config = settings.model, settings.training
+    everything, model, config = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
     changed, fixed = changed_options(earlier["resolved"], model, config) if earlier else ([], [])
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     above = (folder or RUNS_FOLDER / "new").resolve().parents
@@ -109,7 +108,7 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if changed and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)
     folder = folder or RUNS_FOLDER / f"{data.corpus_name}-{model.norm}-{model.placement}"
-    return Run(folder, settings.asked, model, config, data, command, earlier)
+    return Run(folder, everything, model, config, data, command, earlier)
 
 
 def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile | None]:
@@ -176,8 +175,7 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
         pretrained = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     elif everything.get("init_from"):
         directory = find_checkpoint(everything["init_from"])
-        base = open_model(directory)[0].config
-        pretrained = asdict(base) | {"tokenizer": read_tokenizer(directory).kind}
+        pretrained = asdict(open_model(directory)[0].config) | {"tokenizer": read_tokenizer(directory).kind}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model, training = follow(asked, previous, pretrained, memory)
     if pretrained and not continues:

@@ -2,13 +2,12 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from config import check_fields
-from files import digest, explained, lock_file, read_json, require, write_atomically
+from files import digest, explained, lock_file, read_json, require, warn, write_atomically
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # only one process at a time may write to a folder that has it
@@ -81,7 +80,7 @@ def continued(earlier: RunFile, run: RunFile, step: int) -> RunFile:
     # What the bits of a run depend on.
     there, here = (f"{on['device']}, {on['instruction_set']}, torch {on['versions']['torch']}" for on in (earlier, run))
     if there != here:
-        print(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}", file=sys.stderr)
+        warn(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}")
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
     kept = {name: earlier[name] for name in ("id", "command", "commit", "weights_from") if name in earlier}
