@@ -279,10 +279,10 @@ def configure(
         asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # no repetitions
     given = combine(preset, pretrained or {}, asked)
     if pretrained:
-        for name in (name for name in pretrained if name not in NOT_PRETRAINED):
-            flag, there = f"{flag_name(name)} {as_text(given[name])}", as_text(pretrained[name])
-            fits = given[name] == pretrained[name]
-            require(fits, f"{flag} contradicts --init-from, which has {there}; leave it out")
+        for name, there in pretrained.items():
+            here = f"{flag_name(name)} {as_text(given[name])}"
+            fits = name in NOT_PRETRAINED or given[name] == there
+            require(fits, f"{here} contradicts --init-from, which has {as_text(there)}; leave it out")
         longest = pretrained.get("trained_context") or pretrained["context"]
         given["trained_context"] = longest if longest > given["context"] else None
     elif given.get("tokenizer") == "bytes":
@@ -352,9 +352,10 @@ def check_fields(given: Asked, source: str, others: Asked | None = None) -> None
     """
     kinds = {name: each.type for name, each in FIELDS.items()} | (others or {})
     for name, value in given.items():
-        similar = difflib.get_close_matches(name, kinds, n=1)
-        hint = f"; did you mean {similar[0]}?" if similar else ""
-        require(name in kinds, f"{source}: {name!r} is not an option of this version{hint}")
+        if name not in kinds:
+            similar = difflib.get_close_matches(name, kinds, n=1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            raise ValueError(f"{source}: {name!r} is not an option of this version{hint}")
         valid = is_a(value, kinds[name]) or (value is None and DEFAULTS[name] is None)
         wanted = getattr(kinds[name], "__name__", kinds[name])
         require(valid, f"{source}: {name} must be of type {wanted}, not {value!r}")

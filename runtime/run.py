@@ -231,7 +231,7 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
 
 def describe_run(run: Run, parameters: int) -> RunFile:
     """The contents of `run.json`: what is needed to repeat the run, and what it ran on. All ranks call it."""
-    new = run.config.init_from and not run.earlier
+    new = run.config.init_from and not run.earlier and distributed.is_main()
     origin = {"weights_from": weight_hashes(run.config.init_from)} if new else {}
     return {
         "asked": run.asked,
