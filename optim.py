@@ -106,17 +106,17 @@ class Muon(Optimizer):
         return weight.grad.lerp(mean, momentum)
 
 
-def orthogonalize(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Approximately U Vᵀ for each matrix U S Vᵀ, by a Newton-Schulz iteration.
+def orthogonalize(updates: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Approximately U Vᵀ for each update U S Vᵀ, by a Newton-Schulz iteration.
 
     Computed in `dtype`. The matrices have one shape or its transpose, and are multiplied as one batch.
     """
     a, b, c = NEWTON_SCHULZ
-    wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]
+    wide = [update if update.shape[0] <= update.shape[1] else update.mT for update in updates]
     x = torch.stack(wide).to(dtype)  # N short long
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
     for _ in range(NEWTON_SCHULZ_STEPS):  # each singular value s becomes a s + b s³ + c s⁵
         xx = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(xx, xx, xx, beta=b, alpha=c), x, beta=a)
-    x = x.to(matrices[0].dtype)
-    return [update if update.shape == matrix.shape else update.mT for matrix, update in zip(matrices, x, strict=True)]
+    x = x.to(updates[0].dtype)
+    return [y if y.shape == update.shape else y.mT for update, y in zip(updates, x, strict=True)]
