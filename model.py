@@ -24,6 +24,8 @@ from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T R/2
+LARGE_VOCABULARY = 1 << 16  # with more ids, the loss is computed for LOSS_TOKENS tokens at a time
+LOSS_TOKENS = 1 << 12
 
 
 class Llama(nn.Module):
@@ -87,8 +89,22 @@ class Llama(nn.Module):
 
     def objective(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The terms whose sum training minimizes: the loss, and what you add. Each is logged under its name."""
-        logits = upcast(self.forward(tokens))  # B T V
-        return {"train_loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+        return {"train_loss": self.cross_entropy(self.hidden(tokens).flatten(0, 1), targets.flatten())}
+
+    def cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats, of predicting `targets` (N) from final hidden states (N, C).
+
+        Logits of large vocabularies would need more memory than the model. They are computed for a few tokens at a
+        time, and again in backward.
+        """
+        if self.config.vocab_size <= LARGE_VOCABULARY:
+            return F.cross_entropy(upcast(self.logits(x)), targets)
+        parts = zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
+        losses = [checkpoint(self._sum_of_losses, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / len(targets)
+
+    def _sum_of_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(upcast(self.logits(x)), targets, reduction="sum")
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of predicting `targets` (B, T) from `tokens` (B, T)."""

@@ -13,6 +13,7 @@ import inspect
 import math
 from itertools import chain
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,6 +84,25 @@ def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32():
         loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1]).double()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(monkeypatch):
+    """It is the loss of all logits in float64, and so are its gradients, also compiled."""
+    model = Llama(SMALL).double()
+    tokens, targets = torch.randint(model.config.vocab_size, (2, 2, 7))
+    expected = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    monkeypatch.setattr("model.LARGE_VOCABULARY", 10)
+    monkeypatch.setattr("model.LOSS_TOKENS", 4)
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    for loss_of in (model.loss, torch.compile(model.loss, backend="aot_eager")):
+        loss = loss_of(tokens, targets)
+        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+        for found, gradient in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
+            assert (found - gradient).norm() <= 1e-14 * gradient.norm()
+    logits = Mock(side_effect=model.logits)
+    monkeypatch.setattr(model, "logits", logits)
+    model.loss(tokens, targets)
+    assert [len(call.args[0]) for call in logits.call_args_list] == [4, 4, 4, 2]
 
 
 def test_one_head_makes_logits_and_only_training_sees_added_terms(monkeypatch):
