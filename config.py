@@ -195,6 +195,8 @@ class TrainConfig:
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "validation tokens per evaluation, in evenly spaced windows; fewer are faster")
     save_every: int = option(250, "steps between checkpoints; also after the last step")
+    save_minutes: float = option(0.0, "also save a checkpoint this many minutes after the last one; 0 is off")
+    max_minutes: float = option(0.0, "after this many minutes of training, save and stop as at a SIGTERM; 0 is off")
     keep: int = option(2, "number of newest checkpoints to keep")
     watch: int = option(0, "steps between records of stream, norms, gradients and updates in watch.jsonl; 0 is off")
     log: str = option("none", "also log to this tracker; needs its package", choices=["none", "tensorboard", "wandb"])
@@ -208,7 +210,7 @@ class TrainConfig:
         require(self.tokenizer != "pretrained" or self.init_from, "--tokenizer pretrained needs --init-from")
         require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        for name in ("warmup", "weight_decay", "clip", "seed", "watch"):
+        for name in ("warmup", "weight_decay", "clip", "seed", "watch", "save_minutes", "max_minutes"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")

@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -43,6 +44,7 @@ from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
+GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
@@ -167,7 +169,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.step = 0  # steps that are done
-        self.started = self.printed = self.lap_started = time.perf_counter()
+        self.started = self.began = self.saved = self.printed = self.lap_started = time.perf_counter()
         # The terms and the gradient norm of each step since `read_pending`, on the device.
         self.pending: list[dict[str, Tensor]] = []
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
@@ -226,17 +228,25 @@ class Trainer:
             self.step += 1
             if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                 self.log_training()
-            signum = distributed.all_reduce_max(stop[0] if stop else 0)
-            if self.due(config.save_every) or signum:
+            request = distributed.all_reduce_max(self.request(stop))
+            if self.due(config.save_every) or request > GO_ON:
                 self.save()
-            if signum:
-                raise Stopped(signum, command_to_type("train.py", "--resume", "--out", str(folder)))
+            if request > SAVE:
+                raise Stopped(request, command_to_type("train.py", "--resume", "--out", str(folder)))
             if self.due(config.eval_every):
                 self.log_evaluation()
 
     def due(self, every: int) -> bool:
         """True every `every` steps and at the last step."""
         return self.step % every == 0 or self.step == self.run.config.steps
+
+    def request(self, stop: list[int]) -> int:
+        """What this rank wants after a step: to stop, as the signal with this number asks, to SAVE, or to GO_ON."""
+        config, now = self.run.config, time.perf_counter()
+        if not stop and 0 < config.max_minutes * 60 <= now - self.began:
+            stop.append(signal.SIGTERM)
+        save = 0 < config.save_minutes * 60 <= now - self.saved
+        return stop[0] if stop else SAVE if save else GO_ON
 
     def train_step(self) -> None:
         """One optimizer step, on the batch of this step."""
@@ -364,6 +374,7 @@ class Trainer:
         }
         save_checkpoint(run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep)
         distributed.all_gather(None)  # wait until rank 0 has written it
+        self.saved = time.perf_counter()
 
     def seconds(self) -> float:
         """Seconds of the whole run, with those before it was resumed."""

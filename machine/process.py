@@ -22,7 +22,7 @@ from files import DISK_FAILED, BadInput, InUse, one_line
 FAILED, OUT_OF_MEMORY = 1, 3  # other exit codes are those of exceptions
 PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "matplotlib")
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py"
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 SAME_STOP = 1.0  # seconds in which several signals count as one, as when a terminal closes
 
 

@@ -8,6 +8,7 @@ batches: they are compared in pairs.
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -39,7 +40,9 @@ WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
 END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
-NOT_COMPARED = {"out", "cache_dir", "log", "keep", "save_every", "watch"}  # options that change no result
+NOT_COMPARED = {  # options that change no result
+    "out", "cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,13 @@ class Cell:
     @property
     def name(self) -> str:
         return re.sub(r"[^\w.=+-]", "-", f"{self.arm.name}-lr{self.lr}-seed{self.seed}")
+
+
+class Elsewhere(Exception):
+    """These `cells` are to be run by other commands, which are printed."""
+
+    def __init__(self, cells: list[Cell]):
+        self.cells = cells
 
 
 Outcomes = dict[Cell, Outcome]  # only cells that have ended
@@ -128,6 +138,7 @@ class Grid:
     jobs: int
     threads: int
     devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
+    elsewhere: bool = False  # raise Elsewhere instead of running
 
     def cell_folder(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
@@ -171,6 +182,8 @@ class Grid:
         """
         outcomes = self.outcomes(cells)
         waiting = [cell for cell in dict.fromkeys(cells) if cell not in outcomes]
+        if self.elsewhere and waiting:
+            raise Elsewhere(waiting)
         free = list(self.devices) * self.jobs
         running: dict[Cell, tuple[subprocess.Popen, str]] = {}
         with stop_requests() as stop, tqdm(total=len(waiting), unit="run", disable=None, dynamic_ncols=True) as bar:
@@ -216,17 +229,27 @@ class Grid:
         with open(log, "wb") as file:
             return subprocess.Popen(
                 [*END_WITH_PARENT, *self.command(cell, device)],
-                env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads)),
+                env=os.environ | self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,  # Ctrl-C reaches only this process, and it passes it on
             )
 
-    def command(self, cell: Cell, device: str = "") -> list[str]:
+    def environment(self) -> dict[str, str]:
+        return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
+
+    def shell_line(self, cell: Cell) -> str:
+        """A line for a shell that starts a cell or, where it was started before, resumes it."""
+        start, resume = (shlex.join(self.command(cell, self.devices[0], started)) for started in (False, True))
+        variables = " ".join(f"{name}={value}" for name, value in self.environment().items())
+        file = shlex.quote(str(self.cell_folder(cell) / "run.json"))
+        return f"export {variables}; if [ -e {file} ]; then {resume}; else {start}; fi"
+
+    def command(self, cell: Cell, device: str = "", started: bool | None = None) -> list[str]:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
         folder, config = self.cell_folder(cell), self.settings[cell.arm][1]
-        if (folder / "run.json").exists():
+        if (folder / "run.json").exists() if started is None else started:
             asked: dict[str, Any] = {"resume": True, "cache_dir": config.cache_dir, "watch": config.watch}
         else:
             decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -16,6 +17,7 @@ from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
     Cell,
+    Elsewhere,
     Grid,
     cells_for,
     prepare_text,
@@ -45,18 +47,35 @@ SHARED = NOT_COMPARED | TEXT | {"device", "shard"}  # cannot be factors: all run
 class AblationConfig:
     """Options of `ablate.py`, besides those of train.py."""
 
-    norms: list[str] = option(["rmsnorm"], "norms to compare, baseline first", metavar="KIND[:KEY=VALUE,...]")
-    placements: list[str] = option(["pre"], "placements to compare, baseline first", metavar=None, choices=PLACEMENTS)
+    norms: list[str] = option(
+        ["rmsnorm"],
+        "norms to compare; the first is the baseline",
+        metavar="KIND[:KEY=VALUE,...]",
+    )
+    placements: list[str] = option(
+        ["pre"],
+        "placements to compare; the first is the baseline",
+        metavar=None,
+        choices=PLACEMENTS,
+    )
     factor: list[str] = option(
-        [], "values of other options to compare, such as optimizer=muon,adamw, baseline first", metavar="NAME=V1,V2"
+        [],
+        "values of another option to compare, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
+        metavar="NAME=V1,V2",
     )
     seeds: int = option(3, "number of seeds per arm, from --seed on")
     lrs: list[float] = option(
-        [], "rates to start each arm's search for its best one, with --lr, on two other seeds", type=float, metavar="LR"
+        [],
+        "learning rates from which the search for each arm's best one starts, in addition to --lr, on two other seeds",
+        type=float,
+        metavar="LR",
     )
     jobs: int = option(None, "runs at a time per device; --device cuda:0,1 names two (default: by cores, 1 on a GPU)")
     threads: int = option(1, "CPU threads per run")
     probe: bool = option(False, "like --watch, but at the first and the last step only")
+    print_commands: bool = option(
+        False, "run nothing; print a line of shell for each run that has not ended, and report on those that have"
+    )
 
 
 @dataclass(frozen=True)
@@ -92,8 +111,16 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
         settings = resolve_arms(arms, on_device | {"dtype": read_run_file(started)["resolved"]["dtype"]})
     config = next(iter(settings.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
-    jobs, text = options.jobs or most, prepare_text(settings)
-    grid = Grid(folder, settings, shared, text, jobs, options.threads, devices)
+    grid = Grid(
+        folder=folder,
+        settings=settings,
+        shared=shared,
+        data=prepare_text(settings),
+        jobs=options.jobs or most,
+        threads=options.threads,
+        devices=devices,
+        elsewhere=options.print_commands,
+    )
     lrs = sorted({*options.lrs, config.lr})
     seeds = range(config.seed, config.seed + options.seeds)
     torch.set_num_threads(options.threads)  # as in the runs: the report says how many
@@ -139,6 +166,9 @@ def run_ablation(ablation: Ablation, command: str) -> None:
             optima, found = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
             sweep = list(found)
         grid.run(ablation.reported(optima))
+    except Elsewhere as left:
+        print(*map(grid.shell_line, left.cells), sep="\n")
+        sys.exit()
     finally:
         write_report(ablation, sweep, optima, command)
 

@@ -1,4 +1,4 @@
-"""Preempted: SIGTERM, SIGINT and SIGHUP at any moment end with one line, a saved run and no process."""
+"""Preempted: SIGTERM, SIGINT, SIGHUP and SIGUSR1 at any moment end with one line, a saved run and no process."""
 
 import os
 import re
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -68,7 +69,7 @@ def send_in_step(step: int, *numbers: int, pause: float = 0.0) -> Callable[[list
 
 
 @pytest.mark.usefixtures("with_prepared_text")
-@pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138)])
 def test_a_signal_while_training(number, code, command, undisturbed, fork, same, tmp_path):
     """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included."""
     child = fork(send_in_step(5, getattr(signal, number)), command)
@@ -78,6 +79,44 @@ def test_a_signal_while_training(number, code, command, undisturbed, fork, same,
     assert find_checkpoint(tmp_path / "run").name == "step-000005"
     train.main(["--resume", "--out", str(tmp_path / "run")])
     assert same(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.usefixtures("with_prepared_text")
+def test_minutes_of_a_run(command, undisturbed, capsys, same, tmp_path):
+    """When they have passed, it stops, or saves between the steps of --save-every. Resumed, it has the same bits."""
+    for flags, newest in (([], "step-000001"), (["--resume"], "step-000002")):
+        with pytest.raises(SystemExit) as ended:
+            train.main([*command, "--max-minutes", "1e-9", *flags])
+        assert ended.value.code == 143 and find_checkpoint(tmp_path / "run").name == newest
+        assert re.findall("^error: stopped by SIGTERM; continue", capsys.readouterr().err, re.M)
+    with patch.object(train, "save_checkpoint", wraps=train.save_checkpoint) as save:
+        train.main([*command, "--resume", "--max-minutes", "0", "--save-minutes", "1e-9"])
+    saved = [call.args[1] for call in save.call_args_list]
+    assert saved == [*range(3, saved[-1] + 1)]
+    assert same(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds, saved", [("1", False), ("60", True)])
+def test_torchrun_waits_for_a_slow_save_as_long_as_it_is_told(seconds, saved, command, undisturbed, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        f"import sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nsave = train.save_checkpoint\n"
+        "def save_slowly(*arguments):\n    time.sleep(5)\n    save(*arguments)\n"
+        "train.save_checkpoint = save_slowly\ntrain.main()\n"
+    )
+    flags = [*command, "--save-every", "1000", "--eval-every", "1000", "--steps", "100000"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    started = subprocess.Popen(
+        [*torchrun, "--shutdown-timeout", seconds, str(slow), *flags], stderr=subprocess.PIPE, text=True
+    )
+    rows = tmp_path / "run/metrics.jsonl"
+    while not (rows.exists() and rows.stat().st_size):
+        assert started.poll() is None
+        time.sleep(0.1)
+    started.terminate()
+    errors = started.communicate(timeout=120)[1]
+    assert bool(list(tmp_path.glob("run/checkpoints/step-*"))) == saved, errors
 
 
 @pytest.mark.usefixtures("with_prepared_text")

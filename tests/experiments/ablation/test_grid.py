@@ -238,7 +238,7 @@ def test_other_settings_and_another_text_are_refused(resolve, in_process, undraw
         resolve("--seeds 1")
 
 
-def test_every_option_but_six_must_be_that_of_the_run(resolve):
+def test_every_option_but_eight_must_be_that_of_the_run(resolve):
     cell = Cell(ARM, 0.01, 0)
     grid = resolve("--seeds 1").grid
     model, config = grid.settings[ARM]
@@ -250,7 +250,7 @@ def test_every_option_but_six_must_be_that_of_the_run(resolve):
         others: dict[Any, Any] = {bool: not value, int: 77, float: 0.77, str: "other", list: ["x"], dict: {"eps": 1}}
         other = others[get_origin(FIELDS[name].type) or FIELDS[name].type]
         write_run_file(file, run | {"resolved": resolved | {name: other}})
-        may = name in ("out", "cache_dir", "log", "keep", "save_every", "watch")
+        may = name in ("out", "cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
         with nullcontext() if may else pytest.raises(ValueError, match=f"has {flag_name(name)} "):
             grid.check(cell)
 
