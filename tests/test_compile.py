@@ -24,6 +24,7 @@ from config import ModelConfig
 from fast.compiled import CompiledDecoder
 from generate import Sampling, stream_ids
 from model import Llama
+from tests.random_values import randomize
 
 SIZES: dict[str, Any] = dict(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
 SMALL = ModelConfig(**SIZES)
@@ -32,17 +33,6 @@ GREEDY = Sampling(tokens=12, temperature=0)
 # Each kind by itself is compiled in norms/test_contract.py.
 CELLS = [("batchnorm", "residual"), ("powernorm", "sandwich"), ("layernorm", "post")]
 CELLS += [("rmsnorm", "hybrid"), ("rmsnorm", "siamese"), ("rmsnorm", "ngpt")]
-
-
-def random_weights_model(config: ModelConfig, recompute: bool = False) -> Llama:
-    """All weights random, the norms' gains and ReZero's scalars too: no gradient is zero."""
-    model = Llama(config)
-    model.recompute = recompute
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
-    return model
 
 
 def training_step(model: Llama, objective: Callable, step: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
@@ -61,7 +51,8 @@ def assert_training_matches(
 ) -> None:
     """No element of a gradient or buffer differs by more than 1e-5 times the largest of its tensor."""
     torch.compiler.reset()
-    eager, compiled = (random_weights_model(config, recompute) for _ in range(2))
+    eager, compiled = (randomize(Llama(config)).train() for _ in range(2))
+    eager.recompute = compiled.recompute = recompute
     objective = torch.compile(compiled.objective, backend=backend, fullgraph=True)
     for step in range(len(TOKENS)):  # PowerNorm is past its warmup at the second
         expected_loss, expected = training_step(eager, eager.objective, step, dtype)
@@ -124,7 +115,7 @@ def test_a_training_compiles_once_and_says_so(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("changes", [{}, {"placement": "hybrid", "norm": "layernorm", "qk_norm": "full"}])
 def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     """Two samples, then a prompt of one token: compiled once."""
-    model = random_weights_model(dataclasses.replace(SMALL, **changes)).eval()
+    model = randomize(Llama(dataclasses.replace(SMALL, **changes)))
     prompts = [torch.tensor([[3, 1, 4]] * 2), torch.tensor([[1]] * 2)]
     plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     assert len({ids[0] for sample in plain for ids in sample}) > 3
@@ -147,7 +138,7 @@ def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):
     monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
     backend = aot_autograd(fw_compiler=record, keep_inference_input_mutations=True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
-    model = random_weights_model(SMALL).eval()
+    model = randomize(Llama(SMALL))
     list(stream_ids(model, torch.tensor([[3, 1, 4]]), GREEDY, decoder=CompiledDecoder(model)))
     ((graph, static),) = found
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]

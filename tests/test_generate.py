@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import itertools
-import math
 import re
 import string
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from generate import (
 )
 from model import LayerCache, Llama
 from runtime.checkpoint import save_checkpoint
+from tests.random_values import randomize
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
 END = ByteTokenizer.end_of_document
@@ -44,14 +44,8 @@ CPU_FLOAT32 = ["--device", "cpu", "--dtype", "float32"]
 
 
 def random_weights_model(config: ModelConfig = CONFIG) -> Llama:
-    """A model with random weights, large enough that its logits differ by several nats."""
-    model = Llama(config).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 2:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 1.5 / math.sqrt(weight.shape[-1]))
-    return model
+    """Its logits differ by several nats."""
+    return randomize(Llama(config), matrices=1.5, gains=0)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +153,7 @@ def test_sample_does_not_depend_on_the_number_of_samples(model):
 def test_samples_stop_at_end_of_document():
     model = random_weights_model(dataclasses.replace(CONFIG, norm="layernorm"))
     with torch.no_grad():  # raise the probability of END to about 10% per token
-        model.get_parameter("final_norm.bias").copy_(model.lm_head.weight[END] * 1.5)
+        model.get_parameter("final_norm.bias").copy_(model.lm_head.weight[END] * 2)
     rows = [list(row) for row in zip(*stream(model, [7], Sampling(tokens=40, temperature=1.0), samples=5), strict=True)]
     lengths = [row.index(END) for row in rows]
     assert len(set(lengths)) > 1  # samples end at different steps

@@ -41,23 +41,15 @@ from norms import KINDS
 from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
 from optim import make_optimizers
+from tests.random_values import randomize
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
 
 
-def random_weights_model(config: ModelConfig, seed: int = 0) -> Llama:
-    """A model with random weights, large enough that attention is sharp and every weight affects the logits."""
-    model = Llama(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 2:
-                weight.copy_(noise * 1.5 / math.sqrt(weight.shape[-1]))
-            else:
-                weight.copy_(1 + 0.3 * noise)
-    return model.eval()
+def random_weights_model(config: ModelConfig) -> Llama:
+    """Its attention is sharp."""
+    return randomize(Llama(config), matrices=1.5)
 
 
 def test_llama_takes_a_configuration_or_its_fields():

@@ -13,6 +13,7 @@ from config import ModelConfig
 from model import Llama, matrices
 from norms import build_norm
 from norms.placement import PLACEMENTS, Site
+from tests.random_values import randomize
 
 CONFIG = ModelConfig(dim=16, layers=8, heads=2, kv_heads=1, hidden_dim=24, context=12, vocab_size=19)
 TOKENS = torch.tensor([[1, 18, 4, 4, 9, 0]])
@@ -23,17 +24,10 @@ def model_of(placement: str, **changes) -> Llama:
 
 
 def randomized(model: Llama) -> Llama:
-    """The model in float64, with gains far from 1 and weights large enough that every part affects the logits."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 2:
-                weight.copy_(noise / math.sqrt(weight.shape[-1]))
-            elif name.endswith("residual.a"):  # small: nothing else limits the growth of ReZero's stream
-                weight.copy_(0.3 + 0.1 * noise)
-            else:
-                weight.copy_(0.4 * noise + (0 if name.endswith("bias") else 1))
+    """The model in float64, with gains far from 1."""
+    for name, weight in randomize(model, gains=0.4).named_parameters():
+        if name.endswith("residual.a"):  # small: nothing else limits the growth of ReZero's stream
+            weight.data.mul_(0.3)
     return model.double()
 
 
