@@ -1,12 +1,11 @@
 """GroupNorm: which features are normalized together."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from norms.groupnorm import GroupNorm
+from tests.random_values import normal, randomize
 
 WIDTHS = 16  # the contract tests use multiples of this: two groups of eight
 
@@ -35,20 +34,10 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, groups: int = 2
     return 2 * eps * (1 + mean / std) * ((1 + normalized.abs()) * state["weight"].abs() + state["bias"].abs())
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3 + 1
-
-
-def randomized(norm: Any) -> Any:
-    for seed, parameter in enumerate(norm.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed + 1)
-    return norm
-
-
 @pytest.mark.parametrize(("dim", "groups"), [(32, 4), (8, 1), (24, 3), (64, 2)])
 def test_matches_torch_with_one_image_per_token(dim, groups):
     """torch.nn.GroupNorm treats (N, C) as N images of one pixel, so each token is one image."""
-    ours, x = randomized(GroupNorm(dim, groups=groups)), random(20, dim).requires_grad_()
+    ours, x = randomize(GroupNorm(dim, groups=groups).double()), normal(20, dim).double().requires_grad_()
     theirs = torch.nn.GroupNorm(groups, dim).double()
     theirs.load_state_dict(ours.state_dict(), strict=True)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-12)

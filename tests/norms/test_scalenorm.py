@@ -5,18 +5,15 @@ import torch
 from torch import Tensor
 
 from norms.scalenorm import ScaleNorm
+from tests.random_values import normal
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
     return state["weight"] * x / x.pow(2).sum(-1, keepdim=True).sqrt().clamp_min(eps)
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 def test_weight_is_the_output_length_and_starts_at_sqrt_dim():
-    norm, x = ScaleNorm(64).double(), random(5, 6, 64)
+    norm, x = ScaleNorm(64).double(), normal(5, 6, 64).double()
     assert norm.weight.shape == (1,)
     torch.testing.assert_close(norm(x).norm(dim=-1), torch.full((5, 6), 8.0, dtype=torch.float64))
     norm.weight.data.fill_(2.5)
