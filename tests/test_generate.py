@@ -370,22 +370,6 @@ def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsy
     assert count < 27 and f"\n{count} tokens in" in output.err  # a sample that has ended has no more
 
 
-INVALID_FLAGS = {
-    "--temperature -1": "--temperature must be 0 or more and finite, not -1.0",
-    "--top-p 0": "--top-p must be above 0 and at most 1, not 0.0",
-    "--top-k -1": "--top-k must be at least 1, or 0 for all, not -1",
-    "--min-p 1": "--min-p must be at least 0 and below 1, not 1.0",
-    "--tokens 0": "--tokens must be at least 1, not 0",
-    "--tokens 48": "--tokens 48 plus 1 of the prompt exceed the model's context of 48; use at most 47",
-    "--device abacus": "--device 'abacus': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
-}
-
-
-@pytest.mark.parametrize("flags, message", INVALID_FLAGS.items())
-def test_invalid_input_is_one_line_with_exit_code_2(run, refused, flags, message):
-    assert message in refused(command.main, ["--checkpoint", str(run), "--device", "cpu", *flags.split()])
-
-
 def test_compiling_without_a_compiler_is_refused(run, refused, monkeypatch):
     monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
     line = refused(command.main, ["--checkpoint", str(run), "--device", "cpu", "--compile"])
