@@ -220,11 +220,7 @@ def test_cached_forward_matches_uncached(chunks, changes, static):
 def test_cache_has_the_dtype_of_the_model(dtype):
     model = random_weights_model(SMALL).to(dtype)
     cache = model.new_cache()
-    with torch.no_grad():
-        parts = [model(part, cache) for part in TOKENS.split([5, 1, 2], dim=1)]
-        whole, exact = model(TOKENS), copy.deepcopy(model).double()(TOKENS)
-        errors = [(found.double() - exact).abs().max() for found in (torch.cat(parts, 1), whole)]
-        assert errors[0] <= 2 * max(1e-12, errors[1])
+    model(TOKENS, cache)
     assert all(layer.keys.dtype == layer.values.dtype == dtype for layer in cache)
 
 
@@ -242,8 +238,6 @@ def test_exceeding_the_context_is_refused():
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------
-
-WIDE = ModelConfig(dim=256, layers=3, heads=4, kv_heads=2, context=8, vocab_size=300, tie_embeddings=False)
 
 
 def drawn(seed: int, name: str, shape: torch.Size) -> Tensor:
@@ -278,16 +272,14 @@ def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
 @pytest.mark.parametrize("init", ["normal", "xavier"])
 @pytest.mark.parametrize("depth_scaled", [True, False])
 def test_init_std_by_role(init, depth_scaled):
-    model = Llama(dataclasses.replace(WIDE, init=init, depth_scaled_init=depth_scaled))
-    for role, _, weight in matrices(model):
-        expected = 0.02
+    model = Llama(dataclasses.replace(SMALL, tie_embeddings=False, init=init, depth_scaled_init=depth_scaled))
+    for role, name, weight in matrices(model):
+        std = 0.02
         if init == "xavier" and role.name != "embedding":
-            expected = math.sqrt(2 / sum(weight.shape))
+            std = math.sqrt(2 / sum(weight.shape))
         elif init == "normal" and depth_scaled and role.name in ("attention_out", "down"):
-            expected = 0.02 / math.sqrt(2 * 3)
-        # with 32768 values or more, the estimate of the standard deviation has a relative error of 0.4% or less
-        assert float(weight.detach().double().std()) == pytest.approx(expected, rel=0.02), role
-        assert abs(float(weight.detach().double().mean())) < 0.02 * expected
+            std = 0.02 / math.sqrt(2 * SMALL.layers)
+        torch.testing.assert_close(weight, std * drawn(0, name, weight.shape), rtol=1e-6, atol=0)
     assert {role for role, _, _ in matrices(model)} == set(ROLES)
 
 

@@ -70,19 +70,6 @@ def test_training_steps_match_the_papers_algorithm(warmup, momentum):
     assert all(torch.equal(tensor, before[name]) for name, tensor in norm.state_dict().items())
 
 
-def test_a_single_token_needs_no_batch_axis():
-    """(dim,) is (1, dim), also in training, where eight such steps leave the same output, gradients and statistics."""
-    norms = randomized(warmup=3), randomized(warmup=3)
-    for step in range(8):
-        found = []
-        for norm, shape in zip(norms, ((8,), (1, 8)), strict=True):
-            x = normal(8, seed=step).double().requires_grad_()
-            y = norm(x.view(shape))
-            found.append((y.flatten(), *torch.autograd.grad(y.pow(3).sum(), (x, norm.weight, norm.bias))))
-        assert all(map(torch.equal, *found))
-    assert all(map(torch.equal, norms[0].buffers(), norms[1].buffers()))
-
-
 def test_running_statistics_are_fp32_and_do_not_require_grad():
     norm, x = PowerNorm(8), (3 * normal(64, 64, 8) + 1).bfloat16().requires_grad_()
     norm(x).sum().backward()
