@@ -10,18 +10,14 @@ from tests.random_values import normal, randomize
 WIDTHS = 16  # the contract tests use multiples of this: two groups of eight
 
 
-def standardized(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def standardized(x: Tensor, eps: float, groups: int) -> tuple[Tensor, ...]:
     """The normalized features, and |μ| and σ of the group of each feature."""
-    normalized, means, stds = [], [], []
-    size = x.shape[-1] // groups
-    for g in range(groups):
-        group = x[..., g * size : (g + 1) * size]
-        centered = group - group.sum(-1, keepdim=True) / size
-        std = (centered.pow(2).sum(-1, keepdim=True) / size + eps).sqrt()
-        normalized.append(centered / std)
-        means.append(group.mean(-1, keepdim=True).abs().expand_as(group))
-        stds.append(std.expand_as(group))
-    return torch.cat(normalized, -1), torch.cat(means, -1), torch.cat(stds, -1)
+    parts = []
+    for group in x.chunk(groups, -1):
+        mean = group.sum(-1, keepdim=True) / group.shape[-1]
+        std = ((group - mean).pow(2).sum(-1, keepdim=True) / group.shape[-1] + eps).sqrt()
+        parts.append(((group - mean) / std, mean.abs().expand_as(group), std.expand_as(group)))
+    return tuple(torch.cat(each, -1) for each in zip(*parts, strict=True))
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5, groups: int = 2) -> Tensor:

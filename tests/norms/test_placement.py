@@ -281,23 +281,15 @@ GAINS = {"value": BETA, "attention_out": BETA, "gate": BETA, "up": BETA, "down":
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("init", ["normal", "xavier"])
-def test_init_gain_by_role(placement, init):
+def test_init_gain_by_role_and_the_default_of_depth_scaled_init(placement, init):
     pre = initial_weights("pre", init=init, depth_scaled_init=False)
-    for (role, name), weight in initial_weights(placement, init=init, depth_scaled_init=False).items():
-        expected = pre[role, name]
-        if placement == "deepnorm":
-            expected = expected * GAINS.get(role, 1.0)
-        elif placement == "ngpt":  # every row or column with the 16 features of the stream has length 1
-            expected = expected / expected.norm(dim=0 if role in ("attention_out", "down") else 1, keepdim=True)
-        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_default_of_depth_scaled_init(placement):
-    unscaled = initial_weights(placement, init="normal", depth_scaled_init=False)
-    is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns", "keel", "ngpt")
-    for wanted in (None, True) if placement != "ngpt" else (None,):  # which returns to the sphere
-        for (role, name), weight in initial_weights(placement, init="normal", depth_scaled_init=wanted).items():
-            scaled = (wanted or is_scaled) and role in ("attention_out", "down")
-            factor = 1 / math.sqrt(8) if scaled else 1.0
-            torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
+    default = placement not in ("deepnorm", "sandwich", "reordered", "lns", "keel", "ngpt")
+    for wanted in (None, False, True):
+        scaled = init == "normal" and (default if wanted is None else wanted)
+        for (role, name), weight in initial_weights(placement, init=init, depth_scaled_init=wanted).items():
+            expected = pre[role, name] * (GAINS.get(role, 1.0) if placement == "deepnorm" else 1.0)
+            if scaled and role in ("attention_out", "down"):
+                expected = expected / math.sqrt(8)
+            if placement == "ngpt":  # every row or column with the 16 features of the stream has length 1
+                expected = expected / expected.norm(dim=0 if role in ("attention_out", "down") else 1, keepdim=True)
+            torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0)
