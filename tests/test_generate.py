@@ -165,13 +165,8 @@ def test_samples_stop_at_end_of_document():
         assert new[1:].tolist() == row[:stop] + [row[stop]] * (len(new) - 1 - stop)
     assert generate(model, [7], first, tokens=40, temperature=1.0).tolist() == [7, first]
     streamed = zip(*stream_text(model, ByteTokenizer(), [7], Sampling(tokens=40, temperature=1.0), 5), strict=True)
-    texts = []
     for pieces, length in zip(streamed, lengths, strict=True):
         assert None not in pieces[: length + 1] and set(pieces[length + 1 :]) <= {None}
-        texts.append("".join(pieces[: length + 1]))
-    decoded = [bytes(token for token in row if token != END).decode(errors="replace") for row in rows]
-    for text, full in zip(texts, decoded, strict=True):
-        assert full.startswith(text) and full.removeprefix(text) in ("", "\ufffd")  # an incomplete character at the end
 
 
 def test_sample_text_during_training(model):

@@ -4,14 +4,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from config import ModelConfig
 from model import Llama, matrices
-from norms.placement import PLACEMENTS, PostNorm, PreNorm, Site
+from norms.placement import PLACEMENTS, PostNorm, PreNorm
 from tests.random_values import randomize
 
 CONFIG = ModelConfig(dim=16, layers=8, heads=2, kv_heads=1, hidden_dim=24, context=12, vocab_size=19)
@@ -233,16 +234,15 @@ def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
 
 def test_ngpt_starts_with_the_scales_of_the_paper():
     """α = 0.05 and s = 1, so the logits are cosines."""
-    model = model_of("ngpt", tie_embeddings=False).double()
+    model: Any = model_of("ngpt", tie_embeddings=False).double()
     with torch.no_grad():
         hidden, logits = model.hidden(TOKENS), model(TOKENS)
         torch.testing.assert_close(hidden.norm(dim=-1), torch.ones(1, 6).double())
         cosines = torch.cosine_similarity(hidden[:, :, None], model.lm_head.weight, dim=-1)
         torch.testing.assert_close(logits, cosines, rtol=1e-6, atol=1e-7)
-        x = torch.eye(16).double()[None]
-        residual = PLACEMENTS["ngpt"].connection(Site("mlp", 0, 4, 16, lambda where: nn.Identity()))
-        stepped = residual(x, lambda x: 7 * x.roll(1, -1))
-    torch.testing.assert_close(stepped, (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05), rtol=1e-6, atol=0)
+        x, residual = torch.eye(16).double(), model.layers[0].mlp_residual
+        expected = (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05)
+        torch.testing.assert_close(residual(x, lambda x: 7 * x.roll(1, -1)), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("layers, post", [(1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (12, 3)])

@@ -20,6 +20,11 @@ SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer b
 STEPS = "--steps 9 --save-every 3 --eval-every 9 --eval-tokens 64 --dropout 0.1"
 
 
+@pytest.fixture(autouse=True)
+def without_plots(undrawn: None) -> None:
+    pass
+
+
 @pytest.fixture(scope="session")
 def flags_in(text: Path) -> Callable[[Path], list[str]]:
     """`flags_in(folder)`: flags of a tiny run in folder/run, without --steps."""

@@ -18,8 +18,6 @@ COMMAND = (
 )
 Ends = Callable[..., tuple[int, str]]
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

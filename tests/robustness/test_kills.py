@@ -10,8 +10,6 @@ import pytest
 
 import train
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 def again(command: list[str], run: Path) -> list[str]:
     """What the user types after a kill."""

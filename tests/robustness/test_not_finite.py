@@ -18,8 +18,6 @@ from machine.process import NotFinite
 from model import Llama
 from runtime.checkpoint import list_checkpoints, load_pretrained, save_pretrained
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 EVERY = "--schedule constant --warmup 0 --save-every 4 --keep 9 --eval-every 100"
 
 

@@ -8,8 +8,6 @@ import pytest
 
 import train
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture
 def train_suspended(before_file_event):
