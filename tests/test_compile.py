@@ -7,7 +7,6 @@ traces the forward pass alone, in a third of the time.
 import dataclasses
 import json
 import math
-import random
 from collections.abc import Callable
 from functools import partial
 
@@ -92,12 +91,10 @@ def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_training_compiles_once_and_says_so(tmp_path, monkeypatch, capsys):
+def test_a_training_compiles_once_and_says_so(tmp_path, text, monkeypatch, capsys):
     """Evaluations, whose batches have three shapes, and sampling compile nothing."""
-    draw = random.Random(0)
-    (tmp_path / "text.txt").write_text("".join(draw.choices("abcde \n", k=50_000)))
     flags = (
-        f"--data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'} --tokenizer bytes --dim 32 --layers 1 "
+        f"--data {text} --cache-dir {tmp_path / 'cache'} --tokenizer bytes --dim 32 --layers 1 "
         f"--heads 2 --context 32 --batch-size 8 --eval-every 2 --steps 4 --device cpu --dtype float32 --out {tmp_path}"
     )
     graphs, losses = count_graphs(monkeypatch), []

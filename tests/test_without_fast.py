@@ -24,9 +24,8 @@ def command(project: Path, script: str, *arguments: str | Path) -> subprocess.Co
     )
 
 
-def test_it_trains_and_generates_as_with_fast(tmp_path, capsys):
-    text, run, without = tmp_path / "text.txt", tmp_path / "run", tmp_path / "normal-llama"
-    text.write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400)))
+def test_it_trains_and_generates_as_with_fast(tmp_path, text, capsys):
+    run, without = tmp_path / "run", tmp_path / "normal-llama"
     shutil.copytree(ROOT, without, ignore=LEAVE_OUT)
     assert not (without / "fast").exists()
     trained = command(without, "train.py", "--data", text, "--cache-dir", tmp_path, "--out", run, *FLAGS.split())

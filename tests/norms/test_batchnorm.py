@@ -48,15 +48,9 @@ def test_training_steps_and_evaluation_match_torch(norm_args):
     ours, theirs = our_and_torch_norm(**norm_args)
     for step in range(6):
         x = (3 * normal(4, 5, 8, seed=step).double() + 1) * (step + 1)
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, expected = ours(a), to_torch(theirs(to_torch(b)))
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(ours(x), to_torch(theirs(to_torch(x))), rtol=0, atol=1e-13)
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-14, atol=1e-14)
-        grad_y = normal(4, 5, 8, seed=step + 100).double()
-        (grad,) = torch.autograd.grad(y, a, grad_y)
-        (expected_grad,) = torch.autograd.grad(expected, b, grad_y)
-        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-13)
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     x = normal(4, 5, 8, seed=50).double()
     torch.testing.assert_close(ours.eval()(x), to_torch(theirs.eval()(to_torch(x))), rtol=0, atol=1e-13)

@@ -33,13 +33,10 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, groups: int = 2
 @pytest.mark.parametrize(("dim", "groups"), [(32, 4), (8, 1), (24, 3), (64, 2)])
 def test_matches_torch_with_one_image_per_token(dim, groups):
     """torch.nn.GroupNorm treats (N, C) as N images of one pixel, so each token is one image."""
-    ours, x = randomize(GroupNorm(dim, groups=groups).double()), normal(20, dim).double().requires_grad_()
+    ours, x = randomize(GroupNorm(dim, groups=groups).double()), normal(20, dim).double()
     theirs = torch.nn.GroupNorm(groups, dim).double()
     theirs.load_state_dict(ours.state_dict(), strict=True)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-12)
-    grads = [torch.autograd.grad(norm(x).pow(3).sum(), (x, *norm.parameters())) for norm in (ours, theirs)]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13 * b.abs().max().item())
 
 
 @pytest.mark.parametrize(
