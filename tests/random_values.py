@@ -12,10 +12,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, devic
 
 
 def randomize(module: nn.Module, matrices: float = 1.0, gains: float = 0.3, seed: int = 0) -> Any:
-    """In evaluation mode, with weights large enough that each affects the output.
+    """The module in evaluation mode, with weights large enough that each affects the output.
 
-    A matrix makes features `matrices` times as large as its inputs. `gains` is the spread of gains around 1, and of
-    biases around 0.
+    A matrix makes features `matrices` times as large as its inputs. Gains spread by `gains` around 1, biases around 0.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -138,7 +138,7 @@ def test_the_default_step_of_a_card(capability, dtype, reads, make_run, monkeypa
     """In the dtype that `auto` takes there. Float16 waits once, to read whether the gradient has overflowed."""
     dtypes, attention = [], F.scaled_dot_product_attention
 
-    def record(q: Tensor, *others: Tensor, **options: Any) -> Tensor:
+    def record(q: Tensor, *others: Any, **options: Any) -> Tensor:
         dtypes.append(q.dtype)
         return attention(q, *others, **options)
 
