@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import itertools
-import math
 import re
 import string
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from generate import (
 )
 from model import LayerCache, Llama
 from runtime.checkpoint import save_checkpoint
+from tests.random_values import randomize
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
 END = ByteTokenizer.end_of_document
@@ -44,14 +44,8 @@ CPU_FLOAT32 = ["--device", "cpu", "--dtype", "float32"]
 
 
 def random_weights_model(config: ModelConfig = CONFIG) -> Llama:
-    """A model with random weights, large enough that its logits differ by several nats."""
-    model = Llama(config).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 2:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 1.5 / math.sqrt(weight.shape[-1]))
-    return model
+    """Its logits differ by several nats."""
+    return randomize(Llama(config), matrices=1.5, gains=0)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +153,7 @@ def test_sample_does_not_depend_on_the_number_of_samples(model):
 def test_samples_stop_at_end_of_document():
     model = random_weights_model(dataclasses.replace(CONFIG, norm="layernorm"))
     with torch.no_grad():  # raise the probability of END to about 10% per token
-        model.get_parameter("final_norm.bias").copy_(model.lm_head.weight[END] * 1.5)
+        model.get_parameter("final_norm.bias").copy_(model.lm_head.weight[END] * 2.5)
     rows = [list(row) for row in zip(*stream(model, [7], Sampling(tokens=40, temperature=1.0), samples=5), strict=True)]
     lengths = [row.index(END) for row in rows]
     assert len(set(lengths)) > 1  # samples end at different steps
@@ -171,13 +165,8 @@ def test_samples_stop_at_end_of_document():
         assert new[1:].tolist() == row[:stop] + [row[stop]] * (len(new) - 1 - stop)
     assert generate(model, [7], first, tokens=40, temperature=1.0).tolist() == [7, first]
     streamed = zip(*stream_text(model, ByteTokenizer(), [7], Sampling(tokens=40, temperature=1.0), 5), strict=True)
-    texts = []
     for pieces, length in zip(streamed, lengths, strict=True):
         assert None not in pieces[: length + 1] and set(pieces[length + 1 :]) <= {None}
-        texts.append("".join(pieces[: length + 1]))
-    decoded = [bytes(token for token in row if token != END).decode(errors="replace") for row in rows]
-    for text, full in zip(texts, decoded, strict=True):
-        assert full.startswith(text) and full.removeprefix(text) in ("", "\ufffd")  # an incomplete character at the end
 
 
 def test_sample_text_during_training(model):
@@ -374,22 +363,6 @@ def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsy
     output = capsys.readouterr()
     assert output.out == "".join(blocks)
     assert count < 27 and f"\n{count} tokens in" in output.err  # a sample that has ended has no more
-
-
-INVALID_FLAGS = {
-    "--temperature -1": "--temperature must be 0 or more and finite, not -1.0",
-    "--top-p 0": "--top-p must be above 0 and at most 1, not 0.0",
-    "--top-k -1": "--top-k must be at least 1, or 0 for all, not -1",
-    "--min-p 1": "--min-p must be at least 0 and below 1, not 1.0",
-    "--tokens 0": "--tokens must be at least 1, not 0",
-    "--tokens 48": "--tokens 48 plus 1 of the prompt exceed the model's context of 48; use at most 47",
-    "--device abacus": "--device 'abacus': choose auto, cpu, cuda, mps, or one of several GPUs, such as cuda:1",
-}
-
-
-@pytest.mark.parametrize("flags, message", INVALID_FLAGS.items())
-def test_invalid_input_is_one_line_with_exit_code_2(run, refused, flags, message):
-    assert message in refused(command.main, ["--checkpoint", str(run), "--device", "cpu", *flags.split()])
 
 
 def test_compiling_without_a_compiler_is_refused(run, refused, monkeypatch):

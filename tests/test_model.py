@@ -42,23 +42,15 @@ from norms import KINDS
 from norms.placement import PLACEMENTS
 from norms.rmsnorm import RMSNorm
 from optim import make_optimizers
+from tests.random_values import normal, randomize
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
 
 
-def random_weights_model(config: ModelConfig, seed: int = 0) -> Llama:
-    """A model with random weights, large enough that attention is sharp and every weight affects the logits."""
-    model = Llama(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 2:
-                weight.copy_(noise * 1.5 / math.sqrt(weight.shape[-1]))
-            else:
-                weight.copy_(1 + 0.3 * noise)
-    return model.eval()
+def random_weights_model(config: ModelConfig) -> Llama:
+    """Its attention is sharp."""
+    return randomize(Llama(config), matrices=1.5)
 
 
 def test_llama_takes_a_configuration_or_its_fields():
@@ -165,22 +157,18 @@ def test_precompute_freqs_cis_signature_and_values():
             assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
 
 
-def test_scales_of_the_embedding_are_multiplied_and_head_dim_sets_the_width_of_heads():
+def test_scales_of_the_embedding_are_multiplied():
     """The learned one starts at the square root of the width."""
-    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, scaled_embedding=True, head_dim=10))
+    model = Llama(dataclasses.replace(SMALL, embedding_scale=3.0, scaled_embedding=True))
     tokens = torch.tensor([[1, 2]])
     expected = 3 * math.sqrt(SMALL.dim) * model.embed_tokens.weight[tokens]
     torch.testing.assert_close(model.embed_tokens(tokens), expected)
     assert "embed_tokens.scale" in model.state_dict()
-    shapes = {name: weight.shape for name, weight in model.layers[0].named_parameters()}
-    assert shapes["self_attn.q_proj.weight"] == (10 * SMALL.heads, SMALL.dim)
-    assert shapes["self_attn.k_proj.weight"] == (10 * SMALL.kv_heads, SMALL.dim)
-    assert model(tokens).shape == (1, 2, SMALL.vocab_size)
     assert torch.equal(model.embed_tokens.weight, Llama(SMALL).embed_tokens.weight)  # the same draw
 
 
 def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
-    x = torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = normal(1, 40, 1, 16, dtype=torch.bfloat16)
     table = precompute_freqs_cis(16, 40)
     got = rotate(x, table)
     assert got.dtype == torch.bfloat16
@@ -196,15 +184,6 @@ def test_rope_table_survives_meta_device_and_casts_and_is_not_in_state_dict():
         rope = module.rope if isinstance(module, Llama) else module
         assert torch.equal(rope.cos, cos) and torch.equal(rope.sin, sin)
     assert not [name for name in model.state_dict() if "rope" in name]
-
-
-def test_the_first_part_of_each_head_is_rotated():
-    """By default all of it, with the bits of the formula."""
-    x, table = torch.randn(1, 40, 3, 16, generator=torch.Generator().manual_seed(0)), precompute_freqs_cis(4, 40)
-    assert torch.equal(rotate(x, table), torch.cat((rotate(x[..., :4], table), x[..., 4:]), -1))
-    whole, (a, b) = precompute_freqs_cis(16, 40), x.chunk(2, -1)
-    cos, sin = (part.unsqueeze(1) for part in whole)
-    assert torch.equal(rotate(x, whole), torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
 
 def test_a_tied_head_stays_the_embedding():
@@ -223,10 +202,9 @@ def test_a_tied_head_stays_the_embedding():
     apart = copy.deepcopy(assigned)
     apart.lm_head.weight = nn.Parameter(apart.lm_head.weight + 1)
     assert apart.double().lm_head.weight is not apart.embed_tokens.weight, "a cast does not drop a trained head"
+    message = r"lm_head\.weight is not embed_tokens\.weight; load it into a Llama\(tie_embeddings=False\)"
     for assign in (False, True):
-        with pytest.raises(
-            RuntimeError, match=r"lm_head\.weight is not embed_tokens\.weight; load it into a Llama\(tie"
-        ):
+        with pytest.raises(RuntimeError, match=message):
             Llama(SMALL).load_state_dict(apart.state_dict(), assign=assign)
 
 
@@ -259,11 +237,7 @@ def test_cached_forward_matches_uncached(chunks, changes, static):
 def test_cache_has_the_dtype_of_the_model(dtype):
     model = random_weights_model(SMALL).to(dtype)
     cache = model.new_cache()
-    with torch.no_grad():
-        parts = [model(part, cache) for part in TOKENS.split([5, 1, 2], dim=1)]
-        whole, exact = model(TOKENS), copy.deepcopy(model).double()(TOKENS)
-        errors = [(found.double() - exact).abs().max() for found in (torch.cat(parts, 1), whole)]
-        assert errors[0] <= 2 * max(1e-12, errors[1])
+    model(TOKENS, cache)
     assert all(layer.keys.dtype == layer.values.dtype == dtype for layer in cache)
 
 
@@ -281,8 +255,6 @@ def test_exceeding_the_context_is_refused():
 
 
 # --- initial weights -------------------------------------------------------------------------------------------------
-
-WIDE = ModelConfig(dim=256, layers=3, heads=4, kv_heads=2, context=8, vocab_size=300, tie_embeddings=False)
 
 
 def drawn(seed: int, name: str, shape: torch.Size) -> Tensor:
@@ -307,11 +279,7 @@ def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
     state = torch.get_rng_state()
     base = Llama(dataclasses.replace(SMALL, depth_scaled_init=False))
     assert torch.equal(state, torch.get_rng_state())
-    for changes in (
-        {"layers": 5},
-        {"qk_norm": "full"},
-        {"placement": "hybrid", "norm": "layernorm"},
-    ):
+    for changes in ({"layers": 5}, {"qk_norm": "full"}, {"placement": "hybrid", "norm": "layernorm"}):
         torch.manual_seed(99)
         other = Llama(dataclasses.replace(SMALL, depth_scaled_init=False, **changes))
         others = {name: weight for _, name, weight in matrices(other)}
@@ -321,16 +289,14 @@ def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
 @pytest.mark.parametrize("init", ["normal", "xavier"])
 @pytest.mark.parametrize("depth_scaled", [True, False])
 def test_init_std_by_role(init, depth_scaled):
-    model = Llama(dataclasses.replace(WIDE, init=init, depth_scaled_init=depth_scaled))
-    for role, _, weight in matrices(model):
-        expected = 0.02
+    model = Llama(dataclasses.replace(SMALL, tie_embeddings=False, init=init, depth_scaled_init=depth_scaled))
+    for role, name, weight in matrices(model):
+        std = 0.02
         if init == "xavier" and role.name != "embedding":
-            expected = math.sqrt(2 / sum(weight.shape))
+            std = math.sqrt(2 / sum(weight.shape))
         elif init == "normal" and depth_scaled and role.name in ("attention_out", "down"):
-            expected = 0.02 / math.sqrt(2 * 3)
-        # with 32768 values or more, the estimate of the standard deviation has a relative error of 0.4% or less
-        assert float(weight.detach().double().std()) == pytest.approx(expected, rel=0.02), role
-        assert abs(float(weight.detach().double().mean())) < 0.02 * expected
+            std = 0.02 / math.sqrt(2 * SMALL.layers)
+        torch.testing.assert_close(weight, std * drawn(0, name, weight.shape), rtol=1e-6, atol=0)
     assert {role for role, _, _ in matrices(model)} == set(ROLES)
 
 
@@ -422,7 +388,7 @@ def test_dropout_of_the_embedding():
 def test_dropout_applies_to_attention_and_mlp(dtype):
     """Of attention, both its output and its probabilities, which change the values that are not dropped."""
     model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5)).train()
-    x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
+    x = normal(2, 8, 24)
     block, rope = model.get_submodule("layers.0"), model.rope(slice(8))
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):

@@ -6,7 +6,6 @@ factor that allows for another order of sums.
 """
 
 import json
-import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from model import Llama
 from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import to_theirs
 from runtime.huggingface.directory import TOKEN_IDS
+from tests.random_values import randomize
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,17 +56,6 @@ def draw_config(name: str, seed: int) -> ModelConfig:
             rotary_fraction=0.25 if name == "stablelm" else 1.0,
         )
     )  # fmt: skip
-
-
-def draw_model(config: ModelConfig) -> Llama:
-    """Random weights: sharp attention, gains far from 1, and logits of about 1."""
-    model, generator = Llama(config).eval(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            centered = name.endswith("bias")
-            weight.copy_(noise / math.sqrt(weight.shape[-1]) if weight.ndim == 2 else 0.3 * noise + (not centered))
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +133,7 @@ def in_transformers_4(directory: Path) -> None:
 
 @pytest.mark.parametrize("number, name", list(enumerate(OURS)))
 def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
-    ours = draw_model(draw_config(name, 0))
+    ours = randomize(Llama(draw_config(name, 0)))
     assert to_theirs(ours.config)["model_type"] == name
 
     # Ours opens in transformers.

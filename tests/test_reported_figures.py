@@ -22,7 +22,7 @@ FLOPS = 6 * (257 * 32 + 2 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 40)) + 3 * 2 *
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, monkeypatch, capsys):
+def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, text, monkeypatch, capsys):
     clock = [1000.0]  # seconds, which only what takes time advances
 
     def taking(seconds: float, owner: Any, name: str) -> None:
@@ -41,8 +41,7 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, monkeypatch, caps
     shown = []
     monkeypatch.setattr(train.tqdm, "set_postfix_str", lambda bar, figures, **options: shown.append(figures))
     monkeypatch.setattr(train, "peak_memory", lambda device: 2.54e9)
-    text, out, speed = tmp_path / "text.txt", tmp_path / "run", TOKENS / 2.0
-    text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(500)))
+    out, speed = tmp_path / "run", TOKENS / 2.0
     flags = [*RUN.split(), "--data", str(text), "--cache-dir", str(tmp_path / "cache"), "--out", str(out)]
 
     def figures() -> list[tuple]:

@@ -23,6 +23,7 @@ from generate import cast_matrices, generate
 from model import LayerCache, Llama, SwiGLU
 from norms import KINDS
 from norms.placement import PLACEMENTS
+from tests.random_values import randomize
 
 ROOT = Path(__file__).parents[2]
 TOKENS = torch.randint(0, 61, (3, 17), generator=torch.Generator().manual_seed(0))
@@ -53,17 +54,11 @@ def by_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         yield found
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def make(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """A model with random gains, and matrices large enough for all of its parts to matter."""
-    model = Llama(ModelConfig(**SMALL | settings)).eval()
-    for seed, (name, parameter) in enumerate(model.named_parameters()):
-        values = normal(*parameter.shape, seed=seed)
-        gain = 0.2 if "rotated_q_norm" in name else 1  # about where it starts: more, and softmax amplifies roundings
-        parameter.data.copy_(values / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else gain * (1 + 0.2 * values))
+    model = randomize(Llama(ModelConfig(**SMALL | settings)), gains=0.2)
+    for name, parameter in model.named_parameters():
+        if "rotated_q_norm" in name:  # about where it starts: more, and softmax amplifies roundings
+            parameter.data.mul_(0.2)
     cast_matrices(model, dtype)
     return model
 

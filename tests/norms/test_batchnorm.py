@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from norms.batchnorm import BatchNorm
+from tests.random_values import normal, randomize
 
 
 def statistics(x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -29,14 +30,10 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     return 2 * eps * (1 + mean.abs() / std) * ((1 + normalized) * state["weight"].abs() + state["bias"].abs())
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3 + 1
-
-
 def our_and_torch_norm(**norm_args) -> tuple[BatchNorm, torch.nn.BatchNorm1d]:
     """Our BatchNorm and torch's, with the same random gain and bias."""
     ours, theirs = BatchNorm(8, **norm_args).double(), torch.nn.BatchNorm1d(8, **norm_args).double()
-    ours.weight.data, ours.bias.data = random(8, seed=1), random(8, seed=2)
+    randomize(ours).train()
     theirs.load_state_dict(ours.state_dict(), strict=False)
     return ours, theirs
 
@@ -50,25 +47,19 @@ def to_torch(x: Tensor) -> Tensor:
 def test_training_steps_and_evaluation_match_torch(norm_args):
     ours, theirs = our_and_torch_norm(**norm_args)
     for step in range(6):
-        x = random(4, 5, 8, seed=step) * (step + 1)
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, expected = ours(a), to_torch(theirs(to_torch(b)))
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-13)
+        x = (3 * normal(4, 5, 8, seed=step).double() + 1) * (step + 1)
+        torch.testing.assert_close(ours(x), to_torch(theirs(to_torch(x))), rtol=0, atol=1e-13)
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-14, atol=1e-14)
-        grad_y = random(4, 5, 8, seed=step + 100)
-        (grad,) = torch.autograd.grad(y, a, grad_y)
-        (expected_grad,) = torch.autograd.grad(expected, b, grad_y)
-        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-13)
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-    x = random(4, 5, 8, seed=50)
+    x = normal(4, 5, 8, seed=50).double()
     torch.testing.assert_close(ours.eval()(x), to_torch(theirs.eval()(to_torch(x))), rtol=0, atol=1e-13)
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, before[name]), f"{name} moved in evaluation"
 
 
 def test_running_statistics_of_bf16_input_are_fp32():
-    norm, x = BatchNorm(8), random(64, 64, 8).bfloat16()
+    norm, x = BatchNorm(8), (3 * normal(64, 64, 8) + 1).bfloat16()
     norm(x)
     assert norm.running_mean.dtype == torch.float32
     torch.testing.assert_close(norm.running_mean, 0.1 * x.double().mean((0, 1)).float(), rtol=1e-6, atol=1e-7)
@@ -93,9 +84,3 @@ def test_training_on_one_token_is_refused(shape):
     assert torch.equal(norm.running_mean, torch.zeros(8)) and torch.equal(norm.running_var, torch.ones(8))
     norm.eval()
     torch.testing.assert_close(norm(torch.ones(shape)), torch.ones(shape), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("momentum", [0.0, -0.1, 1.5, float("nan")])
-def test_momentum_out_of_range_is_refused(momentum):
-    with pytest.raises(ValueError, match="momentum of batchnorm must be above 0 and at most 1"):
-        BatchNorm(8, momentum=momentum)

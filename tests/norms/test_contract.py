@@ -20,7 +20,6 @@ import inspect
 import shutil
 import subprocess
 import sys
-import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +33,7 @@ from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 from runtime.plugins import IMPORTED
+from tests.random_values import normal
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -80,18 +80,13 @@ def width(kind: str, at_least: int) -> int:
     return -(-at_least // multiple) * multiple
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Standard normal values, the same on every device."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
 def trained_norm(kind: str, dim: int, training: bool = True, device: str = "cpu", **norm_args) -> Any:
     """A norm as after some training: no parameter or running statistic has its initial value."""
     norm = build_norm(kind, dim, **norm_args).to(device)
-    norm(3 * random(32, dim, device=device, seed=1) + 1)
+    norm(3 * normal(32, dim, device=device, seed=1) + 1)
     with torch.no_grad():
         for seed, parameter in enumerate(norm.parameters()):
-            parameter.add_(0.5 * random(*parameter.shape, device=device, seed=seed + 2))
+            parameter.add_(0.5 * normal(*parameter.shape, device=device, seed=seed + 2))
     return norm.train(training)
 
 
@@ -141,29 +136,20 @@ def assert_matches_oracle(kind: str, norm: nn.Module, x: Tensor, y: Tensor | Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_output_has_the_shape_and_dtype_of_the_input(kind, dtype, parameter_dtype, device):
     norm = trained_norm(kind, 16, device=device).to(parameter_dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for shape in [(16,), (2, 16), (2, 3, 16), (2, 3, 4, 16)]:
-            x = random(*shape, dtype=dtype, device=device)
-            norm.train(len(shape) > 1)  # BatchNorm cannot train on a single token
-            y = norm(x)
-            assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+    for shape in [(16,), (2, 16), (2, 3, 16), (2, 3, 4, 16)]:
+        x = normal(*shape, dtype=dtype, device=device)
+        norm.train(len(shape) > 1)  # BatchNorm cannot train on a single token
+        y = norm(x)
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
 
 
 @each_kind_and_mode
-@pytest.mark.parametrize("dim", [64, 768, 4096])
+@pytest.mark.parametrize(("dim", "mean"), [(64, 0), (768, 0), (4096, 0), (256, 1), (256, 1e3)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_match_the_oracle(kind, dtype, dim, training, device):
+def test_values_match_the_oracle(kind, dtype, dim, mean, training, device):
+    """E[x²] − E[x]² would cancel: in fp32 its error is 0.8 at mean 1e3."""
     norm = trained_norm(kind, dim, training, device)
-    assert_matches_oracle(kind, norm, random(4, 12, dim, dtype=dtype, device=device))
-
-
-@each_kind_and_mode
-@pytest.mark.parametrize("mean", [1.0, 1e3])
-def test_values_match_the_oracle_with_nonzero_mean(kind, training, mean, device):
-    """E[x²] − E[x]² cancels here: in fp32 its error is 0.8 at mean 1e3."""
-    norm = trained_norm(kind, 256, training, device)
-    assert_matches_oracle(kind, norm, random(4, 12, 256, device=device) + mean)
+    assert_matches_oracle(kind, norm, (normal(4, 12, dim, device=device) + mean).to(dtype))
 
 
 @each_kind
@@ -172,14 +158,14 @@ def test_bf16_parameters_add_only_their_own_rounding(kind, dtype, device):
     norm = trained_norm(kind, 256, device=device)
     for parameter in norm.parameters():
         parameter.data = parameter.data.bfloat16()
-    assert_matches_oracle(kind, norm, random(4, 12, 256, dtype=dtype, device=device))
+    assert_matches_oracle(kind, norm, normal(4, 12, 256, dtype=dtype, device=device))
 
 
 @each_kind_and_mode
 def test_autocast_does_not_change_the_result(kind, training, device):
     norm = trained_norm(kind, 256, training, device)
     same_norm = copy.deepcopy(norm)  # a copy, since some norms update their state in the backward pass
-    x = random(4, 12, 256, device=device, seed=7).requires_grad_()
+    x = normal(4, 12, 256, device=device, seed=7).requires_grad_()
     with torch.autocast(device, torch.bfloat16):
         inside = norm(x)
     outside = same_norm(x)
@@ -201,8 +187,8 @@ def test_gradients_match_the_oracle(kind, training, rows, dim, gain_bound, devic
     their sum of squares (measured: 3e-7 for 512 rows, 5e-7 for 8192, where the sum may be 400 times smaller).
     """
     norm = trained_norm(kind, dim, training, device)
-    x = random(4, rows // 4, dim, device=device).requires_grad_()
-    grad_y = random(4, rows // 4, dim, device=device, seed=1)
+    x = normal(4, rows // 4, dim, device=device).requires_grad_()
+    grad_y = normal(4, rows // 4, dim, device=device, seed=1)
     norm(x).backward(grad_y)
 
     exact_x, state = x.detach().cpu().double().requires_grad_(), state_of(norm)
@@ -227,24 +213,6 @@ def test_gradients_match_the_oracle(kind, training, rows, dim, gain_bound, devic
 def relative_error(a: Tensor | None, exact: Tensor | None) -> float:
     assert a is not None and exact is not None
     return ((a.cpu().double() - exact).abs().max() / exact.abs().max()).item()
-
-
-@each_kind_and_mode
-def test_gradcheck_and_gradgradcheck(kind, training, device):
-    dim = width(kind, 5)
-    norm = trained_norm(kind, dim, training, device).double()
-    names = list(dict(norm.named_parameters()))
-    x = random(2, 3, dim, dtype=torch.float64, device=device).requires_grad_()
-
-    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(norm, dict(zip(names, parameters, strict=True)), (x,))
-
-    inputs = (x, *norm.parameters())
-    if TRAITS[kind].exact_backward or not training:
-        assert torch.autograd.gradcheck(forward, inputs)
-        assert torch.autograd.gradgradcheck(forward, inputs)
-    else:
-        assert not torch.autograd.gradcheck(forward, inputs, raise_exception=False)
 
 
 # --- special values --------------------------------------------------------------------------------------------------
@@ -298,8 +266,8 @@ def test_gradients_of_large_values_match_the_oracle(kind, training, largest, dev
         pytest.skip("the gradient is approximate")
     dim = width(kind, 64)
     norm = trained_norm(kind, dim, training, device)
-    x = (random(2, 6, dim) * largest).to(device).requires_grad_()
-    grad_y = random(2, 6, dim, device=device, seed=1)
+    x = (normal(2, 6, dim) * largest).to(device).requires_grad_()
+    grad_y = normal(2, 6, dim, device=device, seed=1)
     (grad,) = torch.autograd.grad(norm(x), x, grad_y)
     exact_x = x.detach().cpu().double().requires_grad_()
     oracle = oracle_file(kind).oracle(exact_x, state_of(norm))
@@ -310,27 +278,19 @@ def test_gradients_of_large_values_match_the_oracle(kind, training, largest, dev
 
 @each_kind_and_mode
 def test_nan_affects_only_its_row(kind, training, device):
+    """In the output, and in the gradient of the input. The gradient of a gain is a sum over all rows."""
     norm = trained_norm(kind, 64, training, device)
-    x = random(2, 6, 64, device=device)
-    x[1, 3, 5] = torch.nan
-    has_nan = norm(x).isnan().any(-1)
-    assert has_nan[1, 3]
-    if TRAITS[kind].per_token or not training:
-        assert has_nan.sum() == 1
-    else:
-        assert has_nan.all()
-
-
-@each_kind_and_mode
-def test_nan_affects_only_the_gradient_of_its_row(kind, training, device):
-    """The gradient of the input. The gradient of a gain is a sum over all rows."""
-    if training and not TRAITS[kind].per_token:
-        pytest.skip("statistics are of all rows")
-    norm = trained_norm(kind, 64, training, device)
-    x, grad_y = random(2, 6, 64, device=device), random(2, 6, 64, device=device, seed=1)
+    x, grad_y = normal(2, 6, 64, device=device), normal(2, 6, 64, device=device, seed=1)
     x[1, 3, 5] = x[0, 4, 6] = grad_y[0, 2, 5] = torch.nan
     grad_y[1, 0, 7] = torch.inf
-    (grad,) = torch.autograd.grad(norm(x.requires_grad_()), x, grad_y)
+    y = norm(x.requires_grad_())
+    has_nan = y.isnan().any(-1)
+    assert has_nan[1, 3] and has_nan[0, 4]
+    if not TRAITS[kind].per_token and training:
+        assert has_nan.all()  # statistics are of all rows
+        return
+    assert has_nan.sum() == 2
+    (grad,) = torch.autograd.grad(y, x, grad_y)
     bad = (~grad.isfinite()).any(-1)
     assert bad[0, 2] and bad[1, 0]
     bad[1, 3] = bad[0, 4] = True  # may be finite: some gradients do not depend on the input
@@ -356,7 +316,7 @@ def norm_with_tiny_eps(kind: str, dim: int, device: str) -> Any:
 @pytest.mark.parametrize("power", [-6, -1, 1, 10])
 def test_scale_invariance(kind, power, device):
     """Scaling by a power of two is exact, so a scale-invariant norm gives the same bits."""
-    norm, x = norm_with_tiny_eps(kind, 256, device), random(4, 12, 256, device=device)
+    norm, x = norm_with_tiny_eps(kind, 256, device), normal(4, 12, 256, device=device)
     if TRAITS[kind].scale_invariant:
         assert torch.equal(norm(x * 2**power), norm(x))
     else:
@@ -366,14 +326,14 @@ def test_scale_invariance(kind, power, device):
 @each_kind
 @pytest.mark.parametrize("shift", [-8.0, 0.5])
 def test_shift_invariance(kind, shift, device):
-    norm, x = trained_norm(kind, 256, device=device), random(4, 12, 256, device=device, dtype=torch.float64)
+    norm, x = trained_norm(kind, 256, device=device), normal(4, 12, 256, device=device, dtype=torch.float64)
     difference = (norm(x + shift) - norm(x)).abs().max()
     assert difference < 1e-12 if TRAITS[kind].shift_invariant else difference > 0.1
 
 
 @each_kind
 def test_identity(kind, device):
-    norm, x = build_norm(kind, 256).to(device), 3 * random(4, 12, 256, device=device)
+    norm, x = build_norm(kind, 256).to(device), 3 * normal(4, 12, 256, device=device)
     assert torch.equal(norm(x), x) == TRAITS[kind].identity
 
 
@@ -383,7 +343,7 @@ def test_identity(kind, device):
 def test_rows_are_independent(kind, dtype, dim, training):
     dim = width(kind, dim)
     norm = trained_norm(kind, dim, training)
-    x = random(6, 40, dim, dtype=dtype)
+    x = normal(6, 40, dim, dtype=dtype)
     whole = norm(x)
     parts = [slice(0, 1), slice(1, 4), slice(0, 6, 2)]
     same = [
@@ -404,7 +364,7 @@ def test_traits_are_consistent():
 @pytest.mark.parametrize("kind", sorted(set(KIND_NAMES) - set(STATEFUL)))
 def test_a_kind_without_state_does_the_same_in_training_and_evaluation(kind):
     """So it is tested in training alone. No random numbers are drawn either."""
-    norm, x, state = trained_norm(kind, 256), random(4, 12, 256).requires_grad_(), torch.get_rng_state()
+    norm, x, state = trained_norm(kind, 256), normal(4, 12, 256).requires_grad_(), torch.get_rng_state()
     training, evaluation = (
         (y := norm.train(mode)(x), *torch.autograd.grad(y.square().sum(), (x, *norm.parameters())))
         for mode in (True, False)
@@ -422,7 +382,7 @@ def test_model_is_causal(kind, placement, training):
     tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
-            parameter.add_(0.1 * random(*parameter.shape, seed=seed))
+            parameter.add_(0.1 * normal(*parameter.shape, seed=seed))
         model(tokens)  # updates the running statistics
         for t in (1, 7, 11):
             changed = tokens.clone()
@@ -468,11 +428,11 @@ def test_empty_batch_does_not_change_state(kind, training, shape, device):
     ids=["transposed", "features first", "strided", "expanded", "one feature expanded"],
 )
 def test_noncontiguous_input(kind, training, rearrange, device):
-    x = rearrange(random(7, 64, 64, device=device)).detach().requires_grad_()
+    x = rearrange(normal(7, 64, 64, device=device)).detach().requires_grad_()
     norm = trained_norm(kind, x.shape[-1], training, device)
     assert not x.is_contiguous()
     assert_matches_oracle(kind, norm, x)
-    grad_y = random(*x.shape, device=device, seed=1)
+    grad_y = normal(*x.shape, device=device, seed=1)
     same_norm = copy.deepcopy(norm)  # a copy, since some norms update their state in the backward pass
     (grad,) = torch.autograd.grad(norm(x), x, grad_y)
     contiguous = x.detach().contiguous().requires_grad_()
@@ -520,15 +480,16 @@ def test_compiled_matches_eager(kind, training, backend, device):
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler for Inductor")
 def test_rmsnorm_compiles_with_inductor(device):
-    assert_compiled_matches_eager("rmsnorm", True, "inductor", device)
+    known = {"cpp.vec_isa_ok": True}  # that the compiler supports this CPU: to find out takes longer than the rest
+    assert_compiled_matches_eager("rmsnorm", True, "inductor", device, options=known)
 
 
-def assert_compiled_matches_eager(kind: str, training: bool, backend: str, device: str) -> None:
+def assert_compiled_matches_eager(kind: str, training: bool, backend: str, device: str, **compile_options: Any) -> None:
     eager = trained_norm(kind, 64, training, device)
     norm = trained_norm(kind, 64, training, device)
-    compiled = torch.compile(norm, backend=backend, fullgraph=True)
-    x = random(4, 12, 64, device=device, seed=9).requires_grad_()
-    grad_y = random(4, 12, 64, device=device, seed=10)
+    compiled = torch.compile(norm, backend=backend, fullgraph=True, **compile_options)
+    x = normal(4, 12, 64, device=device, seed=9).requires_grad_()
+    grad_y = normal(4, 12, 64, device=device, seed=10)
     y = compiled(x)
     assert_matches_oracle(kind, norm, x, y.detach(), extra=getattr(oracle_file(kind), "COMPILED_ERROR", 0.0))
     got = torch.autograd.grad(y, (x, *norm.parameters()), grad_y)

@@ -1,12 +1,11 @@
 """LayerNorm: any normalized shape, optional gain and bias."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from norms.layernorm import LayerNorm
+from tests.random_values import normal, randomize
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-5) -> Tensor:
@@ -24,29 +23,13 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     return 2 * eps * cancellation * ((1 + normalized) * state["weight"].abs() + state["bias"].abs())
 
 
-def randomized(norm: LayerNorm, seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in norm.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-    return norm.double()
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 3 + 1
-
-
 @pytest.mark.parametrize(
     ("shape", "normalized_shape"),
-    [
-        ((6, 8), 8),
-        ((5, 6, 8), [6, 8]),
-        ((2, 3, 4, 5), (3, 4, 5)),
-        ((2, 3, 4, 5), torch.Size([4, 5])),
-    ],
+    [((6, 8), 8), ((5, 6, 8), [6, 8]), ((2, 3, 4, 5), (3, 4, 5)), ((2, 3, 4, 5), torch.Size([4, 5]))],
     ids=str,
 )
 def test_normalized_shapes(shape, normalized_shape):
-    norm, x = randomized(LayerNorm(normalized_shape)), random(*shape)
+    norm, x = randomize(LayerNorm(normalized_shape).double()), 3 * normal(*shape).double() + 1
     axes = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     assert norm.weight.shape == norm.bias.shape == x.shape[-axes:]
     flat = {"weight": norm.weight.flatten(), "bias": norm.bias.flatten()}
@@ -55,9 +38,9 @@ def test_normalized_shapes(shape, normalized_shape):
 
 
 def test_bias_and_gain_are_optional():
-    x, one = random(5, 6, 8), torch.ones(())
+    x, one = 3 * normal(5, 6, 8).double() + 1, torch.ones(())
     assert list(LayerNorm(8).state_dict()) == ["weight", "bias"]
-    without_bias, bare = randomized(LayerNorm(8, bias=False)), LayerNorm(8, elementwise_affine=False)
+    without_bias, bare = randomize(LayerNorm(8, bias=False).double()), LayerNorm(8, elementwise_affine=False)
     assert list(without_bias.state_dict()) == ["weight"] and not bare.state_dict()
     expected = oracle(x, {"weight": without_bias.weight, "bias": 0 * one})
     torch.testing.assert_close(without_bias(x), expected, rtol=0, atol=1e-13)

@@ -4,15 +4,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from config import ModelConfig
 from model import Llama, matrices
-from norms import build_norm
-from norms.placement import PLACEMENTS, Site
+from norms.placement import PLACEMENTS, PostNorm, PreNorm
+from tests.random_values import randomize
 
 CONFIG = ModelConfig(dim=16, layers=8, heads=2, kv_heads=1, hidden_dim=24, context=12, vocab_size=19)
 TOKENS = torch.tensor([[1, 18, 4, 4, 9, 0]])
@@ -23,17 +24,10 @@ def model_of(placement: str, **changes) -> Llama:
 
 
 def randomized(model: Llama) -> Llama:
-    """The model in float64, with gains far from 1 and weights large enough that every part affects the logits."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 2:
-                weight.copy_(noise / math.sqrt(weight.shape[-1]))
-            elif name.endswith("residual.a"):  # small: nothing else limits the growth of ReZero's stream
-                weight.copy_(0.3 + 0.1 * noise)
-            else:
-                weight.copy_(0.4 * noise + (0 if name.endswith("bias") else 1))
+    """The model in float64, with gains far from 1."""
+    for name, weight in randomize(model, gains=0.4).named_parameters():
+        if name.endswith("residual.a"):  # small: nothing else limits the growth of ReZero's stream
+            weight.data.mul_(0.3)
     return model.double()
 
 
@@ -240,28 +234,23 @@ def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
 
 def test_ngpt_starts_with_the_scales_of_the_paper():
     """α = 0.05 and s = 1, so the logits are cosines."""
-    model = model_of("ngpt", tie_embeddings=False).double()
+    model: Any = model_of("ngpt", tie_embeddings=False).double()
     with torch.no_grad():
         hidden, logits = model.hidden(TOKENS), model(TOKENS)
         torch.testing.assert_close(hidden.norm(dim=-1), torch.ones(1, 6).double())
         cosines = torch.cosine_similarity(hidden[:, :, None], model.lm_head.weight, dim=-1)
         torch.testing.assert_close(logits, cosines, rtol=1e-6, atol=1e-7)
-        x = torch.eye(16).double()[None]
-        residual = PLACEMENTS["ngpt"].connection(Site("mlp", 0, 4, 16, lambda where: nn.Identity()))
-        stepped = residual(x, lambda x: 7 * x.roll(1, -1))
-    torch.testing.assert_close(stepped, (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05), rtol=1e-6, atol=0)
+        x, residual = torch.eye(16).double(), model.layers[0].mlp_residual
+        expected = (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05)
+        torch.testing.assert_close(residual(x, lambda x: 7 * x.roll(1, -1)), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("layers, post", [(1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (12, 3)])
 def test_mix_is_post_norm_in_the_first_quarter(layers, post):
-    x = torch.full((1, 1, 16), 100.0)
-
-    def is_post(layer: int, site: str) -> bool:
-        residual = PLACEMENTS["mix"].connection(Site(site, layer, layers, 16, lambda where: build_norm("rmsnorm", 16)))
-        return bool(residual(x, torch.zeros_like).max() < 2)  # pre-norm leaves the stream at 100
-
-    for site in ("attention", "mlp"):
-        assert [is_post(layer, site) for layer in range(layers)] == [layer < post for layer in range(layers)]
+    blocks = model_of("mix", layers=layers).layers
+    for site in ("attention_residual", "mlp_residual"):
+        kinds = [type(block.get_submodule(site)) for block in blocks]
+        assert kinds == [PostNorm] * post + [PreNorm] * (layers - post)
 
 
 @pytest.mark.parametrize(
@@ -292,23 +281,15 @@ GAINS = {"value": BETA, "attention_out": BETA, "gate": BETA, "up": BETA, "down":
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("init", ["normal", "xavier"])
-def test_init_gain_by_role(placement, init):
+def test_init_gain_by_role_and_the_default_of_depth_scaled_init(placement, init):
     pre = initial_weights("pre", init=init, depth_scaled_init=False)
-    for (role, name), weight in initial_weights(placement, init=init, depth_scaled_init=False).items():
-        expected = pre[role, name]
-        if placement == "deepnorm":
-            expected = expected * GAINS.get(role, 1.0)
-        elif placement == "ngpt":  # every row or column with the 16 features of the stream has length 1
-            expected = expected / expected.norm(dim=0 if role in ("attention_out", "down") else 1, keepdim=True)
-        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_default_of_depth_scaled_init(placement):
-    unscaled = initial_weights(placement, init="normal", depth_scaled_init=False)
-    is_scaled = placement not in ("deepnorm", "sandwich", "reordered", "lns", "keel", "ngpt")
-    for wanted in (None, True) if placement != "ngpt" else (None,):  # which returns to the sphere
-        for (role, name), weight in initial_weights(placement, init="normal", depth_scaled_init=wanted).items():
-            scaled = (wanted or is_scaled) and role in ("attention_out", "down")
-            factor = 1 / math.sqrt(8) if scaled else 1.0
-            torch.testing.assert_close(weight, unscaled[role, name] * factor, rtol=1e-6, atol=0)
+    default = placement not in ("deepnorm", "sandwich", "reordered", "lns", "keel", "ngpt")
+    for wanted in (None, False, True):
+        scaled = init == "normal" and (default if wanted is None else wanted)
+        for (role, name), weight in initial_weights(placement, init=init, depth_scaled_init=wanted).items():
+            expected = pre[role, name] * (GAINS.get(role, 1.0) if placement == "deepnorm" else 1.0)
+            if scaled and role in ("attention_out", "down"):
+                expected = expected / math.sqrt(8)
+            if placement == "ngpt":  # every row or column with the 16 features of the stream has length 1
+                expected = expected / expected.norm(dim=0 if role in ("attention_out", "down") else 1, keepdim=True)
+            torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0)

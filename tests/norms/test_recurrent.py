@@ -5,17 +5,15 @@ import torch
 from torch import Tensor
 
 from norms.modules import LayerNormRNN
+from tests.random_values import normal, randomize
 
 
-def cell(inputs: int = 3, hidden: int = 5, eps: float = 1e-5) -> LayerNormRNN:
-    rnn = LayerNormRNN(inputs, hidden, eps)
-    for seed, parameter in enumerate(rnn.parameters()):
-        parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
-    return rnn.double()
+def cell() -> LayerNormRNN:
+    return randomize(LayerNormRNN(3, 5).double())
 
 
 def sequence() -> Tensor:
-    return torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return normal(2, 7, 3, seed=9).double()
 
 
 def test_each_step_matches_the_papers_formula():

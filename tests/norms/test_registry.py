@@ -1,11 +1,12 @@
 """Registration of kinds, and arguments of norms."""
 
+import math
 from typing import Literal
 
 import pytest
 from torch import nn
 
-from norms.registry import KINDS, TRAITS, check_norm, register
+from norms.registry import KINDS, TRAITS, build_norm, check_norm, register
 from runtime.flags import read_pairs
 
 
@@ -35,3 +36,23 @@ def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
     for text, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             check_norm("mine", read_pairs("--norm-arg", [text]))
+
+
+OUT_OF_RANGE: list[tuple[str, list[dict[str, float]], str]] = [
+    ("batchnorm", [{"momentum": m} for m in (0.0, -0.1, 1.5, math.nan)], "momentum of batchnorm must be above 0"),
+    ("powernorm", [{"momentum": m} for m in (1.0, -0.1, math.nan)], "momentum of powernorm must be at least 0"),
+    ("prmsnorm", [{"p": p} for p in (0.0, -0.5, 1.01, math.nan)], "p of prmsnorm, .+, must be above 0 and at most 1"),
+    ("derf", [{"alpha": a} for a in (0.0, -1.0, math.inf, math.nan)], "alpha of derf must be a positive number"),
+    (
+        "dyt",
+        [{"alpha": 0.0}, {"alpha": -1.0, "attention_ratio": -1.0}, {"attention_ratio": 0.0}],
+        "alpha and attention_ratio of dyt must be positive",
+    ),
+]
+
+
+@pytest.mark.parametrize("kind, refused, message", OUT_OF_RANGE)
+def test_arguments_out_of_range_are_refused(kind, refused, message):
+    for norm_args in refused:
+        with pytest.raises(ValueError, match=message):
+            build_norm(kind, 8, **norm_args)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from norms.rmsnorm import RMSNorm
+from tests.random_values import normal, randomize
 
 
 def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-6) -> Tensor:
@@ -14,10 +15,7 @@ def oracle(x: Tensor, state: dict[str, Tensor], eps: float = 1e-6) -> Tensor:
 
 
 def norm_and_input(dtype: torch.dtype, **norm_args) -> tuple[Any, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    norm: Any = RMSNorm(512, **norm_args)
-    norm.weight.data.copy_(torch.randn(512, generator=generator))
-    return norm, torch.randn(64, 512, generator=generator).to(dtype)
+    return randomize(RMSNorm(512, **norm_args), gains=1), normal(64, 512, dtype=dtype)
 
 
 def worst_ulps(y: Tensor, exact: Tensor) -> float:
@@ -50,7 +48,7 @@ def test_llama_cast_order_is_bit_identical_to_transformers(dtype, gain_dtype):
 @pytest.mark.parametrize("cast_order", ["fp32", "llama"])
 def test_without_gain(cast_order):
     norm = RMSNorm(512, elementwise_affine=False, cast_order=cast_order)
-    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = normal(64, 512, dtype=torch.float64)
     assert not norm.state_dict()
     torch.testing.assert_close(norm(x), oracle(x, {"weight": torch.ones(512)}), rtol=1e-14, atol=0)
     assert norm(x.bfloat16()).dtype == torch.bfloat16

@@ -1,6 +1,5 @@
 """What must survive kills, signals, full disks and damaged files: tiny runs, and commands in forks of this process."""
 
-import itertools
 import multiprocessing.context
 import os
 import signal
@@ -19,6 +18,11 @@ from runtime.run_dir import read_rows
 
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
 STEPS = "--steps 9 --save-every 3 --eval-every 9 --eval-tokens 64 --dropout 0.1"
+
+
+@pytest.fixture(autouse=True)
+def without_plots(undrawn: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="session")
@@ -148,25 +152,25 @@ def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
 
 @pytest.fixture(scope="session")
-def before_file_event() -> Callable[[Callable[[int, str, Path], None]], None]:
-    """`before_file_event(action)` calls `action(k, event, path)` before the k-th change of this process to the disk.
+def before_file_event() -> Callable[[Callable[[str, Path], None]], None]:
+    """`before_file_event(action)` calls `action(event, path)` before each change of this process to the disk.
 
     These are: "open" for writing, "fsync", "os.rename" (to `path`), "os.mkdir", "os.remove", "os.rmdir" and
     "shutil.rmtree". It cannot be undone, so it is for forked processes.
     """
     changing = {"os.rename": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "shutil.rmtree": 0}
 
-    def install(action: Callable[[int, str, Path], None]) -> None:
-        count, fsync = itertools.count(), os.fsync
+    def install(action: Callable[[str, Path], None]) -> None:
+        fsync = os.fsync
 
         def hook(event: str, arguments: tuple) -> None:
             if event in changing:
-                action(next(count), event, Path(os.fsdecode(arguments[changing[event]])))
+                action(event, Path(os.fsdecode(arguments[changing[event]])))
             elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(arguments[0], int):
-                action(next(count), event, Path(os.fsdecode(arguments[0])))
+                action(event, Path(os.fsdecode(arguments[0])))
 
         def counted(descriptor: int) -> None:
-            action(next(count), "fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            action("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")))
             fsync(descriptor)
 
         sys.addaudithook(hook)

@@ -18,8 +18,6 @@ COMMAND = (
 )
 Ends = Callable[..., tuple[int, str]]
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -79,7 +77,7 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, ends: Ends):
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_run_whose_checkpoint_is_of_another_model_or_lost_is_refused(flags, tmp_path, ends: Ends):
+def test_a_run_whose_checkpoint_is_of_another_model_is_refused(flags, tmp_path, ends: Ends):
     run = tmp_path / "run"
     train.main([*flags, "--save-every", "3", "--steps", "3"])
     description = read_run_file(run / "run.json")
@@ -87,5 +85,3 @@ def test_a_run_whose_checkpoint_is_of_another_model_or_lost_is_refused(flags, tm
     write_run_file(run / "run.json", description)
     for more in ("--resume", "--eval-only"):
         assert "does not match the model in" in ends(train.main, [*flags, more])[1]
-    shutil.rmtree(run / "checkpoints")  # which was written before step 3 was evaluated
-    assert "holds no checkpoint" in ends(train.main, [*flags, "--resume"])[1]

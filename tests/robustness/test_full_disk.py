@@ -10,6 +10,7 @@ import pytest
 
 import train
 
+pytestmark = pytest.mark.pictures
 # A model so small that its checkpoint is smaller than loss.png.
 COMMAND = "--dim 4 --hidden-dim 4 --layers 1 --heads 1 --context 16 --batch-size 4 --tokenizer bytes --device cpu "
 COMMAND += "--dtype float32 --eval-every 2 --save-every 2 --schedule constant"

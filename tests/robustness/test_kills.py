@@ -1,16 +1,14 @@
 """Killed at any moment: after SIGKILL the same command, or --resume, ends with the same bits."""
 
+import itertools
 import os
 import shutil
 import signal
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import train
-
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def again(command: list[str], run: Path) -> list[str]:
@@ -39,13 +37,11 @@ def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, sa
     what, name, times = MOMENTS[moment]
 
     def train_until() -> None:
-        seen = [0]
+        seen = itertools.count()
 
-        def kill(number: int, event: str, path: Path) -> None:
-            if event == what and path.name == name:
-                seen[0] += 1
-                if seen[0] > times:
-                    os.kill(os.getpid(), signal.SIGKILL)
+        def kill(event: str, path: Path) -> None:
+            if (event, path.name) == (what, name) and next(seen) == times:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         before_file_event(kill)
         train.main(command)
@@ -69,7 +65,7 @@ def test_order_of_flushes_and_renames(command, undisturbed, fork, before_file_ev
 
     def traced() -> None:
         lines = trace.open("w", buffering=1)
-        before_file_event(lambda number, event, path: print(event, path, file=lines) if path != trace else None)
+        before_file_event(lambda event, path: print(event, path, file=lines) if path != trace else None)
         train.main([*command, "--keep", "1"])
 
     child = fork(traced)
@@ -78,7 +74,7 @@ def test_order_of_flushes_and_renames(command, undisturbed, fork, before_file_ev
     events = [(event, path) for event, path in events if path.is_relative_to(run)]
     saved = [path.name for path in (run / "checkpoints/step-000009").iterdir()]
     renamed = []
-    for number, ((event, path), following) in enumerate(pairwise(events)):
+    for number, ((event, path), following) in enumerate(itertools.pairwise(events)):
         if event != "os.rename" or "-unfinished" in str(path):
             continue
         renamed.append(path.name)

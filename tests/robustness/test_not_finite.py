@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ import train
 from machine.process import NotFinite
 from model import Llama
 from runtime.checkpoint import list_checkpoints, load_pretrained, save_pretrained
-
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 EVERY = "--schedule constant --warmup 0 --save-every 4 --keep 9 --eval-every 100"
 
@@ -35,36 +34,38 @@ def spoil(trainer: train.Trainer, what: str, value: float, patch: pytest.MonkeyP
         trainer.model.get_buffer("layers.1.mlp_residual.norm.running_var")[3] = value
 
 
-def run_spoiled(flags: list[str], what: str, value: float, at: int) -> int:
-    """The exit code of a run in which `what` becomes `value` in step `at`."""
+@pytest.fixture
+def run_spoiled(monkeypatch: pytest.MonkeyPatch, ends: Callable) -> Callable[..., str]:
+    """`run_spoiled(flags, what, value, at)`: the error of a run in which `what` becomes `value` in step `at`."""
     train_step = train.Trainer.train_step
 
-    def spoiled(trainer: train.Trainer) -> None:
-        if trainer.step + 1 == at and what != "running statistic":
-            spoil(trainer, what, value, patch)
-        train_step(trainer)
-        if trainer.step + 1 == at and what == "running statistic":
-            spoil(trainer, what, value, patch)
+    def run(flags: list[str], what: str, value: float, at: int) -> str:
+        def spoiled(trainer: train.Trainer) -> None:
+            due, updated = trainer.step + 1 == at, what == "running statistic"
+            if due and not updated:
+                spoil(trainer, what, value, monkeypatch)
+            train_step(trainer)
+            if due and updated:
+                spoil(trainer, what, value, monkeypatch)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "train_step", spoiled)
-        with pytest.raises(SystemExit) as ended:
-            train.main(flags)
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+        monkeypatch.setattr(train.Trainer, "train_step", spoiled)
+        code, error = ends(train.main, flags)
+        assert code == 5
+        return error.splitlines()[-1]
+
+    return run
 
 
 @pytest.mark.parametrize(
     "what, value", [("loss", math.nan), ("gradient", math.inf), ("weight", math.nan), ("running statistic", math.nan)]
 )
 @pytest.mark.parametrize("at, dtype", [(1, "float32"), (8, "float16")])
-def test_the_run_ends_and_saves_nothing_bad(what, value, at, dtype, flags, tmp_path, capsys):
+def test_the_run_ends_and_saves_nothing_bad(what, value, at, dtype, flags, tmp_path, run_spoiled):
     """It names the step. In float16 the scaler first reduces the loss scale until it is 1."""
     if what == "running statistic":
         flags = [*flags, "--norm", "batchnorm"]  # whose output in training does not depend on them
     steps = "60" if (what, dtype) == ("gradient", "float16") else "20"
-    assert run_spoiled([*flags, *EVERY.split(), "--steps", steps, "--dtype", dtype], what, value, at) == 5
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = run_spoiled([*flags, *EVERY.split(), "--steps", steps, "--dtype", dtype], what, value, at)
     if (what, dtype) == ("gradient", "float16"):
         at += 16  # the scale starts at 2**16
     due = at if what != "running statistic" else -(-at // 4) * 4  # noticed when the weights are checked
@@ -77,11 +78,11 @@ def test_the_run_ends_and_saves_nothing_bad(what, value, at, dtype, flags, tmp_p
         assert all(tensor.isfinite().all() for tensor in load_file(path / "model.safetensors").values())
 
 
-def test_a_validation_loss_that_is_not_finite_names_the_step(flags, tmp_path, capsys):
+def test_a_validation_loss_that_is_not_finite_names_the_step(flags, tmp_path, run_spoiled):
     """A running statistic is checked only when a checkpoint is saved, which is later."""
     more = ["--norm", "batchnorm", "--steps", "20", "--eval-every", "4", "--save-every", "20"]
-    assert run_spoiled([*flags, *more], "running statistic", math.nan, 4) == 5
-    assert "validation loss is not finite at step 4" in capsys.readouterr().err.splitlines()[-1]
+    error = run_spoiled([*flags, *more], "running statistic", math.nan, 4)
+    assert "validation loss is not finite at step 4" in error
     assert not list_checkpoints(tmp_path / "run")
 
 

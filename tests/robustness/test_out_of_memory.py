@@ -1,13 +1,10 @@
 """Memory that runs out: exit code 3, what to change, nothing damaged."""
 
-import pytest
 import torch
 
 import generate
 import train
 from runtime.checkpoint import list_checkpoints, verify
-
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def allocate_too_much() -> None:

@@ -20,7 +20,6 @@ from machine import process
 from runtime.checkpoint import find_checkpoint
 from runtime.plugins import command_to_type
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).parents[2]
 
 

@@ -8,15 +8,13 @@ import pytest
 
 import train
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture
 def train_suspended(before_file_event):
     """`train_suspended(arguments)` trains, and waits for SIGCONT before it writes trainer.json."""
 
     def run(arguments: list[str]) -> None:
-        def suspend(number: int, event: str, path: Path) -> None:
+        def suspend(event: str, path: Path) -> None:
             if path.name == "trainer.json" and event == "open":
                 os.kill(os.getpid(), signal.SIGSTOP)
 

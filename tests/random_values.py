@@ -1,0 +1,27 @@
+"""Random values and weights for tests, the same on every device."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def randomize(module: nn.Module, matrices: float = 1.0, gains: float = 0.3, seed: int = 0) -> Any:
+    """The module in evaluation mode, with weights large enough that each affects the output.
+
+    A matrix makes features `matrices` times as large as its inputs. Gains spread by `gains` around 1, biases around 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 2:
+                weight.copy_(matrices * noise / math.sqrt(weight.shape[-1]))
+            else:
+                weight.copy_(gains * noise + (0 if name.endswith("bias") else 1))
+    return module.eval()
