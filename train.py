@@ -350,7 +350,7 @@ class Trainer:
         if not math.isfinite(val_loss):
             raise NotFinite("validation loss is", self.step)
         prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
-        with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
+        with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
             sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
         if not distributed.is_main():
             return

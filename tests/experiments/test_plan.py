@@ -118,6 +118,13 @@ def test_precision_and_recomputation_change_memory_and_speed():
     assert half["tokens/s"] > recomputed["tokens/s"] and plan(f"{SMALL} --dtype float16") == half
 
 
+def test_recomputation_keeps_no_copies_of_the_weights_in_bfloat16():
+    """A block more keeps its input in fp32. A copy of its weights would be three times as large."""
+    two, four = (plan(f"{SMALL} --recompute --micro-batch-size 1 --layers {layers}") for layers in (2, 4))
+    grown = (four["activations"] - two["activations"]) * GIB
+    assert grown == pytest.approx(2 * 4 * 256 * 128, rel=0.02)
+
+
 def test_time_is_that_of_the_slower_of_memory_and_arithmetic():
     """1000 FLOP/s and 10 bytes/s. A compiler adds and multiplies in one kernel, which writes what is read later."""
     x, y = torch.ones(10, 10), torch.ones(10, 10)
