@@ -170,7 +170,7 @@ class Trainer:
                 self.model = Llama(run.model_config, config.seed).to(run.device)
             stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.model.recompute = config.recompute
-        self.parallel = distributed.Parallel(self.model, config.shard)
+        self.parallel = distributed.Parallel(self.model, config.shard, run.dtype)
         self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)

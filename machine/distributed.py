@@ -141,13 +141,13 @@ class Parallel:
     """The objective of `model` with gradients averaged over the ranks. In one process, simply `model.objective`.
 
     By default every rank holds the whole model (DDP). With `shard`, each holds its part of every tensor and gathers
-    the weights of a block when it needs them (FSDP2).
+    the weights of a block, its matrices in `dtype`, when it needs them (FSDP2).
     """
 
-    def __init__(self, model: Any, shard: bool):
+    def __init__(self, model: Any, shard: bool, dtype: torch.dtype = torch.float32):
         self.model, self.shard = model, shard
         if shard:
-            shard_weights(model)  # adds hooks to `model.objective`
+            shard_weights(model, dtype)  # adds hooks to `model.objective`
         self.objective: Callable[[Tensor, Tensor], dict[str, Tensor]] = model.objective
         if world_size() > 1 and not shard:
             # Rotary tables never change, and norms with running statistics are refused.
@@ -176,15 +176,22 @@ class Objective(nn.Module):
         return self.model.objective(tokens, targets)
 
 
-def shard_weights(model: Any) -> None:
-    """Shard each block, and the rest together: a tied embedding and head must be gathered at the same time."""
+def shard_weights(model: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Shard the matrices of each block, and the rest together, with the embedding and the head, which may be tied.
+
+    A block's matrices are gathered in `dtype`, in which autocast multiplies. Their gradients are averaged in fp32. The
+    rest stays in fp32: what is not a matrix is small, and the embedding starts the residual stream.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(model.embed_tokens.weight.device.type, (world_size(),))
+    in_blocks = {layer.weight for layer in model.layers.modules() if hasattr(layer, "role")}
+    fully_shard(model, mesh=mesh, ignored_params=in_blocks)
+    others = set(model.parameters()) - in_blocks
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=precision, ignored_params=others)
     for method in ("objective", "loss", "next_logits"):
         register_fsdp_forward_method(model, method)
 

@@ -205,6 +205,39 @@ def test_a_killed_rank_is_restarted_and_the_run_continues(trained, folder):
 # --- in one process --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("options", [{}, {"placement": "sandwich"}, {"placement": "ngpt"}, {"norm": "dyt"}], ids=str)
+def test_sharding_has_the_matrices_of_a_block_in_bfloat16_and_changes_no_bit(options, recompute, one_rank):
+    """Two micro-batches under autocast, against the same without sharding."""
+    plain, sharded = (Llama(dim=32, layers=2, heads=2, context=8, vocab_size=50, **options) for _ in range(2))
+    matrices = {f"{path}.weight" for path, layer in plain.layers.named_modules() if hasattr(layer, "role")}
+    parallel, streams = distributed.Parallel(sharded, True, torch.bfloat16), set()
+
+    def record(block, arguments):
+        streams.add(arguments[0].dtype)
+        low = {name for name, weight in sharded.layers.named_parameters() if weight.dtype == torch.bfloat16}
+        assert low == {name for name in matrices if sharded.layers[int(name[0])] is block}
+
+    for block in sharded.layers:
+        block.register_forward_pre_hook(record)
+    pairs = list(torch.randint(50, (2, 2, 3, 8), generator=torch.Generator().manual_seed(0)))
+    found, scaler = [], train.GradScaler("cpu", enabled=False)
+    for model, batches in ((plain, pairs), (sharded, parallel.micro_batches(pairs))):
+        model.recompute = recompute
+        terms = train.accumulate_gradients(model.objective, batches, 2, torch.bfloat16, scaler)
+        found.append(terms | {name: distributed.full_tensor(w.grad) for name, w in model.named_parameters()})
+    assert streams == {torch.float32}
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("left", ["a folder", "a checkpoint", "the run of another launch"])
 def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_path, common, capsys):
     """Also with --preset, which --resume alone refuses."""
