@@ -9,12 +9,14 @@ A `cache` is a list with a `LayerCache` for each layer.
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
@@ -58,8 +60,6 @@ class Llama(nn.Module):
         if placement.extend:
             placement.extend(self)
         draw_weights(self, seed)
-        if placement.after_step:
-            placement.after_step(self)
 
     def forward(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Logits (B, T, V) for the token after each of `tokens` (B, T).
@@ -371,8 +371,20 @@ def matrices(model: Llama) -> Iterator[tuple[Role, str, nn.Parameter]]:
             yield role, f"{'' if module is model.lm_head else 'model.'}{path}.weight", module.weight
 
 
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """The matrices of models made inside are on the meta device, for models too large to draw before sharding."""
+
+    def to_meta(module: nn.Module, name: str, weight: nn.Parameter) -> nn.Parameter | None:
+        matrix = isinstance(module, Linear | Embedding) and name == "weight"
+        return nn.Parameter(weight.to("meta")) if matrix and not weight.is_meta else None
+
+    with register_module_parameter_registration_hook(to_meta):
+        yield
+
+
 @torch.no_grad()
-def draw_weights(model: Llama, seed: int) -> None:
+def draw_weights(model: Llama, seed: int, copy: Callable = Tensor.copy_) -> None:
     """Draw every matrix from N(0, std²), std by its role. Norms and residual connections initialize their parameters.
 
     The unscaled draw is a function of the seed, the matrix's Hugging Face name (or its path) and its shape, and is made
@@ -388,7 +400,9 @@ def draw_weights(model: Llama, seed: int) -> None:
             source = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(source[:7]))
             draw = torch.randn(weight.shape, generator=generator, device="cpu")
-            weight.copy_(draw * initial_std(model.config, role, weight.shape))
+            copy(weight, draw * initial_std(model.config, role, weight.shape))
+    if after_step := PLACEMENTS[model.config.placement].after_step:
+        after_step(model)
 
 
 def initial_std(config: ModelConfig, role: Role, shape: torch.Size) -> float:

@@ -29,7 +29,7 @@ from generate import Sampling, sample_text
 from machine import distributed
 from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
-from model import Llama
+from model import Llama, draw_weights, undrawn
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers, rate_jump
 from pages.html import save_plot
@@ -40,6 +40,7 @@ from runtime.checkpoint import (
     intact_checkpoint,
     list_checkpoints,
     load_training_state,
+    load_weights,
     save_checkpoint,
     weight_hashes,
 )
@@ -163,14 +164,22 @@ class Trainer:
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
         torch.manual_seed(config.seed)  # for imported norms whose initial weights are random
         with distributed.raise_on_all_ranks():
-            if config.init_from and not checkpoint:
-                source = find_checkpoint(config.init_from)
+            source = find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
+            if config.shard:
+                with undrawn():
+                    self.model = Llama(run.model_config, config.seed)
+            elif source:
                 self.model = read_model(source, run.model_config).to(run.device, torch.float32)
             else:
                 self.model = Llama(run.model_config, config.seed).to(run.device)
-            stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.model.recompute = config.recompute
-        self.parallel = distributed.Parallel(self.model, config.shard, run.dtype)
+        self.parallel = distributed.Parallel(self.model, config.shard, run.device, run.dtype)
+        if config.shard and not (source or checkpoint):
+            draw_weights(self.model, config.seed, distributed.copy)
+        with distributed.raise_on_all_ranks():
+            if config.shard and source:
+                load_weights(source, self.model)
+            stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)

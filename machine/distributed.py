@@ -144,10 +144,10 @@ class Parallel:
     the weights of a block, its matrices in `dtype`, when it needs them (FSDP2).
     """
 
-    def __init__(self, model: Any, shard: bool, dtype: torch.dtype = torch.float32):
+    def __init__(self, model: Any, shard: bool, device: torch.device, dtype: torch.dtype = torch.float32):
         self.model, self.shard = model, shard
         if shard:
-            shard_weights(model, dtype)  # adds hooks to `model.objective`
+            shard_weights(model, device, dtype)  # adds hooks to `model.objective`
         self.objective: Callable[[Tensor, Tensor], dict[str, Tensor]] = model.objective
         if world_size() > 1 and not shard:
             # Rotary tables never change, and norms with running statistics are refused.
@@ -176,8 +176,10 @@ class Objective(nn.Module):
         return self.model.objective(tokens, targets)
 
 
-def shard_weights(model: Any, dtype: torch.dtype = torch.float32) -> None:
+def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Shard the matrices of each block, and the rest together, with the embedding and the head, which may be tied.
+
+    The parts are on `device`. Those of weights on the meta device are not initialized.
 
     A block's matrices are gathered in `dtype`, in which autocast multiplies. Their gradients are averaged in fp32. The
     rest stays in fp32: what is not a matrix is small, and the embedding starts the residual stream.
@@ -185,13 +187,14 @@ def shard_weights(model: Any, dtype: torch.dtype = torch.float32) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(model.embed_tokens.weight.device.type, (world_size(),))
+    mesh = init_device_mesh(device.type, (world_size(),))
     in_blocks = {layer.weight for layer in model.layers.modules() if hasattr(layer, "role")}
     fully_shard(model, mesh=mesh, ignored_params=in_blocks)
     others = set(model.parameters()) - in_blocks
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=precision, ignored_params=others)
+    model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)  # as `to_empty` does for all
     for method in ("objective", "loss", "next_logits"):
         register_fsdp_forward_method(model, method)
 
@@ -214,3 +217,8 @@ def sharded_like(x: Tensor, example: Tensor) -> Tensor:
 
     assert isinstance(example, DTensor)
     return distribute_tensor(x.to(example.device), example.device_mesh, example.placements, src_data_rank=None)
+
+
+def copy(target: Tensor, x: Tensor) -> None:
+    """Copy `x`, the same on every rank, into `target`, which may be sharded."""
+    target.copy_(sharded_like(x, target))

@@ -25,7 +25,7 @@ from config import ModelConfig, TrainConfig
 from files import lock_file
 from generate import Sampling
 from machine import distributed
-from model import Llama
+from model import Llama, draw_weights, undrawn
 from runtime.checkpoint import find_checkpoint
 from runtime.run import check_options
 from runtime.run_dir import LOCK
@@ -216,10 +216,18 @@ def one_rank():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("options", [{}, {"placement": "sandwich"}, {"placement": "ngpt"}, {"norm": "dyt"}], ids=str)
 def test_sharding_has_the_matrices_of_a_block_in_bfloat16_and_changes_no_bit(options, recompute, one_rank):
-    """Two micro-batches under autocast, against the same without sharding."""
-    plain, sharded = (Llama(dim=32, layers=2, heads=2, context=8, vocab_size=50, **options) for _ in range(2))
+    """Two micro-batches under autocast, against the same without sharding. The matrices are drawn after sharding."""
+    make = partial(Llama, dim=32, layers=2, heads=2, context=8, vocab_size=50, seed=3, **options)
+    plain = make()
+    with undrawn():
+        sharded = make()
     matrices = {f"{path}.weight" for path, layer in plain.layers.named_modules() if hasattr(layer, "role")}
-    parallel, streams = distributed.Parallel(sharded, True, torch.bfloat16), set()
+    meta = {name for name, weight in sharded.named_parameters() if weight.is_meta}
+    assert meta == {"embed_tokens.weight", *(f"layers.{name}" for name in matrices)}
+    parallel, streams = distributed.Parallel(sharded, True, torch.device("cpu"), torch.bfloat16), set()
+    draw_weights(sharded, 3, distributed.copy)
+    for name, weight in plain.named_parameters():
+        assert torch.equal(weight, distributed.full_tensor(sharded.get_parameter(name))), name
 
     def record(block, arguments):
         streams.add(arguments[0].dtype)
