@@ -372,14 +372,14 @@ def matrices(model: Llama) -> Iterator[tuple[Role, str, nn.Parameter]]:
 
 
 @contextmanager
-def undrawn() -> Iterator[None]:
+def matrices_on_meta() -> Iterator[None]:
     """The matrices of models made inside are on the meta device, for models too large to draw before sharding."""
 
     def to_meta(module: nn.Module, name: str, weight: nn.Parameter) -> nn.Parameter | None:
         matrix = isinstance(module, Linear | Embedding) and name == "weight"
         return nn.Parameter(weight.to("meta")) if matrix and not weight.is_meta else None
 
-    with register_module_parameter_registration_hook(to_meta):
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]  # it may return a parameter
         yield
 
 
