@@ -222,3 +222,16 @@ def sharded_like(x: Tensor, example: Tensor) -> Tensor:
 def copy(target: Tensor, x: Tensor) -> None:
     """Copy `x`, the same on every rank, into `target`, which may be sharded."""
     target.copy_(sharded_like(x, target))
+
+
+def on_whole_matrices(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """`function` of a batch of matrices, N rows columns. If they are sharded, each rank gets some of them whole."""
+    if not hasattr(batch, "placements"):
+        return function(batch)
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(batch, DTensor)
+    whole = batch.redistribute(placements=[Shard(0)])
+    own = whole.to_local()
+    own.copy_(function(own))
+    return whole.redistribute(placements=batch.placements)
