@@ -104,8 +104,11 @@ def test_parts_are_counted_and_ranks_share_them():
     assert four["tokens/s"] > 2 * one["tokens/s"] and four["MFU"] < one["MFU"]
     sharded = plan(f"{SMALL} --micro-batch-size 2 --ranks 4 --shard")
     assert all(sharded[part] == four[part] / 4 for part in ("weights", "gradients", "optimizer"))
-    block = 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) / GIB  # weights and gradients of two are whole
-    assert sharded["gathered"] == pytest.approx(one["weights"] - block + 4 * block) and four["gathered"] == 0
+    block = 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) / GIB  # of two, gradients are whole, and weights in bf16
+    assert sharded["gathered"] == pytest.approx(one["weights"] - block + 3 * block) and four["gathered"] == 0
+    assert sharded["activations"] == pytest.approx(four["activations"] - block / 2)
+    full = plan(f"{SMALL} --micro-batch-size 2 --ranks 4 --shard --dtype float32")
+    assert full["gathered"] == pytest.approx(one["weights"] - block + 4 * block)
     accumulating = plan(f"{SMALL} --micro-batch-size 1 --ranks 4 --shard")
     assert accumulating["gradients"] == 4 * accumulating["weights"]  # whole until the last micro-batch
 
