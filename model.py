@@ -373,13 +373,17 @@ def matrices(model: Llama) -> Iterator[tuple[Role, str, nn.Parameter]]:
 
 @contextmanager
 def matrices_on_meta() -> Iterator[None]:
-    """The matrices of models made inside are on the meta device, for models too large to draw before sharding."""
+    """The matrices of a model made inside are on the meta device. Shard it, then draw or load them.
+
+    All else has its initial values, also where it makes them itself, as imported norms do.
+    """
 
     def to_meta(module: nn.Module, name: str, weight: nn.Parameter) -> nn.Parameter | None:
         matrix = isinstance(module, Linear | Embedding) and name == "weight"
         return nn.Parameter(weight.to("meta")) if matrix and not weight.is_meta else None
 
-    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]  # it may return a parameter
+    # Its type says that a hook returns nothing; its documentation, that it may return another parameter.
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
         yield
 
 
@@ -388,8 +392,8 @@ def draw_weights(model: Llama, seed: int, copy: Callable = Tensor.copy_) -> None
     """Draw every matrix from N(0, std²), std by its role. Norms and residual connections initialize their parameters.
 
     The unscaled draw is a function of the seed, the matrix's Hugging Face name (or its path) and its shape, and is made
-    on the CPU: models that differ in their norm start from the same weights, on every device. Raises ValueError for a
-    matrix without a role.
+    on the CPU: models that differ in their norm start from the same weights, on every device. `copy` puts it into a
+    weight, which may be sharded. Raises ValueError for a matrix without a role.
     """
     drawn = {id(weight) for _, _, weight in matrices(model)}
     for name, weight in model.named_parameters():

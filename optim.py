@@ -81,7 +81,7 @@ class Muon(Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, dtype: torch.dtype = torch.float32):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.dtype = dtype  # the matrix products are computed in it
+        self.orthogonalize = partial(orthogonalize, dtype=dtype)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -91,13 +91,15 @@ class Muon(Optimizer):
             for weight in group["params"]:
                 if weight.grad is not None:
                     by_shape[weight.shape].append(weight)
-            batches = [same[i : i + BATCH] for same in by_shape.values() for i in range(0, len(same), BATCH)]
-            for weights in batches:
-                updates = torch.stack([self.nesterov(weight, momentum) for weight in weights])
-                updates = distributed.on_whole_matrices(partial(orthogonalize, dtype=self.dtype), updates)
-                scale = lr * 0.2 * math.sqrt(max(weights[0].shape))
-                for weight, update in zip(weights, updates.unbind(), strict=True):
-                    weight.mul_(1 - lr * decay).add_(update, alpha=-scale)
+            for shape, weights in by_shape.items():
+                scale = lr * 0.2 * math.sqrt(max(shape))
+                for start in range(0, len(weights), BATCH):
+                    batch = weights[start : start + BATCH]
+                    updates = torch.stack([self.nesterov(weight, momentum) for weight in batch])
+                    # A part of a matrix cannot be orthogonalized.
+                    updates = distributed.on_whole_matrices(self.orthogonalize, updates)
+                    for weight, update in zip(batch, updates, strict=True):
+                        weight.mul_(1 - lr * decay).add_(update, alpha=-scale)
 
     def nesterov(self, weight: Tensor, momentum: float) -> Tensor:
         """Update the running mean of the gradient and return the Nesterov update."""
@@ -110,7 +112,10 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Approximately U Vᵀ for each matrix U S Vᵀ of a batch, N rows columns, by a Newton-Schulz iteration in `dtype`."""
+    """Approximately U Vᵀ for each matrix U S Vᵀ of a batch, N rows columns, by a Newton-Schulz iteration.
+
+    Computed in `dtype`.
+    """
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT.contiguous() if tall else matrices).to(dtype)  # N short long

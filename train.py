@@ -374,7 +374,8 @@ class Trainer:
     def sample(self) -> str | None:
         """A text by the model, or None where it would gather more weights for each token than that is worth."""
         run = self.run
-        if run.config.shard and sum(weight.numel() for weight in self.model.parameters()) > SHARDED_SAMPLE:
+        weights = sum(weight.numel() for weight in self.model.parameters())
+        if run.config.shard and weights > SHARDED_SAMPLE:
             return None
         prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
         with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
@@ -423,8 +424,8 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes. The ranks take turns with the batches, and add the losses
-    in the order of the text, so their number changes nothing.
+    the same ones. Special tokens add their loss and no bytes. The ranks take turns with the batches, and add
+    the losses in the order of the text, so their number changes nothing.
     """
     training = model.training
     model.eval()
@@ -441,7 +442,8 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     # The losses stay on the device until here, since reading one waits for it.
     measured = zip(torch.stack(losses).tolist(), counts, strict=True)
     parts = distributed.all_gather([(loss * count, count, size) for loss, (count, size) in measured])
-    nats, tokens, utf8_bytes = map(sum, zip(*chain.from_iterable(zip(*parts, strict=True)), strict=True))
+    in_order = chain.from_iterable(zip(*parts, strict=True))
+    nats, tokens, utf8_bytes = map(sum, zip(*in_order, strict=True))
     model.train(training)
     return nats / tokens, nats / math.log(2) / utf8_bytes
 

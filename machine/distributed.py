@@ -177,12 +177,12 @@ class Objective(nn.Module):
 
 
 def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Shard the matrices of each block, and the rest together, with the embedding and the head, which may be tied.
+    """Shard the matrices of each block, and all else together: the embedding and the head may be tied.
+
+    The matrices are gathered in `dtype`, in which autocast multiplies, and their gradients averaged in fp32.
+    The rest stays in fp32: norms and scalars are small, and the embedding starts the residual stream.
 
     The parts are on `device`. Those of weights on the meta device are not initialized.
-
-    A block's matrices are gathered in `dtype`, in which autocast multiplies. Their gradients are averaged in fp32. The
-    rest stays in fp32: what is not a matrix is small, and the embedding starts the residual stream.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -191,10 +191,15 @@ def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.f
     in_blocks = {layer.weight for layer in model.layers.modules() if hasattr(layer, "role")}
     fully_shard(model, mesh=mesh, ignored_params=in_blocks)
     others = set(model.parameters()) - in_blocks
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the stream is not a matrix either
+    )
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=precision, ignored_params=others)
-    model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)  # as `to_empty` does for all
+    # As `to_empty` does, but it would do so with all parameters.
+    model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     for method in ("objective", "loss", "next_logits"):
         register_fsdp_forward_method(model, method)
 
@@ -225,7 +230,10 @@ def copy(target: Tensor, x: Tensor) -> None:
 
 
 def on_whole_matrices(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """`function` of a batch of matrices, N rows columns. If they are sharded, each rank gets some of them whole."""
+    """`function` of a batch of matrices, N rows columns.
+
+    If they are sharded, the ranks exchange their parts, so that each has some of the matrices whole, and back.
+    """
     if not hasattr(batch, "placements"):
         return function(batch)
     from torch.distributed.tensor import DTensor, Shard

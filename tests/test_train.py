@@ -397,7 +397,12 @@ def test_ranks_share_an_evaluation_and_find_the_same_figure(command, monkeypatch
     run.config = dataclasses.replace(run.config, micro_batch_size=1)
     alone, parts = train.evaluate(model, run), []
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
-    monkeypatch.setattr(distributed, "all_gather", lambda part: parts.append(part) or [part])  # type: ignore[func-returns-value]
+
+    def gather(part):
+        parts.append(part)
+        return [part]
+
+    monkeypatch.setattr(distributed, "all_gather", gather)
     for rank in range(3):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         train.evaluate(model, run)

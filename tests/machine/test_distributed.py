@@ -93,6 +93,8 @@ def train_and_record(command: str) -> dict[str, Any]:
         patch.setattr(train, "training_batch", record_rows)
         patch.setattr(train, "evaluate", evaluate_or_die)
         patch.setattr(train, "SAMPLE", Sampling(tokens=8, temperature=0.8))
+        if command.endswith("undisturbed"):
+            patch.setattr(train, "SHARDED_SAMPLE", 0)
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # takes longer than training
         try:
             train.main(command.split())
@@ -199,6 +201,7 @@ def test_a_killed_rank_is_restarted_and_the_run_continues(trained, folder):
         found, expected = (find_checkpoint(folder / run) / name for run in ("killed", "undisturbed"))
         assert found.read_bytes() == expected.read_bytes()
     assert series(folder / "killed", "step") == series(folder / "undisturbed", "step")
+    assert (folder / "killed/samples.txt").read_text() and not (folder / "undisturbed/samples.txt").read_text()
     assert [each["step"] for each in json.loads((folder / "killed/run.json").read_text())["resumed"]] == [5]
 
 
