@@ -9,14 +9,12 @@ A `cache` is a list with a `LayerCache` for each layer.
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
@@ -355,9 +353,9 @@ class Linear(nn.Linear):
     """`nn.Linear` without a bias, whose weight is drawn by its role, a name in `ROLES`, and is zero until then."""
 
     def __init__(self, inputs: int, outputs: int, role: str):
-        super().__init__(inputs, outputs, bias=False)
-        self.role = next((each for each in ROLES if each.name == role), None)
+        self.role = next((each for each in ROLES if each.name == role), None)  # known when the weight is made
         require(self.role, f"role {role!r} is not known: add it to ROLES in model.py")
+        super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -369,22 +367,6 @@ def matrices(model: Llama) -> Iterator[tuple[Role, str, nn.Parameter]]:
         role = getattr(module, "role", None)
         if role and not (module is model.lm_head and module.weight is model.embed_tokens.weight):
             yield role, f"{'' if module is model.lm_head else 'model.'}{path}.weight", module.weight
-
-
-@contextmanager
-def matrices_on_meta() -> Iterator[None]:
-    """The matrices of a model made inside are on the meta device. Shard it, then draw or load them.
-
-    All else has its initial values, also where it makes them itself, as imported norms do.
-    """
-
-    def to_meta(module: nn.Module, name: str, weight: nn.Parameter) -> nn.Parameter | None:
-        matrix = isinstance(module, Linear | Embedding) and name == "weight"
-        return nn.Parameter(weight.to("meta")) if matrix and not weight.is_meta else None
-
-    # Its type says that a hook returns nothing; its documentation, that it may return another parameter.
-    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
-        yield
 
 
 @torch.no_grad()

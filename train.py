@@ -30,7 +30,7 @@ from generate import Sampling, sample_text
 from machine import distributed
 from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
-from model import Llama, draw_weights, matrices_on_meta
+from model import Llama, draw_weights
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers, rate_jump
 from pages.html import save_plot
@@ -168,7 +168,7 @@ class Trainer:
         with distributed.raise_on_all_ranks():
             source = find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
             if config.shard:
-                with matrices_on_meta():
+                with distributed.matrices_on_meta():
                     self.model = Llama(run.model_config, config.seed)
             elif source:
                 self.model = read_model(source, run.model_config).to(run.device, torch.float32)

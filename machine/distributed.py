@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from files import InUse
@@ -202,6 +203,22 @@ def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.f
     model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     for method in ("objective", "loss", "next_logits"):
         register_fsdp_forward_method(model, method)
+
+
+@contextmanager
+def matrices_on_meta() -> Iterator[None]:
+    """The matrices of a model made inside, which have a role, are on the meta device. Shard it, then draw or load them.
+
+    All else has its initial values, also where it makes them itself, as imported norms do.
+    """
+
+    def to_meta(module: Any, name: str, weight: nn.Parameter) -> nn.Parameter | None:
+        matrix = hasattr(module, "role") and name == "weight"
+        return nn.Parameter(weight.to("meta")) if matrix and not weight.is_meta else None
+
+    # Its type says that a hook returns nothing; its documentation, that it may return another parameter.
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
+        yield
 
 
 def full_tensor(x: Tensor) -> Tensor:

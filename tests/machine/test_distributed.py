@@ -25,7 +25,7 @@ from config import ModelConfig, TrainConfig
 from files import lock_file
 from generate import Sampling
 from machine import distributed
-from model import Llama, draw_weights, matrices_on_meta
+from model import Llama, draw_weights
 from runtime.checkpoint import find_checkpoint
 from runtime.run import check_options
 from runtime.run_dir import LOCK
@@ -222,7 +222,7 @@ def test_sharding_has_the_matrices_of_a_block_in_bfloat16_and_changes_no_bit(opt
     """Two micro-batches under autocast, against the same without sharding. The matrices are drawn after sharding."""
     make = partial(Llama, dim=32, layers=2, heads=2, context=8, vocab_size=50, seed=3, **options)
     plain = make()
-    with matrices_on_meta():
+    with distributed.matrices_on_meta():
         sharded = make()
     matrices = {f"{path}.weight" for path, layer in plain.layers.named_modules() if hasattr(layer, "role")}
     meta = {name for name, weight in sharded.named_parameters() if weight.is_meta}
