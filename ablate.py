@@ -13,8 +13,8 @@ if __name__ == "__main__":
 
 import shlex
 import sys
-from typing import Any
 
+from config import Asked
 from experiments.ablation.run import AblationConfig, resolve_ablation, run_ablation
 from experiments.compare import main as compare_command
 from experiments.studies.command import main as claim_command
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"see {folder}/report.html or {folder}/table.md")
 
 
-def parse(arguments: list[str]) -> tuple[AblationConfig, dict[str, Any]]:
+def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:
     """The options of the comparison, and what all its runs ask of train.py."""
     parser = Parser(
         prog="ablate.py",
@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> tuple[AblationConfig, dict[str, Any]]:
         "published claim. Each has its own --help.",
     )
     add_options(parser.add_argument_group("comparison"), AblationConfig)
-    add_flags(parser, hidden=("norm", "placement", "norm_args", "init_from"))  # for single runs, and refused later
+    add_flags(parser, hidden=("norm", "placement", "norm_args", "init_from"))  # refused later: they are for single runs
     import_first(parser, arguments)
     asked = parser.read(arguments)
     return take(asked, AblationConfig), asked

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from config import Asked
 from experiments import benchmarks, gpu, plan
 from files import require, write_atomically
 from machine.device import describe, pick_device, set_up_cpu
@@ -36,10 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
             given = parse(arguments)
-            name, out = given.pop("command"), Path(given.pop("json", ""))
+            name = given.pop("command")
+            out = Path(given.pop("json", f"runs/bench-{name}.json"))
             config = make_config(name, given)
             device = pick_device(config.device)
-            out = out if out.name else Path(f"runs/bench-{name}.json")
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["bench.py", *arguments])
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(1)
 
 
-def parse(arguments: list[str]) -> dict[str, Any]:
+def parse(arguments: list[str]) -> Asked:
     parser = Parser(prog="bench.py", description="Measure speed, compared with the limits of the machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (command, options, reads_train_flags) in COMMANDS.items():
@@ -65,7 +66,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     return parser.read(arguments)
 
 
-def make_config(command: str, given: dict[str, Any]) -> Any:
+def make_config(command: str, given: Asked) -> Any:
     """The options of the command. Raises ValueError for invalid values."""
     _, options, read_models = COMMANDS[command]
     require("init_from" not in given, "bench.py takes no --init-from; name the sizes of the model")

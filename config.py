@@ -4,8 +4,8 @@ What was asked is a mapping of options to values, wherever it comes from: flags,
 """
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,14 @@ from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS, check_placement
 from norms.registry import Traits
 
-Asked = Mapping[str, Any]  # options by the names of fields, and "preset"
+Asked = dict[str, Any]  # options by the names of fields, and "preset"
 
 MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.device.pick_device` checks --device
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")  # The model is fixed as well.
-NOT_PRETRAINED = ("context", "trained_context", "dropout")  # may differ from those of --init-from
+NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
 
 
 def option(default: Any, help: str, export: str = "computed", **argument: Any) -> Any:
@@ -43,9 +43,9 @@ def carried(default: Any, help: str) -> Any:
     return option(default, help, export="carried")
 
 
-def flag_name(field: str) -> str:
-    """The flag that sets a field, such as "--norm-arg"."""
-    return "--norm-arg" if field == "norm_args" else "--" + field.replace("_", "-")
+def flag_name(option_name: str) -> str:
+    """The flag that sets an option, such as "--norm-arg"."""
+    return "--norm-arg" if option_name == "norm_args" else "--" + option_name.replace("_", "-")
 
 
 def as_text(value: Any) -> str:
@@ -58,10 +58,10 @@ def as_text(value: Any) -> str:
 
 
 def _check_choices(config: Any) -> None:
-    for option in dataclasses.fields(config):
-        choices, value = option.metadata.get("choices"), getattr(config, option.name)
-        if choices and value not in (*choices, option.default):
-            raise ValueError(f"unknown {flag_name(option.name)} {value!r}; choose from {', '.join(choices)}")
+    for each in dataclasses.fields(config):
+        choices, value = each.metadata.get("choices"), getattr(config, each.name)
+        if choices and value not in (*choices, each.default):
+            raise ValueError(f"unknown {flag_name(each.name)} {value!r}; choose from {', '.join(choices)}")
 
 
 def _derive(config: Any, **values: Any) -> None:
@@ -90,13 +90,9 @@ class ModelConfig:
     dim: int = carried(128, "width of the residual stream")
     layers: int = carried(4, "number of blocks")
     heads: int = carried(2, "number of attention heads")
-    kv_heads: int = option(
-        None, "number of key/value heads, for grouped-query attention (default: --heads)", export="carried"
-    )
+    kv_heads: int = carried(None, "number of key/value heads, for grouped-query attention (default: --heads)")
     head_dim: int = carried(None, "features per head (default: --dim / --heads)")
-    hidden_dim: int = option(
-        None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)", export="carried"
-    )
+    hidden_dim: int = carried(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
     context: int = carried(256, "maximum sequence length in tokens")
     vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
     trained_context: int = carried(None, "")  # the context of --init-from, if it was longer
@@ -133,7 +129,7 @@ class ModelConfig:
         _derive(self, init=PLACEMENTS[self.placement].init)
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
         require(self.head_dim % 2 == 0, odd)
-        rotated = self.head_dim * self.rotary_fraction // 1  # rounded down, as in StableLM
+        rotated = self.head_dim * self.rotary_fraction // 1  # StableLM rounds down too
         even = self.rotary_fraction <= 1 and rotated >= 2 and rotated % 2 == 0
         part = f"--rotary-fraction {self.rotary_fraction} of --head-dim {self.head_dim}"
         require(even, f"{part} must be an even number of features, from 2 to all")
@@ -225,15 +221,15 @@ class TrainConfig:
         )
 
 
-FIELDS = {field.name: field for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
-DEFAULTS: dict[str, Any] = {
+FIELDS = {each.name: each for config in (ModelConfig, TrainConfig) for each in dataclasses.fields(config)}
+DEFAULTS: Asked = {
     name: each.default_factory() if callable(each.default_factory) else each.default for name, each in FIELDS.items()
 }
 
 # What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
 # needs dropout: without, it overfits (results/overfitting.md).
 LARGE = dict(vocab_size=32000, optimizer="adamw", eval_every=1000, save_every=1000, eval_tokens=1 << 20)
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Asked] = {
     "tiny": {},
     "small": dict(
         dim=384, layers=6, heads=6, context=512, vocab_size=8192, dropout=0.2,
@@ -271,19 +267,22 @@ def configure(
     if "micro_batch_size" in preset and memory < 12e9:
         preset["micro_batch_size"] //= 2
     whole = DEFAULTS | combine(preset, pretrained or {}, asked)
-    fits = {
+    kept = {
         "hidden_dim": whole["dim"] == preset.get("dim"),
         "kv_heads": whole["heads"] % preset.get("kv_heads", 1) == 0,
         "vocab_size": whole["tokenizer"] != "bytes",
         "micro_batch_size": whole["batch_size"] % preset.get("micro_batch_size", 1) == 0
         and TRAITS.get(whole["norm"], Traits()).per_token,
     }
-    preset = {name: value for name, value in preset.items() if fits.get(name, True)}
+    preset = {name: value for name, value in preset.items() if kept.get(name, True)}
     if pretrained:
-        asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # without repetitions
+        asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # no repetitions
     given = combine(preset, pretrained or {}, asked)
     if pretrained:
-        check_pretrained(pretrained, given)
+        for name, there in pretrained.items():
+            here = f"{flag_name(name)} {as_text(given[name])}"
+            fits = name in NOT_PRETRAINED or given[name] == there
+            require(fits, f"{here} contradicts --init-from, which has {as_text(there)}; leave it out")
         longest = pretrained.get("trained_context") or pretrained["context"]
         given["trained_context"] = longest if longest > given["context"] else None
     elif given.get("tokenizer") == "bytes":
@@ -292,9 +291,30 @@ def configure(
     return split(given)
 
 
-def combine(*sources: Asked) -> dict[str, Any]:
+def follow(
+    asked: Asked, previous: Asked | None, pretrained: Asked | None = None, memory: float = math.inf
+) -> tuple[ModelConfig, TrainConfig]:
+    """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
+
+    What differs is what was asked now, and what follows otherwise from it. So a changed default or another machine
+    does not change the options of a run.
+    """
+    before: Asked = previous["asked"] if previous else {}
+    configs = configure(combine(before, asked), pretrained, memory)
+    if not previous:
+        return configs
+    then, now = fields_of(*configure(before, pretrained, memory)), fields_of(*configs)
+    changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
+    return split(DEFAULTS | previous["resolved"] | changed)
+
+
+def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:
+    return dataclasses.asdict(model) | dataclasses.asdict(training)
+
+
+def combine(*sources: Asked) -> Asked:
     """Later sources override earlier ones. One that sets `norm` drops the earlier `norm_args`; others add to them."""
-    combined: dict[str, Any] = {}
+    combined: Asked = {}
     for source in sources:
         if "norm" in source:
             combined.pop("norm_args", None)
@@ -312,18 +332,30 @@ def split(given: Asked) -> tuple[ModelConfig, TrainConfig]:
     return ModelConfig(**model), TrainConfig(**training)
 
 
-def check_pretrained(pretrained: Asked, given: Asked) -> None:
-    """Raise ValueError, naming the flag, unless weights of the model `pretrained` fit what was asked for."""
-    for name, value in pretrained.items():
-        asked = f"{flag_name(name)} {as_text(given[name])}"
-        fits = name in NOT_PRETRAINED or given[name] == value
-        require(fits, f"{asked} contradicts --init-from, which has {as_text(value)}; leave it out")
+def changed_options(before: Asked, model: ModelConfig, training: TrainConfig) -> tuple[list[str], list[str]]:
+    """How options differ from those of a run that is resumed: the changes that are allowed, and the others."""
+    changed, fixed = [], []
+    for name, here in fields_of(model, training).items():
+        there = before.get(name, DEFAULTS[name])
+        was = f"{flag_name(name)} {as_text(there)}"
+        if there != here and (name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME):
+            fixed.append(f"{was}, not {as_text(here)}")
+        elif there != here:
+            changed.append(f"{was} -> {as_text(here)}")
+    return changed, fixed
 
 
-def check_fields(given: Asked, source: str) -> None:
-    """Raise ValueError, naming `source` and the field, unless these are fields with values of the right types."""
+def check_fields(given: Asked, source: str, others: Asked | None = None) -> None:
+    """Raise ValueError, naming `source` and the option, unless these are options with values of the right types.
+
+    `others` has the types of options that are not fields.
+    """
+    kinds = {name: each.type for name, each in FIELDS.items()} | (others or {})
     for name, value in given.items():
-        require(name in FIELDS, f"{source}: {name!r} is not an option of this version")
-        kind: Any = FIELDS[name].type
-        valid = is_a(value, kind) or (value is None and DEFAULTS[name] is None)
-        require(valid, f"{source}: {name} must be of type {getattr(kind, '__name__', kind)}, not {value!r}")
+        if name not in kinds:
+            similar = difflib.get_close_matches(name, kinds, n=1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            raise ValueError(f"{source}: {name!r} is not an option of this version{hint}")
+        valid = is_a(value, kinds[name]) or (value is None and DEFAULTS[name] is None)
+        wanted = getattr(kinds[name], "__name__", kinds[name])
+        require(valid, f"{source}: {name} must be of type {wanted}, not {value!r}")

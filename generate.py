@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -33,7 +33,7 @@ from runtime.checkpoint import open_checkpoint
 from runtime.flags import Parser, add_options
 from runtime.plugins import import_first
 
-DEFAULT_TOKENS = 256  # to generate, if the context allows
+DEFAULT_TOKENS = 256  # maximum of new tokens without --tokens
 INVALID = -2  # drawn where the largest logit is not finite
 
 
@@ -133,7 +133,7 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int)
     """Print a single sample as it is generated, or several samples at the end, and the speed to standard error."""
     texts, tokens, started = [""] * samples, 0, time.perf_counter()
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    with suppress(BrokenPipeError):  # as with `| head`
+    with suppress(BrokenPipeError):  # the reader has ended, such as `head`
         if samples == 1:
             write(prompt)
         for pieces in stream:
@@ -148,14 +148,6 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int)
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------
-
-
-class Decoder(Protocol):
-    """What computes logits while tokens are generated: a `Llama`, or faster code around one."""
-
-    def new_cache(self, tokens: int | None = None) -> Any: ...
-
-    def next_logits(self, tokens: Tensor, cache: Any) -> Tensor: ...
 
 
 def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
@@ -174,7 +166,7 @@ def generate(
     model: Llama,
     ids: Sequence[int] | Sequence[Sequence[int]] | Tensor,
     ends: int | Collection[int] = (),
-    decoder: Decoder | None = None,
+    decoder: Any = None,
     **options: Any,
 ) -> Tensor:
     """`ids` with their continuation: (T) → (T + new), or for several prompts (B, T) → (B, T + new).
@@ -202,14 +194,11 @@ def generate(
 
 @torch.inference_mode()
 def stream_ids(
-    model: Llama,
-    prompts: Tensor,
-    sampling: Sampling,
-    ends: int | Collection[int] = (),
-    decoder: Decoder | None = None,
+    model: Llama, prompts: Tensor, sampling: Sampling, ends: int | Collection[int] = (), decoder: Any = None
 ) -> Iterator[list[int]]:
     """Yield the next token id of each sample, which continues its row of `prompts` (B, T), until all have ended.
 
+    The `decoder` computes the logits: the model itself, or faster code that has its `new_cache` and `next_logits`.
     A sample ends with an id of `ends` and then repeats it. Each sample has its own random numbers, a function of the
     seed and its index, so it does not depend on the other samples. No global random state is touched. Raises
     ValueError, before the first token, if the context is too short, and NotFinite if a logit is NaN or infinite.
@@ -290,7 +279,7 @@ def stream_text(
     sampling: Sampling,
     samples: int = 1,
     stop: Sequence[str] = (),
-    decoder: Decoder | None = None,
+    decoder: Any = None,
 ) -> Iterator[list[str | None]]:
     """Yield the new text of each sample, token by token; None for one that has ended.
 
@@ -332,7 +321,7 @@ class TextStream:
     def add(self, piece: bytes) -> str:
         """The text that can be shown now. `ended` is set once a stop string is complete."""
         text = self.held + self.decoder.decode(piece)
-        found = [(start + len(stop), start) for stop in self.stop if (start := text.find(stop)) >= 0]
+        found = [(first + len(stop), first) for stop in self.stop if (first := text.find(stop)) >= 0]
         if found:
             self.held, self.ended = "", True
             return text[: min(found)[1]]

@@ -339,9 +339,9 @@ class Role:
     """What a matrix is for. Initial weights, optimizers, generation and placements ask it."""
 
     name: str
-    hidden: bool = True  # is in a block: Muon trains it, and it is decayed
-    into_stream: bool = False  # projects into the residual stream
-    low_precision: bool = True  # is stored in the dtype of products by a model that only generates
+    hidden: bool = True  # in a block: Muon trains it, and it is decayed
+    into_stream: bool = False  # a projection into the residual stream
+    low_precision: bool = True  # stored in the dtype of products if the model only generates
 
 
 EMBEDDING = Role("embedding", hidden=False, low_precision=False)

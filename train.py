@@ -39,11 +39,9 @@ from runtime.checkpoint import (
     clear_unfinished,
     find_checkpoint,
     intact_checkpoint,
-    list_checkpoints,
-    load_training_state,
+    load_checkpoint,
     load_weights,
     save_checkpoint,
-    weight_hashes,
 )
 from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
@@ -164,7 +162,7 @@ class Trainer:
         self.run = run
         config = run.config
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
-        torch.manual_seed(config.seed)  # for imported norms whose initial weights are random
+        torch.manual_seed(config.seed)  # imported norms may draw initial weights
         with distributed.raise_on_all_ranks():
             source = find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
             if config.shard:
@@ -185,13 +183,14 @@ class Trainer:
         self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        self.step = self.first_step = 0  # steps that are done, and that were done when this process started
+        self.step = 0  # steps that are done
         self.started = self.printed = self.lap_started = time.perf_counter()
         # The terms and the gradient norm of each step since `read_pending`, on the device.
         self.pending: list[dict[str, Tensor]] = []
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
         self.log: Any = None  # on rank 0, from `open_log` on
         self.bar: Any = None
+        self.restored = checkpoint is not None
         if checkpoint:
             self.restore(checkpoint)
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
@@ -202,8 +201,8 @@ class Trainer:
         with distributed.raise_on_all_ranks():
             same = read_config(checkpoint)[0] == self.run.model_config
             require(same, f"{checkpoint} does not match the model in {self.run.folder / 'run.json'}")
-            state = load_training_state(checkpoint, self.model, self.optimizers)
-        self.step = self.first_step = state["step"]
+            state = load_checkpoint(checkpoint, self.model, self.optimizers)
+        self.step = state["step"]
         self.logged_losses = state["losses"]
         self.started -= state["seconds"]
         if state["scaler"]:
@@ -235,8 +234,8 @@ class Trainer:
     def loop(self, stop: list[int]) -> None:
         """Step, log, save and evaluate until the last step, or until there is a signal in `stop`."""
         config, folder = self.run.config, self.run.folder
-        if config.init_from and not distributed.from_main(list_checkpoints, folder):
-            self.save()  # so that --resume does not need --init-from
+        if config.init_from and not self.restored:
+            self.save()  # --resume then does not need --init-from
         if self.step and self.due(config.eval_every) and not self.evaluated:
             self.log_evaluation()  # the run ended between saving and evaluating
         while self.step < config.steps:
@@ -244,7 +243,7 @@ class Trainer:
             self.step += 1
             if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
                 self.log_training()
-            signum = max(distributed.all_gather(stop[0] if stop else 0))
+            signum = distributed.all_reduce_max(stop[0] if stop else 0)
             if self.due(config.save_every) or signum:
                 self.save()
             if signum:
@@ -299,8 +298,6 @@ class Trainer:
                 print(jump, file=sys.stderr)
             description = continued(run.earlier, description, self.step)
             keep_rows(folder / "metrics.jsonl", self.step)  # before a new --save-every is in run.json
-        elif config.init_from:
-            description["weights_from"] = weight_hashes(config.init_from)
         write_run_file(folder / "run.json", description)
         keep_copies(folder)
         self.log = Log(folder, self.step, make_tracker(config.log, folder, description, self.step))
@@ -317,27 +314,25 @@ class Trainer:
 
         Raises NotFinite, which names the step. It is called before every save.
         """
-        steps = [torch.stack([*terms.values()]) for terms in self.pending]
-        names = list(self.pending[0]) if steps else []
-        self.pending.clear()
-        grad_norm = math.nan
-        for step, values in enumerate(torch.stack(steps).tolist() if steps else [], self.step - len(steps) + 1):
-            *losses, grad_norm = values
-            if not all(map(math.isfinite, losses)):
+        grad_norm, pending, self.pending = math.nan, self.pending, []
+        for step, terms in enumerate(pending, self.step - len(pending) + 1):
+            losses = {name: term.item() for name, term in terms.items()}
+            grad_norm = losses.pop("grad_norm")
+            if not all(map(math.isfinite, losses.values())):
                 raise NotFinite("loss is", step)
             if not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
                 raise NotFinite("gradient is", step)
-            self.logged_losses.append(dict(zip(names, losses, strict=False)))
+            self.logged_losses.append(losses)
         return grad_norm
 
     def log_training(self) -> None:
         config = self.run.config
+        timed_steps = len(self.pending)  # those before a resume are not timed
         grad_norm = self.read_pending()
         losses, self.logged_losses = self.logged_losses, []
         if not distributed.is_main():
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
-        timed_steps = min(len(losses), self.step - self.first_step)  # not those before a resume
         speed = timed_steps * tokens_per_step / (time.perf_counter() - self.lap_started)
         self.log.add(
             step=self.step,
@@ -395,7 +390,7 @@ class Trainer:
             "losses": self.logged_losses,  # for the next row of the log, if a signal stops the run
         }
         save_checkpoint(run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep)
-        distributed.barrier()  # until rank 0 has written it
+        distributed.all_gather(None)  # wait until rank 0 has written it
 
     def seconds(self) -> float:
         """Seconds of the whole run, with those before it was resumed."""

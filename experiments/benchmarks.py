@@ -7,7 +7,7 @@ minutes at a time. Ratios within one report are reliable; milliseconds of two re
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +29,12 @@ from runtime.run import default_preset, follow, read_config_file
 from train import accumulate_gradients, update_weights
 
 Call = Callable[[], Any]
-Report = dict[str, Any]  # the results of one command: "rows", which all have the same keys, and what they mean
-PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # of the square matrices whose product bounds training speed
+Report = dict[str, Any]  # the results of one command: "rows" with the same keys, and what these mean
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the matrices whose product bounds training
 WARMUP_ROUNDS = 2
+# The model and the batch of `growth`, and the values of each while the others stay.
 SHAPE = {"dim": 256, "layers": 4, "context": 256, "batch_size": 16}
-AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}  # of `growth`
+AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def read_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
-def time_alternately(calls: dict[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
+def time_alternately(calls: Mapping[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
     """Median seconds of each call, over rounds that make each call once."""
     synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
@@ -129,12 +130,12 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
                 norms[kind] = build_norm(kind, dim)
     if compiled:
         check_compile(device)
-        for kind in ("rmsnorm", "layernorm"):  # those that PyTorch has a kernel for
+        for kind in ("rmsnorm", "layernorm"):  # PyTorch has kernels for both
             norm = build_norm(kind, dim)
             norm.compile()
             norms[f"{kind}, compiled"] = norm
-    norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # its kernel needs that
-    norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs parameters in the dtype of x
+    norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # as CUDA's kernel needs
+    norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs the dtype of x
     if dtype != torch.float32 and device.type != "cuda":
         norms["F.layer_norm, all bf16"] = nn.LayerNorm(dim, dtype=dtype)
     return {name: norm.to(device) for name, norm in norms.items()}
@@ -151,7 +152,7 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     model = Llama(config.model).to(device)
     step = Step(model, config.train, config.dtype)
     step()
-    step()  # with the optimizers' state
+    step()  # the second has the optimizers' state from its start
     memory = peak_memory(device) - before
     size = PRODUCT_SIZE[device.type]
     matrix = torch.randn(size, size, device=device, dtype=config.dtype)

@@ -9,8 +9,8 @@ class Card:
 
     flops: float  # dense FLOP/s in bfloat16, or in float16 on a card without it, summed in float32
     float32: float  # FLOP/s without tensor cores
-    bandwidth: float  # of the device memory, in bytes/s
-    memory: float  # in bytes
+    bandwidth: float  # bytes/s from and to the device memory
+    memory: float  # bytes
 
 
 # name, TFLOP/s, TFLOP/s in float32, GB/s, GB

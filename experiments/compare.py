@@ -5,9 +5,9 @@ that was resumed with other options, the last ones count.
 """
 
 import csv
+from collections import ChainMap
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from config import as_text
 from experiments.ablation.grid import Cell, compared
@@ -21,8 +21,8 @@ from pages.html import figure, markdown, page, save_plot
 from runtime.flags import Parser
 from runtime.run_dir import RUNS_FOLDER, check_run_dir, read_rows, read_run_file
 
-Settings = dict[Path, dict[str, str]]  # of each run, as flags take them
-PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # and by the seed
+Settings = dict[Path, dict[str, str]]  # options of each run, as flags take them
+PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
 NAMED = 3  # settings in the name of an arm; one that needs more is named after its first run
 FINAL = {"val_bpb": ".4f", "val_loss": ".4f", "train_loss": ".4f", "tokens": ",", "seconds": ",.0f"}
 
@@ -43,8 +43,11 @@ def main(arguments: list[str]) -> None:
     options = [name for name in settings[folders[0]] if name not in ("seed", "folder")]
     differing = [name for name in options if len({run[name] for run in settings.values()}) > 1]
     arms = arms_of(settings, differing or ["norm", "placement"])
-    runs = {folder: outcome_of(arms[folder], settings[folder], logs[folder]) for folder in folders}
-    summary, *tables = describe(settings, runs, differing)
+    runs = {}
+    for folder, run in settings.items():
+        log, steps, vocab_size = logs[folder], int(run["steps"]), int(run["vocab_size"])
+        runs[folder] = read_outcome(arms[folder], float(run["lr"]), int(run["seed"]), log, steps, vocab_size)
+    summary, *tables = summarize(settings, runs, differing)
     plot = plot_curves(list(runs.values()), "", ("step", "tokens", "seconds"))
     save_plot(plot, out / "compare.png")
     write_atomically(out / "compare.md", "\n\n".join([summary, "![loss curves](compare.png)", *tables]) + "\n")
@@ -55,9 +58,9 @@ def main(arguments: list[str]) -> None:
 
 def find_runs(names: list[str]) -> list[Path]:
     """The directories of the runs, with those of each ablation. Raises ValueError if one has no run."""
-    found: dict[Path, Path] = {}  # by where each really is
+    found: dict[Path, Path] = {}  # keys are resolved paths
     for folder in map(Path, names):
-        file = folder / "runs.csv"  # it has the baseline first
+        file = folder / "runs.csv"  # the baseline comes first
         rows = csv.DictReader(file.read_text("utf-8", "replace").splitlines()) if file.exists() else []
         cells = [folder / "cells" / row["run"] for row in rows if row.get("run")]
         cells = cells or sorted(path.parent for path in folder.glob("cells/*/run.json"))
@@ -84,7 +87,7 @@ def read_settings(folder: Path) -> dict[str, str]:
     if "weights_from" in run:
         settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
     settings["data"] = f"{run['corpus']['name']}@{run['corpus']['hash'][:6]}"
-    del settings["val_data"], settings["text_column"]  # the hash says what they lead to
+    del settings["val_data"], settings["text_column"]  # the hash covers them
     settings["tokenizer"] += f"@{run['tokenizer']['hash'][:6]}"
     return settings | {"folder": str(folder.parent.parent if folder.parent.name == "cells" else folder)}
 
@@ -101,23 +104,13 @@ def arms_of(settings: Settings, names: list[str]) -> dict[Path, Arm]:
     return arms
 
 
-def outcome_of(arm: Arm, run: dict[str, str], log: list[dict[str, Any]]) -> Outcome:
-    """The outcome of a run, without a loss if it has not ended."""
-    lr, seed = float(run["lr"]), int(run["seed"])
-    ended = read_outcome(arm, lr, seed, log, int(run["steps"]), int(run["vocab_size"]))
-    step = log[-1]["step"] if log else 0
-    return ended or Outcome(arm, lr, seed, False, step, None, None, None, None, None, log)
-
-
-def describe(settings: Settings, runs: dict[Path, Outcome], differing: list[str]) -> list[str]:
+def summarize(settings: Settings, runs: dict[Path, Outcome], differing: list[str]) -> list[str]:
     """What was found, in a paragraph, and the tables of arms and of runs."""
     paired, notes, rows = {}, [], []
     baseline, first = next(iter(settings.items()))
     for folder, run in settings.items():
         outcome = runs[folder]
-        last: dict[str, Any] = {}
-        for row in outcome.log:
-            last |= row
+        last = ChainMap(*reversed(outcome.log))  # the last value of each column
         losses = [f"{last[name]:{spec}}" if name in last else NONE for name, spec in FINAL.items()]
         step = f"{outcome.step} of {run['steps']}"
         rows.append([str(folder), run["seed"], *(run[name] for name in differing), step, *losses])

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class GPUConfig:
     part: str = option(None, "run only this part (default: all)", choices=list(PARTS))
     folder: str = option("runs/gpu", "new folder for the results", metavar="DIR")
     text: str = option("shakespeare", "shakespeare, or without a network a file with tiny Shakespeare", metavar="PATH")
-    device = "cuda"  # no option
+    device = "cuda"  # not an option
 
     def __post_init__(self) -> None:
         require(not Path(self.folder).exists(), f"--folder {self.folder} exists; name a new one")
@@ -74,26 +75,23 @@ def commands(config: GPUConfig) -> dict[str, list[list[str]]]:
 
 
 def run_parts(parts: dict[str, list[list[str]]], out: Path) -> list[dict[str, Any]]:
-    """Run all commands, also after one that failed. Returns a row for each; their output is in `out`/PART.txt."""
+    """Run all commands, also after one that failed. Returns a row for each; their output is in `out`/PART.txt.
+
+    A command is killed when its part is out of time. The same ablation continues where it was.
+    """
     rows = []
     out.mkdir(parents=True)
     for name, part in parts.items():
         deadline = time.monotonic() + PART_SECONDS
         for command in part:
-            started = time.monotonic()
-            with (out / f"{name}.txt").open("a") as file:
+            started, ended = time.monotonic(), "out of time"
+            with (out / f"{name}.txt").open("a") as file, suppress(subprocess.TimeoutExpired):
                 print("$ python", shlex.join(command), file=file, flush=True)
-                ended = run([sys.executable, *command], file, max(1, deadline - started))
+                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                rest = max(1, deadline - started)
+                process = subprocess.run([sys.executable, *command], cwd=ROOT, timeout=rest, **streams)
+                ended = f"exit {process.returncode}"
             seconds = round(time.monotonic() - started, 1)
             rows.append({"part": name, "seconds": seconds, "ended": ended, "command": shlex.join(command)})
             print(f"{name}: {ended} after {seconds} s", file=sys.stderr)
     return rows
-
-
-def run(command: list[str], output: Any, seconds: float) -> str:
-    """Run a command, and kill it when its time is over. The same ablation continues where it was."""
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    try:
-        return f"exit {subprocess.run(command, cwd=ROOT, timeout=seconds, **streams).returncode}"
-    except subprocess.TimeoutExpired:
-        return "out of time"

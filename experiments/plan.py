@@ -81,8 +81,8 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     micro_batches = rows // config.micro_batch_size
     passes = min(2, micro_batches)  # the others are like the second
     limits = CARDS[card]
-    dtype, peak_flops = torch.bfloat16, limits.flops  # float16 takes as much
-    if config.dtype == "float32":  # with TF32, half of bfloat16's on all of these cards
+    dtype, peak_flops = torch.bfloat16, limits.flops  # float16 needs as much memory
+    if config.dtype == "float32":  # TF32 reaches half of bfloat16's FLOP/s on all these cards
         dtype = torch.float32
         peak_flops = limits.flops / 2 if config.tf32 and card not in BEFORE_AMPERE else limits.float32
     sdpa = F.scaled_dot_product_attention
@@ -140,10 +140,10 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.weights, self.peak_flops, self.bandwidth = weights, peak_flops, bandwidth
         self.alive: weakref.WeakSet = weakref.WeakSet()  # storages
-        self.live = self.peak = self.gradients = 0  # bytes alive, at most, and of the gradients at that moment
+        self.live = self.peak = self.gradients = 0  # bytes alive now, at the peak, and of gradients at the peak
         self.seconds = 0.0
-        self.in_kernel: weakref.WeakSet = weakref.WeakSet()  # storages that the current kernel has read or written
-        self.unwritten: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # bytes that no other kernel has read
+        self.in_kernel: weakref.WeakSet = weakref.WeakSet()  # storages read or written by the current kernel
+        self.unwritten: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # bytes not yet read by another kernel
         self.sizes((weights, state))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +155,7 @@ class Trace(TorchDispatchMode):
         writes = self.sizes([value for argument, value in arguments if argument.is_write])
         writes |= {storage: size for storage, size in self.sizes(out).items() if storage not in reads}
         if not writes or name.startswith(("empty", "new_empty")):
-            return out  # a view, or memory that nothing is computed for
+            return out  # a view, or empty memory
         if name in ("embedding", "nll_loss_forward", "nll_loss_backward"):  # read what they write, not a whole table
             reads = {storage: min(size, sum(writes.values())) for storage, size in reads.items()}
         count_flops = flop_registry.get(CAUSAL.get(operation, operation), lambda *args, **kwargs: 0)

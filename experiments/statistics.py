@@ -16,9 +16,9 @@ from statistics import mean, stdev
 
 import numpy as np
 
-CONFIDENCE = 0.95  # of intervals
+CONFIDENCE = 0.95  # how often an interval covers the true mean
 ALPHA = 0.05  # significance level
-POWER = 0.8  # how often an effect of the smallest detectable size is shown
+POWER = 0.8  # how often an effect of the smallest detectable size is significant
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
 
 
@@ -29,8 +29,8 @@ class Estimate:
     mean: float
     half_width: float | None  # None for a single value
     n: int
-    p: float | None  # two-sided, of "the mean is 0", by the one-sample t test; None for a single value
-    detectable: float | None = None  # about the smallest true mean that four of five experiments would show
+    p: float | None  # two-sided p-value of "the mean is 0", by the one-sample t test; None for a single value
+    detectable: float | None = None  # about the smallest true mean that four of five experiments detect
 
     @property
     def low(self) -> float:

@@ -19,7 +19,7 @@ from model import LayerCache, Llama
 MAX_BATCH = 32  # torch's products are faster for more
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest rounding difference, by the matrices' dtype
 SERVED = {"norm": "rmsnorm", "placement": "pre", "qk_norm": "none", "scaled_embedding": False, "embedding_scale": 1.0}
-SERVED |= {"rotary_fraction": 1.0, "elementwise_affine": True, "cast_order": "fp32"}  # the last two of RMSNorm
+SERVED |= {"rotary_fraction": 1.0, "elementwise_affine": True, "cast_order": "fp32"}  # two arguments of RMSNorm
 
 # The weights of a block in the order of decode.c: two vectors, then matrices.
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]

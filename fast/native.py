@@ -14,7 +14,7 @@ import torch
 SOURCE = Path(__file__).with_name("decode.c")
 # Without a library of its own, the code runs on the threads of the OpenMP library that torch has loaded.
 FLAGS = ["-O3", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-math-errno", "-fopenmp", "-nostdlib", "-lm"]
-DTYPES = {torch.float32: "-DBF16=0", torch.bfloat16: "-DBF16=1"}  # by the dtype of the matrices
+DTYPES = {torch.float32: "-DBF16=0", torch.bfloat16: "-DBF16=1"}  # dtype of the matrices -> flag
 # By the capability that torch reports, which ATEN_CPU_CAPABILITY can lower.
 INSTRUCTIONS = {"AVX2": ["-march=haswell"], "AVX512": ["-march=skylake-avx512", "-mprefer-vector-width=512"]}
 

@@ -113,7 +113,7 @@ def product_times() -> list[float]:
 def set_up_cpu() -> None:
     """Settings of this process for computing on a CPU. Call it before any other function of torch."""
     torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer
-    torch.set_num_threads(torch.get_num_threads())  # as `product_times` does, so results are the same
+    torch.set_num_threads(torch.get_num_threads())  # `product_times` calls it too, and it may change the last digits
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         # Keep freed memory: returning it to the kernel and faulting it in again costs up to a third of a step.
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -174,7 +174,7 @@ def missing_for_compile(device: torch.device) -> str:
     """What `torch.compile` needs on `device` and this machine lacks, or nothing."""
     if device.type == "cuda" and not find_spec("triton"):
         return "the package triton"
-    variable, compilers = "CC", ["gcc", "clang"]  # for Triton
+    variable, compilers = "CC", ["gcc", "clang"]  # Triton uses them
     if device.type != "cuda":
         variable, compilers = "CXX", [{"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")]
     if variable in os.environ:
@@ -192,7 +192,11 @@ def compiling_pays(device: torch.device, steps: int, flops: float) -> bool:
     return device.type == "cuda" and steps >= 500
 
 
-def check_compile(device: torch.device) -> None:
-    """Raise BadInput if this machine lacks what `torch.compile` needs."""
-    if missing := missing_for_compile(device):
+def check_compile(device: torch.device, asked: bool = True) -> bool:
+    """Whether this machine has what `torch.compile` needs. If not, raise BadInput if it was `asked` for, else warn."""
+    missing = missing_for_compile(device)
+    if missing and asked:
         raise BadInput(f"--compile needs {missing}; or use --no-compile")
+    if missing:
+        warn(f"not compiled: torch.compile needs {missing}")
+    return not missing

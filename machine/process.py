@@ -62,7 +62,7 @@ def write(text: str) -> None:
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it exits
         if isinstance(error, BrokenPipeError):
             raise
         raise OSError(f"standard output cannot be written: {error.strerror}") from None
@@ -168,7 +168,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
 
         if distributed.is_main():
             _print_error(str(error))
-        distributed.barrier()  # rank 0 prints before torchrun sees any of them end
+        distributed.all_gather(None)  # rank 0 prints before torchrun sees any of them end
         sys.exit(error.code)
     except Exception as error:
         if out_of_memory(error):

@@ -2,17 +2,17 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from files import write_atomically
 from pages.html import figure, folded, markdown, page, preformatted, settings_list
-from runtime.run_dir import SAMPLE_HEADING, read_rows, read_run_file, read_samples
+from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_loss(rows: list[dict[str, Any]], gzip_bpb: float) -> "Figure":
+def plot_loss(rows: list[Row], gzip_bpb: float) -> "Figure":
     """Training and validation loss over the steps of a `metrics.jsonl`, next to gzip's bits per byte.
 
     The left axis is in nats per token. Once there is an evaluation, the right axis shows bits per byte of the

@@ -2,14 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from runtime.run_dir import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]
 PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale of its colors
     "stream_after": ("stream, RMS", "log"),
     "input_rms": ("norm's input, RMS", "log"),

@@ -26,20 +26,12 @@ from data.tokenizer import Tokenizer
 from files import explained, read_json, require, sha256, sync
 from machine import distributed
 from model import Llama
-from runtime.huggingface.directory import (
-    CONFIG,
-    match_weights,
-    open_model,
-    read_model,
-    read_tokenizer,
-    stored_state,
-    write_model,
-)
+from runtime.huggingface.directory import CONFIG, open_model, read_model, read_tokenizer, stored_state, write_model
 from runtime.huggingface.weights import save_tensors, stored_tensors, weight_files
 from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
-TRAINING_STATE = {OPTIMIZER, TRAINER}  # what a model alone does not need
+TRAINING_STATE = {OPTIMIZER, TRAINER}  # files that a model alone does not need
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
@@ -114,8 +106,6 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     as it is.
     """
     directory, state = Path(directory).resolve(), stored_state(model)
-    for name, tensor in state.items():
-        require(not tensor.is_meta, f"{name} is on the meta device and has no values yet")
     exists = directory.is_dir()
     unused = not any(directory.iterdir()) if exists else not directory.exists()
     require(unused, f"{directory} is not empty; name a new directory")
@@ -217,21 +207,19 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
 def load_weights(directory: Path, model: Llama) -> None:
     """Copy the stored weights into `model`, which may be sharded, one tensor after another."""
     expected = stored_state(model)
-    for name, stored in match_weights(directory, model).items():
+    for name, stored in open_model(directory, model.config)[1].items():
         distributed.copy(expected[name], stored.read())
 
 
-def load_training_state(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
+def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
     load_weights(checkpoint, model)
-    weights: dict[str, Tensor] = dict(model.named_parameters())
+    weights = dict(model.named_parameters())
     owners: dict[Tensor, Optimizer] = {}
     for optimizer in optimizers:
         owners |= {weight: optimizer for group in optimizer.param_groups for weight in group["params"]}
     for stored in stored_tensors(checkpoint / OPTIMIZER).values():
         name, _, key = stored.name.rpartition(".")
-        updated = name in weights and weights[name] in owners
-        require(updated, f"{checkpoint / OPTIMIZER} does not match the model: no optimizer updates {name}")
         weight, tensor = weights[name], stored.read()
         if tensor.shape == weight.shape:
             tensor = distributed.sharded_like(tensor, weight)

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any, get_origin
 
@@ -20,7 +20,7 @@ from config import (
     check_fields,
     flag_name,
 )
-from files import BadInput, is_a, one_line, require
+from files import BadInput, one_line, require
 from machine.process import bad_input
 from runtime.plugins import import_first
 
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
 
-    def read(self, arguments: list[str] | None) -> dict[str, Any]:
+    def read(self, arguments: list[str] | None) -> Asked:
         """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""
         given = vars(self.parse_args(arguments))
         given.pop("imports", None)  # `import_first` has imported them
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(one_line(message))
 
 
-def read_train(arguments: list[str] | None) -> dict[str, Any]:
+def read_train(arguments: list[str] | None) -> Asked:
     """What flags of train.py ask for. The files of --import are imported. Raises BadInput, naming a bad flag."""
     parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
@@ -121,7 +121,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
         parser.add_argument(flag_name(each.name), **argument)
 
 
-def take(given: dict[str, Any], config: type) -> Any:
+def take(given: Asked, config: type) -> Any:
     """The dataclass `config` with those of its fields that are in `given`, from which they are removed."""
     names = [each.name for each in dataclasses.fields(config) if each.name in given]
     return config(**{name: given.pop(name) for name in names})
@@ -148,25 +148,18 @@ def read_value(text: str, wanted: Any = None) -> Any:
     return text
 
 
-def read_keywords(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+def read_keywords(options: Asked, others: Asked) -> Asked:
     """Options from Python, such as {"norm_args": {"alpha": 0.5}, "out": Path("runs/mine")}. None is not asked.
 
-    Raises ValueError, naming the option, for one that is neither a field nor `known`, and for a value of another type.
-    `known` has their types.
+    Raises ValueError like `check_fields`.
     """
-    asked: dict[str, Any] = {}
+    asked: Asked = {}
     for name, value in options.items():
-        if name not in FIELDS.keys() | set(known):
-            similar = difflib.get_close_matches(name, [*FIELDS, *known], n=1)
-            raise ValueError(f"{name!r} is not an option" + (f"; did you mean {similar[0]}?" if similar else ""))
         if isinstance(value, list | tuple):
             asked[name] = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
         elif value is not None:
             asked[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-    check_fields({name: value for name, value in asked.items() if name in FIELDS}, "train")
-    for name in asked.keys() & set(known):
-        valid = is_a(asked[name], known[name])
-        require(valid, f"train: {name} must be of type {known[name].__name__}, not {asked[name]!r}")
+    check_fields(asked, "train", others)
     preset = asked.get("preset", "tiny")
     require(preset in PRESETS, f"unknown --preset {preset!r}; choose from {', '.join(PRESETS)}")
     return asked

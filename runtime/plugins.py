@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from config import ModelConfig
+from config import Asked, ModelConfig
 from files import one_line, require, sha256, warn, write_atomically
 from machine import distributed
 from machine.process import bad_input
@@ -27,7 +27,8 @@ from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
 ROOT = Path(__file__).parents[1]
-IMPORTED: dict[Path, tuple[dict[str, Any], bytes]] = {}  # the record for run.json and config.json, and the source
+Record = dict[str, Any]  # what run.json and config.json say about an imported file
+IMPORTED: dict[Path, tuple[Record, bytes]] = {}  # with the source
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
@@ -101,20 +102,19 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         return
 
     make = partial(build_norm, kind, config.dim, "attention", **config.norm_args)
-    norm, another = make(), make().state_dict()
+    norm = make()
     tensors = "contiguous parameters and persistent buffers of its own, none float64"
     unsaved = f"--norm {kind} could not be loaded from a checkpoint: its tensors must be {tensors}"
-    for name, tensor in norm.state_dict().items():
-        shared = tensor.numel() and tensor.data_ptr() == another[name].data_ptr()
-        require(not (shared or tensor.is_meta), unsaved)  # `ModelConfig` made a norm on the meta device before
-    x = torch.ones(2, 8, config.dim, device=device).cumsum(1).cumsum(2).sin()  # values that differ
+    cached = any(tensor.is_meta for tensor in norm.state_dict().values())  # `ModelConfig` made a norm on meta before
+    require(not cached, unsaved)
+    x = torch.ones(2, 8, config.dim, device=device).cumsum(0).cumsum(1).cumsum(2).sin()  # different values
     changed = x.clone()
     changed[:, -1] += 1
 
     def apply(norm: nn.Module, tokens: Tensor, training: bool) -> Tensor:
         given = tokens.clone()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same dropout
+            torch.manual_seed(0)  # each call draws the same dropout
             y = copy.deepcopy(norm).to(device).train(training)(given)
         require(torch.equal(given, tokens), f"--norm {kind} changes its input in place; the stream needs it")
         shaped = isinstance(y, Tensor) and y.shape == tokens.shape and y.dtype == tokens.dtype
@@ -130,7 +130,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         require(alone, f"--norm {kind} mixes the sequences of a batch; register it with per_token=False")
     try:
         state = load(save(norm.state_dict()))
-        with torch.device("meta"):  # as checkpoints are loaded
+        with torch.device("meta"):  # checkpoints are loaded this way
             loaded = make()
         loaded.load_state_dict(state, assign=True)
         kept = torch.equal(apply(loaded, x, training), y)
@@ -139,7 +139,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     require(kept and all(tensor.dtype != torch.float64 for tensor in state.values()), unsaved)
 
 
-def import_records() -> list[dict[str, Any]]:
+def import_records() -> list[Record]:
     """What was imported: name and SHA-256 of each file, what it registered, and what it changed."""
     return [record for record, _ in IMPORTED.values()]
 
@@ -152,7 +152,7 @@ def keep_copies(run: Path) -> None:
         write_atomically(kept, source)
 
 
-def check_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> list[str]:
+def check_imports(records: list[Record], options: Asked) -> list[str]:
     """A line for each file that differs from those with which a model was trained.
 
     `records` and `options` are those of its run.json or config.json. Raises ValueError, naming the file, if it is not
@@ -177,7 +177,7 @@ def check_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> 
     return lines
 
 
-def warn_of_imports(records: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
+def warn_of_imports(records: list[Record], options: Asked) -> None:
     """`check_imports`, and print what differs, once per process."""
     for line in check_imports(records, options):
         warn(f"warning: {one_line(line)}")

@@ -11,43 +11,24 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from config import (
-    DEFAULTS,
-    FIXED_ON_RESUME,
-    MAX_SIZE,
-    Asked,
-    ModelConfig,
-    TrainConfig,
-    as_text,
-    combine,
-    configure,
-    flag_name,
-    split,
-)
+from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, fields_of, follow
 from data.corpus import Corpus
 from data.prepare import Prepared, prepare
 from files import require, warn
 from machine import distributed
-from machine.device import (
-    check_compile,
-    compiling_pays,
-    describe,
-    has_device,
-    missing_for_compile,
-    pick_device,
-    pick_dtype,
-)
+from machine.device import check_compile, compiling_pays, describe, has_device, pick_device, pick_dtype
 from model import Llama, matrices
 from norms import TRAITS
-from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints
+from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import ROOT, check_imported_norm, import_records, warn_of_imports
 from runtime.run_dir import (
     RUNS_FOLDER,
+    RunFile,
     check_not_in_use,
     check_run_dir,
     make_run_dir,
@@ -67,7 +48,7 @@ class Run:
     config: TrainConfig
     data: Prepared
     command: list[str]
-    earlier: dict[str, Any] | None = None  # the run.json of the run that is continued or evaluated
+    earlier: RunFile | None = None  # the run.json of the run that is continued or evaluated
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +67,7 @@ def open_run(asked: Asked, command: list[str]) -> Run:
     launch = distributed.launch()
     with distributed.raise_on_all_ranks():
         run = find_run(asked, command, launch)
-    run.config = distributed.from_main(lambda: run.config)  # where ranks timed differently
+    run.config = distributed.from_main(lambda: run.config)  # ranks may have timed differently
     if run.earlier is None and not asked.get("eval_only"):
         out = run.folder if asked.get("out") else None
         run.folder = distributed.from_main(make_run_dir, out, run.folder.name)
@@ -101,9 +82,9 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if asked.get("init_from") and (asked.get("resume") or (eval_only and not other_text)):
         raise ValueError("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")
     folder, earlier = find_folder(asked, launch)
-    settings = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
-    model, config = settings.model, settings.training
-    changed = changed_options(folder, earlier, model, config) if folder and earlier else []
+    everything, model, config = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
+    changed, fixed = changed_options(earlier["resolved"], model, config) if earlier else ([], [])
+    require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     above = (folder or RUNS_FOLDER / "new").resolve().parents
     paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
     inside = not eval_only and any(Path(path).resolve() in above for path in paths)
@@ -127,10 +108,10 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if changed and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)
     folder = folder or RUNS_FOLDER / f"{data.corpus_name}-{model.norm}-{model.placement}"
-    return Run(folder, settings.asked, model, config, data, command, earlier)
+    return Run(folder, everything, model, config, data, command, earlier)
 
 
-def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, dict[str, Any] | None]:
+def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile | None]:
     """The folder of the run, if it is known yet, and its run.json if it is to be continued or evaluated.
 
     If this `launch` of torchrun has started the run in --out, it is a restart, which continues it.
@@ -151,15 +132,15 @@ def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, dict[str,
     if not out or not exists:
         return out, None
     run, rows = read_run_file(out / "run.json"), read_rows(out / "metrics.jsonl")
-    read_rows(out / "watch.jsonl")  # refuses a damaged one
-    first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # it is saved before it is evaluated
+    read_rows(out / "watch.jsonl")  # raises ValueError if it is damaged
+    first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
     saved = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
     lost = saved and not list_checkpoints(out)
     require(not lost, f"{out}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
     return out, run
 
 
-def read_config_file(asked: Asked) -> dict[str, Any] | None:
+def read_config_file(asked: Asked) -> RunFile | None:
     """The run.json that --config names, if any."""
     if "config" not in asked:
         return None
@@ -170,12 +151,12 @@ def read_config_file(asked: Asked) -> dict[str, Any] | None:
 class Settings(NamedTuple):
     """What was asked, with the preset, and the configurations that follow on this machine."""
 
-    asked: dict[str, Any]
+    asked: Asked
     model: ModelConfig
     training: TrainConfig
 
 
-def resolve(asked: Asked, previous: dict[str, Any] | None = None, continues: bool = False) -> Settings:
+def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = False) -> Settings:
     """Configurations in which everything that depends on the machine is decided.
 
     `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken.
@@ -194,8 +175,7 @@ def resolve(asked: Asked, previous: dict[str, Any] | None = None, continues: boo
         pretrained = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     elif everything.get("init_from"):
         directory = find_checkpoint(everything["init_from"])
-        base = open_model(directory)[0].config
-        pretrained = asdict(base) | {"tokenizer": read_tokenizer(directory).kind}
+        pretrained = asdict(open_model(directory)[0].config) | {"tokenizer": read_tokenizer(directory).kind}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model, training = follow(asked, previous, pretrained, memory)
     if pretrained and not continues:
@@ -207,27 +187,6 @@ def resolve(asked: Asked, previous: dict[str, Any] | None = None, continues: boo
 
 def default_preset(device: torch.device) -> str:
     return "tiny" if device.type == "cpu" else "small"
-
-
-def follow(
-    asked: Asked, previous: dict[str, Any] | None, pretrained: Asked | None = None, memory: float = math.inf
-) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
-
-    What differs is what was asked now, and what follows otherwise from it. So a changed default or another machine
-    does not change the options of a run.
-    """
-    before: Asked = previous["asked"] if previous else {}
-    configs = configure(combine(before, asked), pretrained, memory)
-    if not previous:
-        return configs
-    then, now = fields_of(*configure(before, pretrained, memory)), fields_of(*configs)
-    changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
-    return split(DEFAULTS | previous["resolved"] | changed)
-
-
-def fields_of(model: ModelConfig, training: TrainConfig) -> dict[str, Any]:
-    return asdict(model) | asdict(training)
 
 
 def decide(model: ModelConfig, training: TrainConfig, device: torch.device, asked: Asked) -> TrainConfig:
@@ -245,11 +204,7 @@ def decide(model: ModelConfig, training: TrainConfig, device: torch.device, aske
             weights = sum(weight.numel() for _, _, weight in matrices(Llama(model)))
         flops = 6 * weights * model.context * training.batch_size * training.steps
         compiled = compiling_pays(device, training.steps, flops)
-    if asked.get("compile"):
-        check_compile(device)
-    elif compiled and (missing := missing_for_compile(device)):
-        warn(f"not compiled: torch.compile needs {missing}")
-        compiled = False
+    compiled = compiled and check_compile(device, asked.get("compile", False))
     training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model, training, ranks)
     return training
@@ -274,21 +229,10 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
     require(even, f"--batch-size {batch_size} cannot be split evenly over {parts}")
 
 
-def changed_options(folder: Path, run: dict[str, Any], model: ModelConfig, training: TrainConfig) -> list[str]:
-    """How these options differ from those of the run in `folder`. Raises ValueError for one that cannot change."""
-    fixed, changed, there = [], [], DEFAULTS | run["resolved"]
-    for name, here in fields_of(model, training).items():
-        before = f"{flag_name(name)} {as_text(there[name])}"
-        if there[name] != here and (name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME):
-            fixed.append(f"{before}, not {as_text(here)}")
-        elif there[name] != here:
-            changed.append(f"{before} -> {as_text(here)}")
-    require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
-    return changed
-
-
-def describe_run(run: Run, parameters: int) -> dict[str, Any]:
+def describe_run(run: Run, parameters: int) -> RunFile:
     """The contents of `run.json`: what is needed to repeat the run, and what it ran on. All ranks call it."""
+    new = run.config.init_from and not run.earlier and distributed.is_main()
+    origin = {"weights_from": weight_hashes(run.config.init_from)} if new else {}
     return {
         "asked": run.asked,
         "resolved": fields_of(run.model_config, run.config),
@@ -303,6 +247,7 @@ def describe_run(run: Run, parameters: int) -> dict[str, Any]:
         "ranks": distributed.world_size(),
         "launch": distributed.launch(),
         "command": run.command,
+        **origin,
         "id": secrets.token_hex(4),  # Weights & Biases knows the run by it, also when it is resumed
     }
 

@@ -2,20 +2,21 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from config import check_fields
-from files import digest, explained, lock_file, read_json, require, write_atomically
+from files import digest, explained, lock_file, read_json, require, warn, write_atomically
 
 RUNS_FOLDER = Path("runs")
-LOCK = ".lock"  # in a folder that one process at a time may write to
-FORMAT = 3  # of run.json; increase it whenever its fields change, or what they mean
-CHECKSUM = "sha256"  # of everything else in run.json
+LOCK = ".lock"  # only one process at a time may write to a folder that has it
+FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
+CHECKSUM = "sha256"  # key of the digest of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
-Tracker = Callable[[dict[str, Any]], None]
+RunFile = dict[str, Any]  # the contents of a run.json
+Row = dict[str, Any]  # a line of a .jsonl
+Tracker = Callable[[Row], None]
 
 
 def newest_run() -> Path:
@@ -58,12 +59,12 @@ def check_not_in_use(folder: Path) -> None:
             pass
 
 
-def write_run_file(path: Path, run: dict[str, Any]) -> None:
+def write_run_file(path: Path, run: RunFile) -> None:
     run = {"format": FORMAT} | run
     write_atomically(path, json.dumps(run | {CHECKSUM: digest(run)}, indent=2) + "\n")
 
 
-def read_run_file(path: Path) -> dict[str, Any]:
+def read_run_file(path: Path) -> RunFile:
     """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
     run = read_json(path, dict)
     other = f"{path} is of another version (format {run.get('format')}, not {FORMAT})"
@@ -74,20 +75,16 @@ def read_run_file(path: Path) -> dict[str, Any]:
     return run
 
 
-def continued(earlier: dict[str, Any], run: dict[str, Any], step: int) -> dict[str, Any]:
+def continued(earlier: RunFile, run: RunFile, step: int) -> RunFile:
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
-    there, here = machine(earlier), machine(run)
+    # What the bits of a run depend on.
+    there, here = (f"{on['device']}, {on['instruction_set']}, torch {on['versions']['torch']}" for on in (earlier, run))
     if there != here:
-        print(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}", file=sys.stderr)
+        warn(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}")
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
     kept = {name: earlier[name] for name in ("id", "command", "commit", "weights_from") if name in earlier}
     return run | kept | {"resumed": resumed, "imports": imports}
-
-
-def machine(run: dict[str, Any]) -> str:
-    """What the bits of a run depend on."""
-    return f"{run['device']}, {run['instruction_set']}, torch {run['versions']['torch']}"
 
 
 class Log:
@@ -122,7 +119,7 @@ def append(path: Path, text: str) -> None:
         file.write(data)
 
 
-def keep_rows(path: Path, step: int) -> list[dict[str, Any]]:
+def keep_rows(path: Path, step: int) -> list[Row]:
     """Drop the rows after `step` from a `.jsonl`, and return the others."""
     rows = [row for row in read_rows(path) if row["step"] <= step]
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -137,7 +134,7 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
     return [(int(step), sample) for step, sample in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a `.jsonl`, or none. A truncated last line is ignored. Raises ValueError for other damage."""
     rows = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
@@ -149,7 +146,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def make_tracker(kind: str, folder: Path, run: dict[str, Any], step: int) -> Tracker:
+def make_tracker(kind: str, folder: Path, run: RunFile, step: int) -> Tracker:
     """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any.
 
     TensorBoard then hides earlier rows after `step`, which run again. Weights & Biases continues the run with this id.
@@ -159,7 +156,7 @@ def make_tracker(kind: str, folder: Path, run: dict[str, Any], step: int) -> Tra
 
         writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-        def to_tensorboard(row: dict[str, Any]) -> None:
+        def to_tensorboard(row: Row) -> None:
             for name, value in row.items():
                 if name != "step" and value is not None:
                     writer.add_scalar(name, value, row["step"])

@@ -18,9 +18,8 @@ from machine.device import autocast
 from model import Llama
 from norms import KINDS
 from norms.numerics import upcast
-from runtime.run_dir import append
+from runtime.run_dir import Row, append
 
-Row = dict[str, Any]
 Modules = dict[str, nn.Module]
 
 

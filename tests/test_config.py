@@ -213,9 +213,9 @@ def test_another_machine_does_not_change_a_run(monkeypatch):
     assert micro == [16, 32] and follow({"clip": 3.0}, run, memory=8e9)[1].micro_batch_size == 32
     assert follow({"preset": "small", "micro_batch_size": 32}, None, memory=8e9)[1].micro_batch_size == 32
     run = run_of("", device="cuda:7", compile=True)
-    monkeypatch.setattr("runtime.run.missing_for_compile", lambda device: "")
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
     assert changes(run["resolved"], options("", run)) == {"device": "cpu"}
-    monkeypatch.setattr("runtime.run.missing_for_compile", lambda device: "a compiler")
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
     assert changes(run["resolved"], options("", run)) == {"device": "cpu", "compile": False}
     monkeypatch.setattr("runtime.run.pick_device", torch.device)
     assert changes(options("", run_of()), options("--device mps", run_of())) == {"device": "mps"}

@@ -15,7 +15,7 @@ from data.batches import training_batch
 from data.tokenizer import ByteTokenizer
 from model import Llama
 from optim import learning_rate
-from runtime.checkpoint import load_pretrained, load_training_state, save_pretrained
+from runtime.checkpoint import load_checkpoint, load_pretrained, save_pretrained
 from runtime.flags import read_train
 from runtime.run import Run, open_run
 
@@ -99,7 +99,7 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     assert [resolved[name] for name in ("context", "dropout", "head_dim", "rope_theta")] == [24, 0.1, 16, 5e4]
     start = Llama(split(resolved)[0])
     optimizers = train.make_optimizers(start, TrainConfig(optimizer="adamw"))
-    load_training_state(run / "checkpoints/step-000000", start, optimizers)
+    load_checkpoint(run / "checkpoints/step-000000", start, optimizers)
     theirs = load_pretrained(directory)[0].state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in start.state_dict().items())
 

@@ -444,6 +444,7 @@ def test_a_model_is_evaluated_on_all_of_another_text(command, capsys, tmp_path, 
     expected = {"val_loss": nats / (len(ids) - 1)}
     expected["val_bpb"] = nats / math.log(2) / int(tokenizer.token_bytes[ids[1:]].sum())
     before = sorted(tmp_path.rglob("runs/*"))
+    text.unlink()  # the training text is not needed
     for where in (f"--out {run}", f"--init-from {find_checkpoint(run)}"):
         for flag in ("--data", "--val-data"):
             capsys.readouterr()
@@ -526,8 +527,8 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
     for wrong, message in (
         ({"norm": "layrnorm"}, "unknown --norm 'layrnorm'; choose from "),
         ({"preset": "tny"}, "unknown --preset 'tny'; choose from "),
-        ({"sed": 1}, "'sed' is not an option; did you mean seed?"),
-        ({"eval_only": True}, "'eval_only' is not an option"),
+        ({"sed": 1}, "'sed' is not an option of this version; did you mean seed?"),
+        ({"eval_only": True}, "'eval_only' is not an option of this version"),
         ({"steps": "3"}, "steps must be of type int, not '3'"),
         ({"data": str(text)}, "data must be of type list, not '"),
         ({"norm_args": "alpha=1"}, "norm_args must be of type dict, not 'alpha=1'"),

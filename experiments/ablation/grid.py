@@ -35,7 +35,7 @@ from runtime.run import fields_of, read_config_file, resolve
 from runtime.run_dir import read_rows, read_run_file
 
 SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
-WIDEN = 8  # rates and seeds that an arm may try on top until its optimum is found
+WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
 END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
@@ -55,18 +55,18 @@ class Cell:
         return re.sub(r"[^\w.=+-]", "-", f"{self.arm.name}-lr{self.lr}-seed{self.seed}")
 
 
-Outcomes = dict[Cell, Outcome]  # of the cells that have ended
+Outcomes = dict[Cell, Outcome]  # only cells that have ended
 Settings = dict[Arm, tuple[ModelConfig, TrainConfig]]
 
 
-def cells(arms: Collection[Arm], lrs: Iterable[float], seeds: Collection[int]) -> list[Cell]:
+def cells_for(arms: Collection[Arm], lrs: Iterable[float], seeds: Collection[int]) -> list[Cell]:
     return [Cell(arm, lr, seed) for lr in lrs for seed in seeds for arm in arms]
 
 
 def selection(arms: Collection[Arm], lrs: Iterable[float], first_seed: int, seeds: int = SELECTION_SEEDS) -> list[Cell]:
     """The runs that select learning rates, on seeds that are not reported."""
     first = first_seed + MAX_SEEDS
-    return cells(arms, lrs, range(first, first + seeds))
+    return cells_for(arms, lrs, range(first, first + seeds))
 
 
 def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
@@ -99,11 +99,8 @@ def prepare_text(settings: Settings) -> Prepared:
 
 def compared(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The options that must match between runs of an arm. The GPU index is ignored."""
-    options = {
-        **DEFAULTS,
-        **resolved,
-        "device": resolved["device"].partition(":")[0],
-    }  # an earlier version may lack some
+    options = DEFAULTS | dict(resolved)  # an earlier version may lack some
+    options["device"] = resolved["device"].partition(":")[0]
     return {name: options[name] for name in options if name not in NOT_COMPARED}
 
 
@@ -126,7 +123,7 @@ class Grid:
 
     folder: Path
     settings: Settings  # their learning rate and seed are replaced by those of a cell
-    shared: Asked  # of train.py, by all cells
+    shared: Asked  # options of train.py for all cells
     data: Prepared
     jobs: int
     threads: int
@@ -146,7 +143,8 @@ class Grid:
                 self.check(cell)
                 model, config = self.settings[cell.arm]
                 rows = read_rows(self.cell_folder(cell) / "metrics.jsonl")
-                if outcome := read_outcome(cell.arm, cell.lr, cell.seed, rows, config.steps, model.vocab_size):
+                outcome = read_outcome(cell.arm, cell.lr, cell.seed, rows, config.steps, model.vocab_size)
+                if outcome.ended:
                     found[cell] = outcome
         return found
 
@@ -158,18 +156,13 @@ class Grid:
         run, name = read_run_file(folder / "run.json"), f"the run in {folder}"
         there, (model, config) = compared(run["resolved"]), self.settings[cell.arm]
         here = compared(fields_of(model, replace(config, lr=cell.lr, seed=cell.seed)))
-        changed = [
-            f"{flag_name(option)} {there.get(option)}, not {value}"
-            for option, value in here.items()
-            if there.get(option) != value
-        ]
-        require(not changed, f"{name} has {'; '.join(changed)}; choose another --out")
+        changed = [option for option in here if there.get(option) != here[option]]
+        differences = (f"{flag_name(option)} {there.get(option)}, not {here[option]}" for option in changed)
+        require(not changed, f"{name} has {'; '.join(differences)}; choose another --out")
         same_text = run["corpus"]["hash"] == self.data.corpus_hash
         require(same_text, f"{name} was trained on other text; delete it, or choose another --out")
         imports = check_imports(run["imports"], run["resolved"])
         require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
-
-    # Running.
 
     def run(self, cells: list[Cell]) -> Outcomes:
         """Run those of `cells` that have not ended. Returns all their outcomes, in the order of `cells`.
@@ -227,7 +220,7 @@ class Grid:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+                start_new_session=True,  # Ctrl-C reaches only this process, and it passes it on
             )
 
     def command(self, cell: Cell, device: str = "") -> list[str]:
@@ -241,8 +234,6 @@ class Grid:
         asked |= ({"device": device} if device else {}) | {"out": str(folder)}
         return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
 
-    # Learning rates.
-
     def tune(
         self, lrs: Mapping[Arm, list[float]], seeds: range, widen: int = WIDEN, first: int = SELECTION_SEEDS
     ) -> tuple[dict[Arm, Optimum], Outcomes]:
@@ -254,8 +245,8 @@ class Grid:
         losses: dict[Arm, Losses] = {}
         wanted = {arm: (rates, first) for arm, rates in lrs.items()}
         for _ in range(widen + 1):
-            cells = (selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items())
-            found |= self.run([*chain.from_iterable(cells)])
+            asked = (selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items())
+            found |= self.run([*chain.from_iterable(asked)])
             losses |= {arm: losses_of(arm, found.values()) for arm in wanted}
             wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(seeds)))}
             if not wanted:

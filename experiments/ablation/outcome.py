@@ -43,10 +43,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one run.
+    """The result of one run so far.
 
     A run diverged if its loss or a gradient was not finite at `step`, or if its final loss is above that of a uniform
-    prediction. Losses are None if the last step was never evaluated.
+    prediction. Final losses are None if the last step was not evaluated.
     """
 
     arm: Arm
@@ -62,6 +62,10 @@ class Outcome:
     log: list[dict[str, Any]]  # the rows of its metrics.jsonl
 
     @property
+    def ended(self) -> bool:
+        return self.diverged or self.val_loss is not None
+
+    @property
     def row(self) -> dict[str, Any]:
         """Its row in `runs.csv`."""
         values = {name: value for name, value in vars(self).items() if name not in ("arm", "log")}
@@ -72,23 +76,19 @@ class Outcome:
         return f"{self.arm.name}, lr {self.lr:g}, seed {self.seed}: {result}"
 
 
-def read_outcome(
-    arm: Arm, lr: float, seed: int, log: list[dict[str, Any]], steps: int, vocab_size: int
-) -> Outcome | None:
-    """The outcome of a run of `steps` steps, or None if its log does not reach the end."""
-    last = log[-1] if log else {}
-    finished = last.get("step") == steps and "val_loss" in last
-    if not finished and "not_finite" not in last:
-        return None
+def read_outcome(arm: Arm, lr: float, seed: int, log: list[dict[str, Any]], steps: int, vocab_size: int) -> Outcome:
+    """The outcome of a run of `steps` steps, from the rows of its metrics.jsonl."""
+    last = log[-1] if log else {"step": 0}
+    final = last if last["step"] == steps else {}
     training = [row for row in log if "train_loss" in row]
     return Outcome(
         arm,
         lr,
         seed,
-        diverged=not finished or last["val_loss"] > math.log(vocab_size),
+        diverged="not_finite" in last or final.get("val_loss", 0.0) > math.log(vocab_size),
         step=last["step"],
-        val_loss=last.get("val_loss"),
-        val_bpb=last.get("val_bpb"),
+        val_loss=final.get("val_loss"),
+        val_bpb=final.get("val_bpb"),
         best_val_loss=min((row["val_loss"] for row in log if "val_loss" in row), default=None),
         tokens_per_second=median(row["tokens_per_second"] for row in training) if training else None,
         seconds=training[-1]["seconds"] if training else None,

@@ -1,6 +1,5 @@
 """The plots of an ablation. In all of them an arm has the same color and line."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure
 from experiments.ablation.outcome import Outcome, grouped
 from experiments.ablation.report import Finding
 
-LINES = ["-", "--", ":", "-."]  # beyond ten arms, whose colors repeat
+LINES = ["-", "--", ":", "-."]  # colors repeat after ten arms, with the next line
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
@@ -51,10 +50,10 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
     """
     arms = grouped((run.arm, run) for run in runs)
     metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
-    shown = list(product(units, metrics or METRICS))
-    figure = Figure(figsize=(6.8, 1 + 3 * len(shown) + 0.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(len(shown), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
-    for axes, (unit, metric) in zip(panels, shown, strict=True):
+    panels = list(product(units, metrics or METRICS))
+    figure = Figure(figsize=(6.8, 1 + 3 * len(panels) + 0.2 * len(arms)), layout="constrained")
+    column = figure.subplots(len(panels), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
+    for axes, (unit, metric) in zip(column, panels, strict=True):
         for number, (arm, group) in enumerate(arms.items()):
             points = curve(group, metric, unit)
             style = f"oC{number}{LINES[number // 10 % 4]}"
@@ -65,16 +64,15 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
+    figure.legend(*column[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
     return figure
 
 
 def curve(runs: list[Outcome], metric: str, unit: str) -> list[np.ndarray]:
     """The means of a unit and of a metric at the steps that all `runs` logged."""
-    steps = defaultdict(list)
+    pairs = []
     for run in runs:
         at = {row["step"]: row[unit] for row in run.log if unit in row}  # evaluations have no seconds of their own
-        for row in run.log:
-            if metric in row and row["step"] in at:
-                steps[row["step"]].append((at[row["step"]], row[metric]))
-    return [np.mean(points, axis=0) for _, points in sorted(steps.items()) if len(points) == len(runs)]
+        logged = (row for row in run.log if metric in row and row["step"] in at)
+        pairs += [(row["step"], (at[row["step"]], row[metric])) for row in logged]
+    return [np.mean(points, axis=0) for _, points in sorted(grouped(pairs).items()) if len(points) == len(runs)]

@@ -15,12 +15,12 @@ import numpy as np
 
 from experiments.statistics import t_quantile
 
-NEAR = 0.1  # nats above the lowest loss, within which the parabola is fitted
+NEAR = 0.1  # nats: the parabola is fitted to losses this close to the lowest
 WINDOW = NEAR / math.log(2)  # the same in bits, per byte
-POINTS = 5  # rates that a parabola needs
-SPACING = 1.6  # between rates that are added
+POINTS = 5  # the least number of rates for a parabola
+SPACING = 1.6  # ratio of an added rate to its neighbor
 
-Losses = Mapping[float, Sequence[float]]  # by rate, val_bpb of each seed; infinite if the run diverged
+Losses = Mapping[float, Sequence[float]]  # val_bpb of each seed, by rate; infinite if the run diverged
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Optimum:
 
     lr: float
     regret: float | None  # val_bpb that the error of `lr` is expected to cost; None if no optimum was found
-    loss: float = math.nan  # by the parabola, at `lr`
+    loss: float = math.nan  # the parabola's value at `lr`
     curvature: float = math.nan  # val_bpb per square of ln(rate)
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
 
@@ -56,7 +56,7 @@ def find_optimum(losses: Losses) -> Optimum:
     vertex = middle - b / (2 * a)
     if a <= 0 or not x.min() < vertex < x.max():
         return best
-    gradient = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # of the vertex over the coefficients
+    gradient = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # ∂vertex/∂(a, b, c)
     regret = a * (gradient @ covariance @ gradient)
     noise = np.std(y - np.polyval((a, b, c), x - middle), ddof=3)
     return Optimum(float(f"{math.exp(vertex):.3g}"), *map(float, (regret, c - b * b / (4 * a), a, noise)))

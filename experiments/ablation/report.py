@@ -39,15 +39,15 @@ class Finding:
     estimate: Estimate | None  # None if no seed is left
     planned: int  # seeds it should rest on
     tuned: bool = True  # whether the optimum of every arm in it is known
-    values: Sequence[float] = ()  # by seed
-    p: float | None = None  # of "the mean is 0", corrected for all findings of a report
+    values: Sequence[float] = ()  # one for each seed
+    p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
 
     @property
     def complete(self) -> bool:
         return self.estimate is not None and self.estimate.n == self.planned
 
     def __str__(self) -> str:
-        """In words: what is shown of the first arm of a difference, compared with the second."""
+        """What a sentence says of the first arm of a difference, compared with the second."""
         found = self.estimate
         if found is None or not self.complete:
             return f"is not compared ({'runs diverged or have not ended' if self.planned else 'no seed in common'})"
@@ -110,11 +110,11 @@ def comparison_section(
     found = compare(bpb, seeds, known)
     rows = []
     for arm, ended in runs.items():
-        levels = dict(arm.factors) | {"lr": f"{lrs[arm]:g}"}  # which may be a factor already
+        levels = dict(arm.factors) | {"lr": f"{lrs[arm]:g}"}  # `compare` may have lr as a factor
         difference = found.get(arm, Finding(None, 0))
         diverged = f"{sum(run.diverged for run in ended)} of {len(ended)}"
-        rows.append([*levels.values(), mean_of(bpb[arm], len(seeds[arm])), *cells_of(difference), diverged])
-    baseline, at_lr = next(iter(lrs.items()))
+        rows.append([*levels.values(), mean_of(bpb[arm], len(seeds[arm])), *columns_of(difference), diverged])
+    baseline, lr = next(iter(lrs.items()))
     titles = [name.replace("_", " ") for name in levels]
     titles += ["val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p", "diverged"]
     conclusion = ""
@@ -122,13 +122,13 @@ def comparison_section(
         parts = [f"{arm.name} {finding}" for arm, finding in found.items()]
         conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}."
     if pairs := sorted({finding.estimate.n for finding in found.values() if finding.estimate}):
-        rates = f"all at learning rate {at_lr:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
+        rates = f"all at learning rate {lr:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
         conclusion += f" In bits per byte (val_bpb), n = {' or '.join(map(str, pairs))}, {rates}."
     return found, [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
 
 
-def cells_of(finding: Finding) -> list[str]:
-    """The cells of a difference, of what is detectable, and of p."""
+def columns_of(finding: Finding) -> list[str]:
+    """A difference, what is detectable, and p."""
     detectable = p = NONE
     if finding.complete and finding.estimate and finding.estimate.detectable is not None:
         detectable = f"{finding.estimate.detectable:.4f}"

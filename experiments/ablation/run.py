@@ -17,7 +17,7 @@ from experiments.ablation.grid import (
     NOT_COMPARED,
     Cell,
     Grid,
-    cells,
+    cells_for,
     prepare_text,
     resolve_arms,
     resolve_devices,
@@ -37,41 +37,22 @@ from pages.watch import plot_watch
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms", "lr": "--lrs", "seed": "--seeds"}
-SHARED = NOT_COMPARED | {
-    "data",
-    "val_data",
-    "text_column",
-    "tokenizer",
-    "vocab_size",
-    "eval_tokens",
-    "device",
-    "shard",
-}  # by all arms
+TEXT = {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens"}
+SHARED = NOT_COMPARED | TEXT | {"device", "shard"}  # cannot be factors: all runs share them
 
 
 @dataclass(frozen=True)
 class AblationConfig:
     """Options of `ablate.py`, besides those of train.py."""
 
-    norms: list[str] = option(
-        ["rmsnorm"], "norms to compare; the first is the baseline", metavar="KIND[:KEY=VALUE,...]"
-    )
-    placements: list[str] = option(
-        ["pre"], "placements to compare; the first is the baseline", metavar=None, choices=PLACEMENTS
-    )
+    norms: list[str] = option(["rmsnorm"], "norms to compare, baseline first", metavar="KIND[:KEY=VALUE,...]")
+    placements: list[str] = option(["pre"], "placements to compare, baseline first", metavar=None, choices=PLACEMENTS)
     factor: list[str] = option(
-        [],
-        "values of another option to compare, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
-        action="append",
-        nargs=None,
-        metavar="NAME=V1,V2",
+        [], "values of other options to compare, such as optimizer=muon,adamw, baseline first", metavar="NAME=V1,V2"
     )
     seeds: int = option(3, "number of seeds per arm, from --seed on")
     lrs: list[float] = option(
-        [],
-        "learning rates from which the search for each arm's best one starts, in addition to --lr, on two other seeds",
-        type=float,
-        metavar="LR",
+        [], "rates to start each arm's search for its best one, with --lr, on two other seeds", type=float, metavar="LR"
     )
     jobs: int = option(None, "runs at a time per device; --device cuda:0,1 names two (default: by cores, 1 on a GPU)")
     threads: int = option(1, "CPU threads per run")
@@ -106,26 +87,20 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
     as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in settings.items()}
     folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{settings_digest(as_asked)}")
     check_not_in_use(folder)
-    started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
-    if started and dtype == "auto":  # a measurement, which might come out differently now
-        settings = resolve_arms(arms, on_device | {"dtype": started[0]["resolved"]["dtype"]})
+    started = next(folder.glob("cells/*/run.json"), None)
+    if started and dtype == "auto":  # it was measured, and might come out differently now
+        settings = resolve_arms(arms, on_device | {"dtype": read_run_file(started)["resolved"]["dtype"]})
     config = next(iter(settings.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
-    grid = Grid(
-        folder=folder,
-        settings=settings,
-        shared=shared,
-        data=prepare_text(settings),
-        jobs=options.jobs or most,
-        threads=options.threads,
-        devices=devices,
-    )
+    jobs, text = options.jobs or most, prepare_text(settings)
+    grid = Grid(folder, settings, shared, text, jobs, options.threads, devices)
     lrs = sorted({*options.lrs, config.lr})
     seeds = range(config.seed, config.seed + options.seeds)
     torch.set_num_threads(options.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
-    grid.outcomes([*cells(settings, lrs, seeds), *selection(settings, lrs, config.seed)])  # before anything is written
+    planned = [*cells_for(settings, lrs, seeds), *selection(settings, lrs, config.seed)]
+    grid.outcomes(planned)  # refuses runs with other settings before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     return Ablation(grid, lrs, seeds)
 
@@ -168,9 +143,6 @@ def run_ablation(ablation: Ablation, command: str) -> None:
         write_report(ablation, sweep, optima, command)
 
 
-# --- what it writes --------------------------------------------------------------------------------------------------
-
-
 def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Optimum], command: str) -> None:
     """Write `runs.csv`, `table.md`, the plots and `report.html` about the runs that have ended.
 
@@ -195,16 +167,15 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     figures = {}
     if any(finding.values for finding in found.values()):
-        lrs = {cell.arm: cell.lr for cell in reported}
-        swept = len(set(lrs.values())) > 1
-        named = {f"{arm.name}\nlr {lrs[arm]:g}" if swept else arm.name: each for arm, each in found.items()}
+        swept = len({optimum.lr for optimum in optima.values()}) > 1
+        named = {f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name: each for arm, each in found.items()}
         label = f"val_bpb minus that of {reported[0].arm.name}, paired by seed (left is better)"
         figures["differences"] = plot_differences(named, label, title)
     runs = [outcomes[cell] for cell in reported if cell in outcomes]
     if runs and runs[0].arm == reported[0].arm:  # the baseline: colors are those of the other plot
         figures["curves"] = plot_curves(runs, title)
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
-    if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # of the last seed
+    if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_watch(watched)
     sections = [markdown(summary)]
     for name, plot in figures.items():

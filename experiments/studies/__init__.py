@@ -1,6 +1,5 @@
 """Published sentences about normalization, each tested by an ablation: `python ablate.py claim NAME`.
 
-A study is a file of data, such as `lns.py`, and a section of `page.md` with the quoted sentence and the
-question. What is measured without training is a function in the same file. `study.py` says what a study is, and has
-what several share. `command.py` measures, `verdict.py` judges, and `page.py` writes CLAIMS.md.
+A study is data in `trained.py` or `untrained.py`, and a section of `page.md` with the quoted sentence and the question.
+`study.py` says what a study is. `command.py` measures, and `page.py` judges and writes CLAIMS.md.
 """

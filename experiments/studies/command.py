@@ -31,7 +31,7 @@ from runtime.run_dir import LOCK, RUNS_FOLDER, read_run_file
 from runtime.watch import stream_rms
 
 STUDIES = {study.name: study for study in (*untrained.STUDIES, *trained.STUDIES)}
-WIDEN = 14  # rates and seeds that an arm may try on top until its optimum is found
+WIDEN = 14  # rates and seeds that an arm may try beyond the first ones
 THREADS = 1  # CPU threads of each run; another number changes the last digits
 
 
@@ -82,8 +82,8 @@ def run_study(study: Study, scale: str, first_seed: int, grid_of: Callable[..., 
     with bad_input():
         content: dict[str, Any] = read_json(file, dict) if file.exists() else {}
     if study.measure and not protocol.arms:
-        values = [(seed, study.measure(protocol, seed)) for seed in seeds]
-        rows = [{"arm": arm, "seed": seed, "value": value} for seed, found in values for arm, value in found.items()]
+        values = {seed: study.measure(protocol, seed) for seed in seeds}
+        rows = [{"arm": arm, "seed": seed, "value": values[seed][arm]} for seed in seeds for arm in values[seed]]
         measured: Measured = {"runs": rows, "search": [], "device": describe(torch.device("cpu"))}
     else:
         measured = train_arms(protocol, seeds, grid_of)
@@ -110,13 +110,16 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         arms = {name: Arm.of(**protocol.arms[name].factors) for name in names}
         with bad_input():  # the text may need a download
             grid = grid_of(protocol.flags, list(arms.values()), data)
-        starts = {arms[name]: rates_around(protocol.arms[name].lr) for name in names if protocol.arms[name].lr}
+        starts = {}
+        for name in names:
+            if lr := protocol.arms[name].lr:
+                starts[arms[name]] = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
         found, tried = grid.tune(starts, seeds, WIDEN, first=1)
         nats_per_bit = [run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb]
         optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in names if arms[name] in found}
         cells = [
             Cell(arms[name], lr, seed)
-            for seed in seeds  # of all arms in turn: a stopped measurement has pairs
+            for seed in seeds  # all arms in turn, so that a stopped measurement has pairs
             for name in names
             for lr in protocol.arms[name].lrs or (optima[protocol.arms[name].like or name]["lr"],)
         ]
@@ -125,10 +128,6 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         measured["corpora"][data] = grid.data.corpus_hash
     measured["initial"] = math.log(grid.data.tokenizer.vocab_size)
     return measured | {"device": describe(torch.device(grid.devices[0]))}
-
-
-def rates_around(lr: float) -> list[float]:
-    return [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
 
 
 def make_grid(

@@ -27,7 +27,7 @@ class Judgement(NamedTuple):
     """What follows from the measurement of a study at a scale."""
 
     verdict: str
-    p: float  # before it is corrected for the other studies
+    p: float  # before the correction for the other studies
     effects: list[tuple[Effect, Finding]]
 
 
@@ -38,7 +38,7 @@ class Entry:
     study: Study
     results: Mapping[str, Any]
     judged: Mapping[str, Judgement]
-    p: float | None = None  # the verdict's, corrected for all trained studies; None if this is not one
+    p: float | None = None  # p of the verdict, corrected for all trained studies; None for others
 
     @property
     def verdict(self) -> str:

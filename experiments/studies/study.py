@@ -14,9 +14,9 @@ from typing import Any
 from experiments.ablation.outcome import grouped
 from files import digest
 
-Row = dict[str, Any]  # JSON: {"arm": "RMSNorm", "seed": 0, "value": 1.4}, and more of a run of train.py
+Row = dict[str, Any]  # JSON: {"arm": "RMSNorm", "seed": 0, "value": 1.4}, and more about a run of train.py
 Measured = dict[str, Any]  # JSON: {"runs": reported rows, ...}
-Values = dict[str, float]  # by arm, of one seed
+Values = dict[str, float]  # values of one seed, by arm
 Region = tuple[float, float]
 ABOVE = (0.0, math.inf)
 
@@ -50,7 +50,7 @@ class Protocol:
 
     seeds: int
     flags: str = ""  # train.py's flags for all arms
-    arms: Mapping[str, Runs] = field(default_factory=dict)  # by the names that effects and results use
+    arms: Mapping[str, Runs] = field(default_factory=dict)  # named as in effects and results
     depths: tuple[int, ...] = ()  # numbers of blocks of models at initialization
 
 
@@ -59,7 +59,7 @@ class Effect:
     """A sum of arms' values times these coefficients, for each seed, and what is expected of its mean.
 
     If the 95% interval lies inside `reproduced`, the sentence is reproduced. If it does not overlap `expected`, the
-    effect that was set before (by default `reproduced`), it is not. An effect without these is shown and not judged.
+    effect that was set before (by default `reproduced`), it is not. An effect without these is not judged.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Effect:
     reproduced: Region | None = None
     expected: Region | None = None
     value: str = "value"  # an arm's value: its lowest last loss, or a name in `Study.values`
-    ratio: bool = False  # values are logarithms: the effect is shown as a ratio
+    ratio: bool = False  # values are logarithms, printed as a ratio
 
     def __post_init__(self) -> None:
         if self.expected is None:
@@ -95,9 +95,11 @@ class Study:
 
     name: str
     effects: Sequence[Effect]
-    protocols: Mapping[str, Protocol]  # by scale
-    measure: Callable[[Protocol, int], Values] | None = None  # with a seed, where a protocol has no arms
-    values: Mapping[str, Callable[[list[Row], Measured], Values]] = field(default_factory=dict)  # by seed
+    protocols: Mapping[str, Protocol]  # keys are scales
+    measure: Callable[[Protocol, int], Values] | None = None  # takes a seed, where a protocol has no arms
+    values: Mapping[str, Callable[[list[Row], Measured], Values]] = field(
+        default_factory=dict
+    )  # from the rows of one seed
     unit: str = "nats"  # the unit of the effects in the figure
     exact: bool = False  # an identity
 

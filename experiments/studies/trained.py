@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.studies.study import ABOVE, Effect, M, Protocol, Runs, S, Study, difference, losses, lowest, slope
 
-LRS = {"muon": 0.016, "adamw": 0.005}  # where searches start
+LRS = {"muon": 0.016, "adamw": 0.005}  # the middle of the first rates of a search
 
 
 def tuned(optimizer: str, data: str = "python", **factors: str) -> Runs:
@@ -24,7 +24,7 @@ def both(name: str, **factors: str) -> dict[str, Runs]:
 
 # --- norms -----------------------------------------------------------------------------------------------------------
 
-SQUASHED = {"init": "xavier", "scaled_embedding": "true"}  # for DyT and Derf, which do not rescale what they get
+SQUASHED = {"init": "xavier", "scaled_embedding": "true"}  # DyT and Derf do not rescale their input
 RMSNORM = both("RMSNorm")
 LAYERNORM = both("LayerNorm", norm="layernorm")
 DYT = both("DyT", norm="dyt:alpha=0.5", **SQUASHED)

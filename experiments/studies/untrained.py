@@ -39,7 +39,7 @@ def logit_errors(protocol: Protocol, seed: int) -> Values:
     rmsnorm.load_state_dict(layernorm.state_dict())
     centered = copy.deepcopy(rmsnorm).double()
     for role, _, weight in matrices(centered):
-        if role.into_stream or role.name == "embedding":  # what writes to the residual stream
+        if role.into_stream or role.name == "embedding":  # these write to the residual stream
             weight.data -= weight.data.mean(0 if role.into_stream else 1, keepdim=True)
     with torch.no_grad():
         expected = layernorm.double()(tokens)
@@ -71,7 +71,7 @@ def gradients_and_updates(protocol: Protocol, seed: int) -> Values:
     They are the norms of the gradient of the last MLP's second matrix, and of the change of the logits after one step
     of SGD, and after one by the gradient's sign.
     """
-    found = {}
+    found: Values = {}
     for placement, depth in product(("post", "pre", "deepnorm"), protocol.depths):
         model, tokens, targets = new_model(seed, norm="layernorm", placement=placement, layers=depth, init="xavier")
         model.loss(tokens, targets).backward()

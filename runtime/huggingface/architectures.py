@@ -15,6 +15,8 @@ from config import MAX_SIZE, ROPE_SCALING, ModelConfig
 from files import is_a, require, warn
 from norms import KINDS
 
+Fields = dict[str, Any]  # a configuration, or a part of one
+
 OWN_TYPE = "normal-llama"  # the model_type of a model that no architecture expresses
 OWN = "normal_llama"  # the key of our configuration in config.json
 
@@ -60,11 +62,11 @@ class Architecture:
     """
 
     name: str
-    ours: dict[str, Any]
-    norm_args: dict[str, Any]
-    fixed: Callable[[ModelConfig], dict[str, Any]]
+    ours: Fields
+    norm_args: Fields
+    fixed: Callable[[ModelConfig], Fields]
     eps: str = "rms_norm_eps"
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     carries: tuple[str, ...] = ()
 
@@ -73,7 +75,7 @@ PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
 RMSNORM = {"elementwise_affine": True}
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "eps": 1e-5}
 # Fields of any architecture, which `transformers` writes only if they are not at these defaults, or in a full dump.
-COMMON: dict[str, Any] = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
+COMMON: Fields = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
 COMMON |= {"is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False}
 COMMON |= {"chunk_size_feed_forward": 0, "pruned_heads": {}}
 USUAL = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}
@@ -116,7 +118,7 @@ def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
     defaults = {each.name: each.default for each in inspect.signature(KINDS[config.norm]).parameters.values()}
     carried = {*architecture.norm_args, "eps", "cast_order"}  # the order of casts changes rounding only
-    theirs = {field.name: field.default for field in fields(ModelConfig) if field.metadata["export"] == "computed"}
+    theirs = {each.name: each.default for each in fields(ModelConfig) if each.metadata["export"] == "computed"}
     theirs |= {name: defaults[name] for name in config.norm_args if name not in carried}
     theirs |= architecture.ours | architecture.norm_args
     theirs = {name: value for name, value in theirs.items() if name not in ("norm_args", *architecture.carries)}
@@ -126,7 +128,7 @@ def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
     return [f"{name} {value}, not {ours[name]}" for name, value in theirs.items() if ours[name] != value]
 
 
-def to_theirs(config: ModelConfig) -> dict[str, Any]:
+def to_theirs(config: ModelConfig) -> Fields:
     """The fields of Hugging Face's configuration that say what the model computes. Raises ValueError if none can."""
     nearest = min(ARCHITECTURES, key=lambda model_type: len(_differences(config, ARCHITECTURES[model_type])))
     architecture = ARCHITECTURES[nearest]
@@ -134,22 +136,23 @@ def to_theirs(config: ModelConfig) -> dict[str, Any]:
     if differences:
         reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences)}"
         raise ValueError(f"no Hugging Face architecture computes this: {reason}")
-    theirs: dict[str, Any] = {"model_type": nearest, "architectures": [architecture.name]}
+    theirs: Fields = {"model_type": nearest, "architectures": [architecture.name]}
     theirs |= {name: getattr(config, ours) for name, ours in SIZES.items()}
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
     scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
     theirs["max_position_embeddings"] = max(config.context, config.trained_context or 0)
-    partial = {} if "rotary_fraction" not in architecture.carries else {"partial_rotary_factor": config.rotary_fraction}
-    theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **partial}
+    carries = "rotary_fraction" in architecture.carries
+    rotated = {"partial_rotary_factor": config.rotary_fraction} if carries else {}
+    theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **rotated}
     if scaling:
         scaling[ROPE_SCALING[-1]] = int(scaling[ROPE_SCALING[-1]])  # transformers asks for an integer
-    theirs["rope_scaling"] = scaling  # as transformers 4 spells it, and 5:
-    theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | partial
+    theirs["rope_scaling"] = scaling  # the spelling of transformers 4; the next is that of 5
+    theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | rotated
     return theirs | architecture.fixed(config)
 
 
-def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
+def from_theirs(theirs: Fields) -> ModelConfig:
     """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not compute."""
     model_type = theirs.get("model_type", "")
     supported = list(ARCHITECTURES)
@@ -190,28 +193,27 @@ def from_theirs(theirs: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
+def _rope(theirs: Fields) -> Fields:
     """Our fields for the rotary positions, from the spelling of transformers 4 or 5."""
-    field = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
-    rope = theirs.get(field) or {}
-    require(isinstance(rope, dict), f"{field} must be an object, not {rope!r}")
+    spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+    rope = theirs.get(spelling) or {}
+    require(isinstance(rope, dict), f"{spelling} must be an object, not {rope!r}")
     rope = {name: value for name, value in rope.items() if value is not None}
     everything = theirs | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if (kind, rope.get("factor")) == ("linear", 1):  # which changes nothing
+    if (kind, rope.get("factor")) == ("linear", 1):  # a factor of 1 changes nothing
         kind, _ = "default", rope.pop("factor")
-    require(kind in ("default", "llama3"), f"{field} of type {kind!r} is not supported; default and llama3 are")
+    require(kind in ("default", "llama3"), f"{spelling} of type {kind!r} is not supported; default and llama3 are")
     names = ROPE_SCALING if kind == "llama3" else ()
     for name in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *names}:
-        raise ValueError(f"{field} has {name!r}, which is not supported with type {kind!r}")
+        raise ValueError(f"{spelling} has {name!r}, which is not supported with type {kind!r}")
     rope = {"original_max_position_embeddings": theirs["max_position_embeddings"]} | rope
     theta, fraction = _number(everything, "rope_theta", 10000.0), _number(everything, "partial_rotary_factor", 1.0)
     scaling = {name: _number(rope, name, None) for name in names}
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
 
-def _number(fields: dict[str, Any], name: str, default: float | None) -> float:
-    value: Any = fields.get(name)
-    value = default if value is None else value
+def _number(given: Fields, name: str, default: float | None) -> float:
+    value: Any = default if given.get(name) is None else given[name]
     require(is_a(value, float) and math.isfinite(value), f"{name} must be a number, not {value!r}")
     return float(value)

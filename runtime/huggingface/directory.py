@@ -18,24 +18,16 @@ from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
-from runtime.huggingface.weights import (
-    KNOWN,
-    WEIGHTS,
-    StoredTensor,
-    hugging_face_name,
-    save_tensors,
-    stored_tensors,
-    weight_files,
-)
+from runtime.huggingface.weights import KNOWN, WEIGHTS, StoredTensor, hugging_face_name, save_tensors, stored_weights
 from runtime.plugins import import_records, warn_of_imports
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-FORMAT = 1  # of our part of config.json and of the names of weights; increase it whenever they change
+FORMAT = 1  # version of our part of config.json and of the names of weights; increase it whenever they change
 DTYPES = ("F32", "BF16", "F16")
-TENSORS_PER_LAYER = 7  # at least: its matrices
-MAX_ROPE_BYTES = 1 << 25  # of the table of rotary positions, unless the weights are larger
-PRETRAINED = "pretrained"  # a tokenizer of others
+TENSORS_PER_LAYER = 7  # at least: the matrices
+MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
+PRETRAINED = "pretrained"  # a tokenizer that was not trained here
 TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PRETRAINED)
 
 
@@ -43,7 +35,7 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     """Write a model's `stored_state` with its configuration and tokenizer."""
     config = model.config
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
-    end = tokenizer.end_of_document  # which also starts a text without a prompt
+    end = tokenizer.end_of_document  # it also starts a text without a prompt
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     tensors = {hugging_face_name(name, config): tensor for name, tensor in state.items()}
     described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
@@ -143,23 +135,24 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
-    files = weight_files(directory)
-    most = max(MAX_ROPE_BYTES, sum(path.stat().st_size for path in files))
+    found = stored_weights(directory)
+    size = sum(path.stat().st_size for path in {stored.path for stored in found.values()})
+    most = max(MAX_ROPE_BYTES, size)
     fits = 4 * config.context * config.head_dim <= most
     require(fits, f"{directory / CONFIG}: a context of {config.context} has a RoPE table that exceeds the weights")
-    tensors = len(stored_tensors(*files))
-    fits = config.layers * TENSORS_PER_LAYER <= tensors
-    require(fits, f"{directory / CONFIG} describes {config.layers} layers, but has only {tensors} tensors")
+    fits = config.layers * TENSORS_PER_LAYER <= len(found)
+    require(fits, f"{directory / CONFIG} describes {config.layers} layers, but has only {len(found)} tensors")
     with torch.device("meta"):
         model = Llama(config)
-    return model, match_weights(directory, model)
+    return model, match_weights(found, model, directory)
 
 
-def match_weights(directory: Path, model: Llama) -> dict[str, StoredTensor]:
+def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, StoredTensor]:
     """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
-    found, expected = stored_tensors(*weight_files(directory)), stored_state(model)
+    expected = stored_state(model)
     names = {hugging_face_name(name, model.config): name for name in expected}
-    found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}  # of transformers < 4.32
+    # transformers < 4.32 stored rotary frequencies too.
+    found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}
     if model.config.tie_embeddings and "lm_head.weight" in found:
         head, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())
@@ -201,6 +194,6 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     tokenizer.ends |= set(ends)
     tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
     tokenizer.generation = generation
-    needed, there = tokenizer.text_vocab_size, config.vocab_size  # which some round up
+    needed, there = tokenizer.text_vocab_size, config.vocab_size  # some models round it up
     require(needed <= there, f"{directory}: the tokenizer needs {needed} ids, and the model has {there}")
     return tokenizer

@@ -93,6 +93,11 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / file for file in files]
 
 
+def stored_weights(directory: Path) -> dict[str, StoredTensor]:
+    """The weights of a directory by name. See `weight_files` and `stored_tensors`."""
+    return stored_tensors(*weight_files(directory))
+
+
 def stored_tensors(*files: Path) -> dict[str, StoredTensor]:
     """The tensors of safetensors files by name. Only the headers are read. Raises ValueError for a damaged file."""
     found = {}
@@ -110,10 +115,10 @@ def stored_tensors(*files: Path) -> dict[str, StoredTensor]:
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file, each tensor contiguous. Raises OSError if the disk is full."""
     path.touch()
-    mode = path.stat().st_mode  # that of the umask; safetensors' own is 0600
+    mode = path.stat().st_mode  # follows the umask; safetensors makes files with 0600
     try:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, path, metadata={"format": "pt"})  # which transformers asks for
+        save_file(contiguous, path, metadata={"format": "pt"})  # transformers asks for it
         path.chmod(mode)
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # a full disk, as safetensors reports it
         raise OSError(f"{path} cannot be written: {error}") from None

@@ -71,6 +71,8 @@ def test_rows_whose_text_is_null_are_left_out_and_counted_and_the_column_can_be_
     ):
         assert ["".join(document) for document in read_documents(path, "content")] == ["one", "", *map(str, range(100))]
         assert capsys.readouterr().err == f"{path}: rows left out, because their text is null: 2\n"
+    path = write(tmp_path / "nulls.parquet", parquet(text=NULLS))
+    assert text_of(path) == [] and capsys.readouterr().err.endswith("because their text is null: 2\n")
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonlines", "a.json", "a.JSON.gz"])
@@ -198,12 +200,14 @@ NO_OBJECTS = [b"{", b"[]", b"3", b"[" * 100_000, b'{"text": "\xe9"}']
 NO_STRINGS = [b"{}", b'{"text": 3}', b'{"text": "\\ud800"}']
 
 
-def parquet(**columns) -> bytes:
+def parquet(table: pyarrow.Table | None = None, **columns) -> bytes:
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    pyarrow.parquet.write_table(pyarrow.table(columns) if table is None else table, sink)
     return sink.getvalue().to_pybytes()
 
 
+NULLS = pyarrow.array([None, None], pyarrow.null())
+TWICE = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
 NOT_UTF8 = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"], pyarrow.binary()).buffers())
 WHOLE = parquet(text=["some text"] * 100)
 
@@ -222,6 +226,7 @@ WHOLE = parquet(text=["some text"] * 100)
             CHAT,
             rf"{NO_STRING}, but id \(int\), messages \(list\); name one with --text-column",
         ),
+        ("two.parquet", parquet(TWICE), NO_PARQUET),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
         ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),
     ],

@@ -129,15 +129,18 @@ def test_a_run_asks_for_the_file_again(command, capsys, refused):
         assert warnings == [f"warning: this run was trained with another mynorm.py (SHA-256 {digest[:8]}...)"]
 
 
-def test_what_a_file_changes_in_the_model_is_recorded():
+def test_what_a_file_changes_in_the_model_is_recorded(monkeypatch):
     """A function, a module, a method, one that torch's class had before, a norm and a placement."""
+    monkeypatch.setitem(KINDS, "dyt", KINDS["dyt"])  # and so they come back
+    monkeypatch.setitem(PLACEMENTS, "lns", PLACEMENTS["lns"])
     parts = "model.F model.Linear.forward model.SwiGLU.forward model.rotate norms.placement.PreNorm.forward"
     lines = [f"{part} = lambda *args: args[-1]" for part in (*parts.split(), "norms.rmsnorm.RMSNorm.forward")]
+    lines += [f"norms.{table} = norms.KINDS['derf']" for table in ("KINDS['dyt']", "placement.PLACEMENTS['lns']")]
     Path("patch.py").write_text("\n".join(["import model, norms", *lines, NORM]))
     forget()
     plugins.import_files(["patch.py"])
     changes = ["Linear.forward", "PreNorm.forward", "RMSNorm.forward", "SwiGLU.forward", "model.F", "model.rotate"]
-    assert plugins.import_records()[0]["changes"] == changes
+    assert plugins.import_records()[0]["changes"] == ["KINDS.dyt", changes[0], "PLACEMENTS.lns", *changes[1:]]
 
 
 @pytest.mark.parametrize("patch", ["", "import model\nmodel.SwiGLU.forward = lambda mlp, x: x\n"])
@@ -178,6 +181,8 @@ def test_a_file_that_changes_while_python_runs_is_refused():
         "return x, x": "must return a tensor with the shape and dtype of its input",
         "return x - x.mean(1, keepdim=True)": "lets a token see later tokens",
         "return x - (x.mean(1, keepdim=True) if self.training else 0)": "lets a token see later tokens",
+        "return x * x.square().mean((0, 2), keepdim=True)": "mixes the sequences of a batch; register it with "
+        "per_token=False",
         "return x.mul_(self.factor)": "changes its input in place; the stream needs it",
     }.items(),
 )
@@ -196,7 +201,6 @@ def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
         "torch.rand(dim)",
         "torch.rand(dim, device='cpu')",
         "vars(register).setdefault('gain', torch.nn.Parameter(torch.ones(dim)))",  # the same for all sites
-        "torch.nn.Parameter(vars(register).setdefault('ones', torch.ones(dim, device='cpu')))",
     ],
 )
 def test_a_norm_that_no_checkpoint_would_bring_back_is_refused(tensor, refused):
@@ -205,6 +209,14 @@ def test_a_norm_that_no_checkpoint_would_bring_back_is_refused(tensor, refused):
     )
     error = refused(call, f"train.py --norm mynorm {TOY} --import bad.py")
     assert error.startswith("error: --norm mynorm could not be loaded from a checkpoint: its tensors must be")
+
+
+def test_a_norm_whose_sites_share_a_tensor_is_refused_before_training(refused):
+    shared = "torch.nn.Parameter(vars(register).setdefault('ones', torch.ones(dim, device='cpu')))"
+    Path("bad.py").write_text(
+        NORM.replace("= factor", f"= {shared}").replace("x * self.factor", "x * self.factor.sum()")
+    )
+    assert "are the same tensor" in refused(call, f"train.py --norm mynorm {TOY} --import bad.py")
 
 
 def test_a_placement_whose_sites_share_a_tensor_is_refused_before_training(refused):

@@ -189,7 +189,7 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
     )
     assert "| dyt | pre | 0.1 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6541 (2) | 0.7230 | 0.35 |" in table
     assert "| 0.02 | 0.0017 |" in table and "| 0.1 | 0.0172 |" in table and "Partial" not in table
-    found = ablation.grid.tune([DYT], ablation.lrs, ablation.seeds, widen=0)[0][DYT]
+    found = ablation.grid.tune({DYT: ablation.lrs}, ablation.seeds, widen=0)[0][DYT]
     assert (found.lr, found.regret) == (0.08, None)
 
 

@@ -81,8 +81,9 @@ def report(curves: Iterable[tuple[float, float]], noise: float, rng: np.random.G
         loss = curvature * (x * x + cubic * x**3) + noise * rng.standard_normal()
         return Outcome(cell.arm, cell.lr, cell.seed, False, 1, loss, loss, loss, None, None, [])
 
+    rates = [SPACING**i for i in range(-2, 3)]
     grid: Any = SimpleNamespace(run=lambda cells: {cell: outcome(cell) for cell in cells})
-    optima, _ = Grid.tune(grid, list(arms), [SPACING**i for i in range(-2, 3)], range(5), widen=14)
+    optima, _ = Grid.tune(grid, dict.fromkeys(arms, rates), range(5), widen=14)
     bpb = {arm: {seed: outcome(Cell(arm, optima[arm].lr, seed)).val_bpb or 0.0 for seed in range(5)} for arm in arms}
     return list(
         compare(

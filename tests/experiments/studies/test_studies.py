@@ -19,13 +19,10 @@ from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
 from experiments.studies import command
 from experiments.studies.command import STUDIES, excerpt, make_grid, train_arms
-from experiments.studies.last_gradient import gradients_and_updates
-from experiments.studies.ngpt_steps import speed_up
-from experiments.studies.page import format_effect, plot, write_page
-from experiments.studies.prenorm_variance import growth
-from experiments.studies.qk_norm_rates import sensitivity
+from experiments.studies.page import format_effect, judge, plot, read_entries, slack_of, write_page
 from experiments.studies.study import ABOVE, Effect, Protocol, Runs, Study, difference, lowest, slope
-from experiments.studies.verdict import judge, read_entries, slack_of
+from experiments.studies.trained import growth, sensitivity, speed_up
+from experiments.studies.untrained import gradients_and_updates
 from runtime.flags import read_train
 
 ROOT = Path(__file__).parents[3]
@@ -145,8 +142,8 @@ def test_values_by_hand():
     speed = speed_up(rows(**{arm: [loss] for arm, loss in losses.items()}), {})
     expected = {"muon 100": 0.5, "muon 200": -1, "muon 400": math.inf}  # in powers of 2
     assert speed == pytest.approx({arm: power * math.log(2) for arm, power in expected.items()})
-    terms = slope("", {0.0: {"a": 1}, 1.0: {"b": 1, "c": -1}, 2.0: {"d": 1}}).terms
-    assert terms == {"a": -0.5, "b": 0, "c": 0, "d": 0.5}
+    terms = slope("", {1: {"a": 1}, 2: {"b": 1, "c": -1}, 4: {"d": 1}}).terms  # per factor of e, not of 2
+    assert {arm: weight * math.log(2) for arm, weight in terms.items()} == {"a": -0.5, "b": 0, "c": 0, "d": 0.5}
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -175,7 +172,7 @@ def test_protocols_are_complete(name):
 
 def test_models_at_initialization():
     """Shallow, but the exponents of depth are already near those that the papers derive."""
-    found = {row["arm"]: row["value"] for row in gradients_and_updates(Protocol(1, depths=(4, 16)), range(1))}
+    found = gradients_and_updates(Protocol(1, depths=(4, 16)), 0)
     assert abs(found["post 16"] - found["post 4"]) < 0.15 * math.log(4)
     assert -0.9 < (found["pre 16"] - found["pre 4"]) / math.log(4) < -0.3
     assert abs(found["deepnorm 16, SGD"] - found["deepnorm 4, SGD"]) < 0.15 * math.log(4)
@@ -214,7 +211,7 @@ def test_a_measurement_continues_and_shares_runs_with_others(texts, in_process, 
     assert [(row["arm"], row["lr"], row["seed"]) for row in first["runs"]] == [
         (arm, lr, seed) for seed in (0, 1) for arm in "ab" for lr in (0.01, 0.02)
     ]
-    assert all(len(row["residual_rms"]) == 3 and row["train_loss"] and "commit" in row for row in first["runs"])
+    assert all(len(row["residual_rms"]) == 3 and row["seconds"] and "commit" in row for row in first["runs"])
     del in_process[:]
     assert train_arms(protocol, range(2), grid_of) == first and not in_process
     one = train_arms(replace(protocol, arms={"only": arms["b"]}), range(2), grid_of)
@@ -290,8 +287,8 @@ def test_p_values_of_the_page_are_corrected_for_all_trained_studies(tmp_path):
         content = {"S": {"environment": {"protocol": each.hash("S")}, "measured": shifted(a=0.1, b=0)}}
         (tmp_path / f"{each.name}.json").write_text(json.dumps(content))
     entries = read_entries(made_up, tmp_path)
-    ((_, alone),) = entries[0].judged.values()
-    assert [entry.p for entry in entries] == [3 * alone] * 3
+    (alone,) = entries[0].judged.values()
+    assert [entry.p for entry in entries] == [3 * alone.p] * 3
     assert (replace(entries[0], p=0.06).verdict, entries[0].verdict) == ("undecided", "reproduced at S")
 
 
