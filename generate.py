@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
             by_c = options.fast and device.type == "cpu"
             decoder, how = fast_decoder(model, options.samples, by_c, options.compile)
         print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{how}", file=sys.stderr)
-        with autocast(device, dtype):
+        with autocast(device, dtype, cache=True):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop, decoder)
             print_samples(prompt, stream, options.samples)
 

@@ -60,8 +60,6 @@ class Llama(nn.Module):
         if placement.extend:
             placement.extend(self)
         draw_weights(self, seed)
-        if placement.after_step:
-            placement.after_step(self)
 
     def forward(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
         """Logits (B, T, V) for the token after each of `tokens` (B, T).
@@ -371,9 +369,9 @@ class Linear(nn.Linear):
     """`nn.Linear` without a bias, whose weight is drawn by its role, a name in `ROLES`, and is zero until then."""
 
     def __init__(self, inputs: int, outputs: int, role: str):
-        super().__init__(inputs, outputs, bias=False)
-        self.role = next((each for each in ROLES if each.name == role), None)
+        self.role = next((each for each in ROLES if each.name == role), None)  # known when the weight is made
         require(self.role, f"role {role!r} is not known: add it to ROLES in model.py")
+        super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -388,12 +386,12 @@ def matrices(model: Llama) -> Iterator[tuple[Role, str, nn.Parameter]]:
 
 
 @torch.no_grad()
-def draw_weights(model: Llama, seed: int) -> None:
+def draw_weights(model: Llama, seed: int, copy: Callable = Tensor.copy_) -> None:
     """Draw every matrix from N(0, std²), std by its role. Norms and residual connections initialize their parameters.
 
     The unscaled draw is a function of the seed, the matrix's Hugging Face name (or its path) and its shape, and is made
-    on the CPU: models that differ in their norm start from the same weights, on every device. Raises ValueError for a
-    matrix without a role.
+    on the CPU: models that differ in their norm start from the same weights, on every device. `copy` puts it into a
+    weight, which may be sharded. Raises ValueError for a matrix without a role.
     """
     drawn = {id(weight) for _, _, weight in matrices(model)}
     for name, weight in model.named_parameters():
@@ -404,7 +402,9 @@ def draw_weights(model: Llama, seed: int) -> None:
             source = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(source[:7]))
             draw = torch.randn(weight.shape, generator=generator, device="cpu")
-            weight.copy_(draw * initial_std(model.config, role, weight.shape))
+            copy(weight, draw * initial_std(model.config, role, weight.shape))
+    if after_step := PLACEMENTS[model.config.placement].after_step:
+        after_step(model)
 
 
 def initial_std(config: ModelConfig, role: Role, shape: torch.Size) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from model import Llama, matrices
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values above 0.002 end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
+BATCH = 8  # matrices that Muon multiplies at once, at most: enough for a GPU, and small in memory
 ADAMW_LR_RATIO = 2.0  # learning rate of AdamW for embedding, head and norms, relative to Muon's
 WSD_DECAY = 0.2  # fraction of all steps in which the `wsd` schedule decays
 
@@ -74,12 +76,12 @@ class Muon(Optimizer):
     """Orthogonalized momentum: every singular value of a matrix's update is about 1. Jordan et al., 2024.
 
     Updates have the RMS of AdamW's (arXiv 2502.16982), so learning rates of the two are comparable. The same as
-    `torch.optim.Muon` with `match_rms_adamw`, but matrices of one shape are batched.
+    `torch.optim.Muon` with `match_rms_adamw`, but up to 8 matrices of one shape are multiplied at once.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, dtype: torch.dtype = torch.float32):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.dtype = dtype  # the matrix products are computed in it
+        self.orthogonalize = partial(orthogonalize, dtype=dtype)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -88,13 +90,16 @@ class Muon(Optimizer):
             by_shape = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    by_shape[tuple(sorted(weight.shape))].append(weight)
-            for (_, longer), weights in by_shape.items():
-                # A part of a matrix cannot be orthogonalized: every rank updates whole matrices and keeps its parts.
-                updates = [distributed.full_tensor(self.nesterov(weight, momentum)) for weight in weights]
-                for weight, update in zip(weights, orthogonalize(updates, self.dtype), strict=True):
-                    update = distributed.sharded_like(update, weight)
-                    weight.mul_(1 - lr * decay).add_(update, alpha=-lr * 0.2 * math.sqrt(longer))
+                    by_shape[weight.shape].append(weight)
+            for shape, weights in by_shape.items():
+                scale = lr * 0.2 * math.sqrt(max(shape))
+                for start in range(0, len(weights), BATCH):
+                    batch = weights[start : start + BATCH]
+                    updates = torch.stack([self.nesterov(weight, momentum) for weight in batch])
+                    # A part of a matrix cannot be orthogonalized.
+                    updates = distributed.on_whole_matrices(self.orthogonalize, updates)
+                    for weight, update in zip(batch, updates, strict=True):
+                        weight.mul_(1 - lr * decay).add_(update, alpha=-scale)
 
     def nesterov(self, weight: Tensor, momentum: float) -> Tensor:
         """Update the running mean of the gradient and return the Nesterov update."""
@@ -106,17 +111,17 @@ class Muon(Optimizer):
         return weight.grad.lerp(mean, momentum)
 
 
-def orthogonalize(updates: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Approximately U Vᵀ for each update U S Vᵀ, by a Newton-Schulz iteration.
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Approximately U Vᵀ for each matrix U S Vᵀ of a batch, N rows columns, by a Newton-Schulz iteration.
 
-    Computed in `dtype`. The matrices have one shape or its transpose, and are multiplied as one batch.
+    Computed in `dtype`.
     """
     a, b, c = NEWTON_SCHULZ
-    wide = [update if update.shape[0] <= update.shape[1] else update.mT for update in updates]
-    x = torch.stack(wide).to(dtype)  # N short long
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT.contiguous() if tall else matrices).to(dtype)  # N short long
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
     for _ in range(NEWTON_SCHULZ_STEPS):  # each singular value s becomes a s + b s³ + c s⁵
         xx = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(xx, xx, xx, beta=b, alpha=c), x, beta=a)
-    x = x.to(updates[0].dtype)
-    return [y if y.shape == update.shape else y.mT for update, y in zip(updates, x, strict=True)]
+    x = x.to(matrices.dtype)
+    return x.mT if tall else x

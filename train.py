@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +31,19 @@ from generate import Sampling, sample_text
 from machine import distributed
 from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
-from model import Llama
+from model import Llama, draw_weights
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers, rate_jump
 from pages.html import save_plot
 from pages.run import plot_loss, write_report
-from runtime.checkpoint import clear_unfinished, find_checkpoint, intact_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import (
+    clear_unfinished,
+    find_checkpoint,
+    intact_checkpoint,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.plugins import command_to_type, import_files, import_flags, keep_copies
@@ -48,6 +56,7 @@ GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
+SHARDED_SAMPLE = 10**8  # weights of the largest sharded model that is sampled: each token gathers all of them
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -157,14 +166,22 @@ class Trainer:
         checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
         torch.manual_seed(config.seed)  # imported norms may draw initial weights
         with distributed.raise_on_all_ranks():
-            if config.init_from and not checkpoint:
-                source = find_checkpoint(config.init_from)
+            source = find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
+            if config.shard:
+                with distributed.matrices_on_meta():
+                    self.model = Llama(run.model_config, config.seed)
+            elif source:
                 self.model = read_model(source, run.model_config).to(run.device, torch.float32)
             else:
                 self.model = Llama(run.model_config, config.seed).to(run.device)
-            stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.model.recompute = config.recompute
-        self.parallel = distributed.Parallel(self.model, config.shard)
+        self.parallel = distributed.Parallel(self.model, config.shard, run.device, run.dtype)
+        if config.shard and not (source or checkpoint):
+            draw_weights(self.model, config.seed, distributed.copy)
+        with distributed.raise_on_all_ranks():
+            if config.shard and source:
+                load_weights(source, self.model)
+            stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
@@ -348,16 +365,26 @@ class Trainer:
         val_loss, val_bpb = evaluate(self.model, run)
         if not math.isfinite(val_loss):
             raise NotFinite("validation loss is", self.step)
-        prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
-        with autocast(run.device, run.dtype), deterministic(False):  # CUDA's cumsum is not deterministic
-            sample = sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
+        sample = self.sample()
         if not distributed.is_main():
             return
-        self.log.add_sample(self.step, sample)
+        if sample is not None:
+            self.log.add_sample(self.step, sample)
         row = {"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}
         save_plot(plot_loss([*self.log.rows, row], run.data.val_gzip_bpb), run.folder / "loss.png")
         self.log.add(**row)  # written last: a resumed run repeats any evaluation without a row
-        self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
+        unsampled = "; --shard has no sample of so large a model: see generate.py" if sample is None else ""
+        self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}{unsampled}")
+
+    def sample(self) -> str | None:
+        """A text by the model, or None where it would gather more weights for each token than that is worth."""
+        run = self.run
+        weights = sum(weight.numel() for weight in self.model.parameters())
+        if run.config.shard and weights > SHARDED_SAMPLE:
+            return None
+        prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
+        with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
+            return sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
 
     def save(self) -> None:
         """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""
@@ -403,22 +430,28 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes. Every rank computes all of it.
+    the same ones. Special tokens add their loss and no bytes. The ranks take turns with the batches, and add
+    the losses in the order of the text, so their number changes nothing.
     """
     training = model.training
     model.eval()
-    losses, sizes, utf8_bytes = [], [], 0
-    context = run.model_config.context
+    losses, counts = [], []  # of tokens and of bytes
+    context, rank = run.model_config.context, distributed.rank()
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
-    for inputs, targets in evaluation_batches(run.data.val, context, batch_size, run.config.eval_tokens):
+    batches = evaluation_batches(run.data.val, context, batch_size, run.config.eval_tokens)
+    while turn := list(islice(batches, distributed.world_size())):
+        inputs, targets = turn[min(rank, len(turn) - 1)]  # with --shard, ranks without a batch have to help
         with autocast(run.device, run.dtype):
             losses.append(model.loss(to_device(inputs, run.device), to_device(targets, run.device)))
-        sizes.append(targets.numel())
-        utf8_bytes += int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
+        size = int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
+        counts.append((targets.numel(), size) if rank < len(turn) else (0, 0))
     # The losses stay on the device until here, since reading one waits for it.
-    nats = sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes, strict=True))
+    measured = zip(torch.stack(losses).tolist(), counts, strict=True)
+    parts = distributed.all_gather([(loss * count, count, size) for loss, (count, size) in measured])
+    in_order = chain.from_iterable(zip(*parts, strict=True))
+    nats, tokens, utf8_bytes = map(sum, zip(*in_order, strict=True))
     model.train(training)
-    return nats / sum(sizes), nats / math.log(2) / utf8_bytes
+    return nats / tokens, nats / math.log(2) / utf8_bytes
 
 
 def evaluate_only(run: Run) -> None:

@@ -73,7 +73,8 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
     """What one optimizer step takes.
 
     With --shard, a rank keeps its share of weights and optimizer state, and of the gradients in its last micro-batch.
-    It gathers weights and gradients of the block it computes and of the next one, and the weights that are in no block.
+    It gathers weights and fp32 gradients of the block it computes and of the next one, and the weights in no
+    block. Those of a block are gathered in the dtype of products, so autocast keeps no copies of them.
     """
     rows = config.batch_size // ranks
     config = replace(config, micro_batch_size=min(config.micro_batch_size, rows), compile=False)
@@ -101,14 +102,20 @@ def estimate(model_config: ModelConfig, config: TrainConfig, card: str, ranks: i
             step.update()
         block = total(list(model.layers[0].parameters()))
     share = ranks if config.shard else 1
-    # With Muon, every rank orthogonalizes whole matrices.
-    updating = (trace.seconds + trace.unread() - seconds) / (share if config.optimizer == "adamw" else 1)
+    updating = (trace.seconds + trace.unread() - seconds) / share
+    activations = trace.peak - total(weights) - total(state) - trace.gradients
+    if config.shard and dtype == torch.bfloat16 and not config.recompute:  # with it, one block has them
+        activations -= model_config.layers * block / 2  # copies by autocast, in the simulation
+    gathered = 0.0
+    if config.shard:
+        outside = total(weights) - model_config.layers * block
+        gathered = outside + 2 * block + 2 * block * dtype.itemsize / 4
     parts = {
         "weights": total(weights) / share,
         "gradients": trace.gradients / (share if micro_batches == 1 else 1),
         "optimizer": total(state) / share,
-        "gathered": total(weights) - model_config.layers * block + 4 * block if config.shard else 0,
-        "activations": trace.peak - total(weights) - total(state) - trace.gradients,
+        "gathered": gathered,
+        "activations": activations,
     }
     memory = sum(parts.values())
     speed = config.batch_size * model_config.context / (micro_batches / passes * seconds + updating)

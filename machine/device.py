@@ -120,9 +120,12 @@ def set_up_cpu() -> None:
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Matrix products in `dtype`. Parameters, norms and the residual stream stay in float32."""
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+def autocast(device: torch.device, dtype: torch.dtype, cache: bool = False) -> contextlib.AbstractContextManager:
+    """Matrix products in `dtype`. Parameters, norms and the residual stream stay in float32.
+
+    With `cache`, the weights' copies in `dtype` are kept until the end: for several passes, as in generation.
+    """
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=cache)
 
 
 def to_device(ids: Tensor, device: torch.device) -> Tensor:

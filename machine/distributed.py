@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from files import InUse
@@ -145,13 +146,13 @@ class Parallel:
     """The objective of `model` with gradients averaged over the ranks. In one process, simply `model.objective`.
 
     By default every rank holds the whole model (DDP). With `shard`, each holds its part of every tensor and gathers
-    the weights of a block when it needs them (FSDP2).
+    the weights of a block, its matrices in `dtype`, when it needs them (FSDP2).
     """
 
-    def __init__(self, model: Any, shard: bool):
+    def __init__(self, model: Any, shard: bool, device: torch.device, dtype: torch.dtype = torch.float32):
         self.model, self.shard = model, shard
         if shard:
-            shard_weights(model)  # adds hooks to `model.objective`
+            shard_weights(model, device, dtype)  # adds hooks to `model.objective`
         self.objective: Callable[[Tensor, Tensor], dict[str, Tensor]] = model.objective
         if world_size() > 1 and not shard:
             # Rotary tables never change, and norms with running statistics are refused.
@@ -180,17 +181,48 @@ class Objective(nn.Module):
         return self.model.objective(tokens, targets)
 
 
-def shard_weights(model: Any) -> None:
-    """Shard each block, and the rest together: a tied embedding and head must be gathered at the same time."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Shard the matrices of each block, and all else together: the embedding and the head may be tied.
 
-    mesh = init_device_mesh(model.embed_tokens.weight.device.type, (world_size(),))
+    The matrices are gathered in `dtype`, in which autocast multiplies, and their gradients averaged in fp32.
+    The rest stays in fp32: norms and scalars are small, and the embedding starts the residual stream.
+
+    The parts are on `device`. Those of weights on the meta device are not initialized.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    in_blocks = {layer.weight for layer in model.layers.modules() if hasattr(layer, "role")}
+    fully_shard(model, mesh=mesh, ignored_params=in_blocks)
+    others = set(model.parameters()) - in_blocks
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the stream is not a matrix either
+    )
     for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=precision, ignored_params=others)
+    # As `to_empty` does, but it would do so with all parameters.
+    model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     for method in ("objective", "loss", "next_logits"):
         register_fsdp_forward_method(model, method)
+
+
+@contextmanager
+def matrices_on_meta() -> Iterator[None]:
+    """The matrices of a model made inside, which have a role, are on the meta device. Shard it, then draw or load them.
+
+    All else has its initial values, also where it makes them itself, as imported norms do.
+    """
+
+    def to_meta(module: Any, name: str, weight: nn.Parameter) -> nn.Parameter | None:
+        matrix = hasattr(module, "role") and name == "weight"
+        return nn.Parameter(weight.to("meta")) if matrix and not weight.is_meta else None
+
+    # Its type says that a hook returns nothing; its documentation, that it may return another parameter.
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
+        yield
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -211,3 +243,24 @@ def sharded_like(x: Tensor, example: Tensor) -> Tensor:
 
     assert isinstance(example, DTensor)
     return distribute_tensor(x.to(example.device), example.device_mesh, example.placements, src_data_rank=None)
+
+
+def copy(target: Tensor, x: Tensor) -> None:
+    """Copy `x`, the same on every rank, into `target`, which may be sharded."""
+    target.copy_(sharded_like(x, target))
+
+
+def on_whole_matrices(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """`function` of a batch of matrices, N rows columns.
+
+    If they are sharded, the ranks exchange their parts, so that each has some of the matrices whole, and back.
+    """
+    if not hasattr(batch, "placements"):
+        return function(batch)
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(batch, DTensor)
+    whole = batch.redistribute(placements=[Shard(0)])
+    own = whole.to_local()
+    own.copy_(function(own))
+    return whole.redistribute(placements=batch.placements)

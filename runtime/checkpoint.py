@@ -204,11 +204,16 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
     return {"directory": str(checkpoint.resolve()), "sha256": hashes}
 
 
+def load_weights(directory: Path, model: Llama) -> None:
+    """Copy the stored weights into `model`, which may be sharded, one tensor after another."""
+    expected = stored_state(model)
+    for name, stored in open_model(directory, model.config)[1].items():
+        distributed.copy(expected[name], stored.read())
+
+
 def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
-    expected = stored_state(model)
-    for name, stored in open_model(checkpoint, model.config)[1].items():
-        expected[name].copy_(distributed.sharded_like(stored.read(), expected[name]))
+    load_weights(checkpoint, model)
     weights = dict(model.named_parameters())
     owners: dict[Tensor, Optimizer] = {}
     for optimizer in optimizers:

@@ -389,6 +389,28 @@ def test_evaluation_is_deterministic_without_dropout_and_without_gradients(comma
         assert train.evaluate(model, run) == pytest.approx(losses.copy().pop(), rel=1e-6)
 
 
+def test_ranks_share_an_evaluation_and_find_the_same_figure(command, monkeypatch):
+    """Bit for bit. Ten batches on three ranks: each computes four, since with --shard all have to help."""
+    run = opened(f"--eval-only --out {command('--steps 1 --eval-tokens 640')}")
+    model, _ = load_pretrained(find_checkpoint(run.folder), run.device)
+    monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", 64)
+    run.config = dataclasses.replace(run.config, micro_batch_size=1)
+    alone, parts = train.evaluate(model, run), []
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
+
+    def gather(part):
+        parts.append(part)
+        return [part]
+
+    monkeypatch.setattr(distributed, "all_gather", gather)
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        train.evaluate(model, run)
+    assert [len(part) for part in parts] == [4, 4, 4]
+    monkeypatch.setattr(distributed, "all_gather", lambda part: parts)
+    assert train.evaluate(model, run) == alone
+
+
 def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_its_text(
     command, capsys, text, fingerprint
 ):

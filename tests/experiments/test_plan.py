@@ -104,8 +104,11 @@ def test_parts_are_counted_and_ranks_share_them():
     assert four["tokens/s"] > 2 * one["tokens/s"] and four["MFU"] < one["MFU"]
     sharded = plan(f"{SMALL} --micro-batch-size 2 --ranks 4 --shard")
     assert all(sharded[part] == four[part] / 4 for part in ("weights", "gradients", "optimizer"))
-    block = 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) / GIB  # weights and gradients of two are whole
-    assert sharded["gathered"] == pytest.approx(one["weights"] - block + 4 * block) and four["gathered"] == 0
+    block = 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) / GIB  # of two, gradients are whole, and weights in bf16
+    assert sharded["gathered"] == pytest.approx(one["weights"] - block + 3 * block) and four["gathered"] == 0
+    assert sharded["activations"] == pytest.approx(four["activations"] - block / 2)
+    full = plan(f"{SMALL} --micro-batch-size 2 --ranks 4 --shard --dtype float32")
+    assert full["gathered"] == pytest.approx(one["weights"] - block + 4 * block)
     accumulating = plan(f"{SMALL} --micro-batch-size 1 --ranks 4 --shard")
     assert accumulating["gradients"] == 4 * accumulating["weights"]  # whole until the last micro-batch
 
@@ -116,6 +119,13 @@ def test_precision_and_recomputation_change_memory_and_speed():
     assert recomputed["memory"] < 0.9 * half["memory"] < 0.9 * full["memory"] and full["memory"] == tf32["memory"]
     assert half["tokens/s"] > tf32["tokens/s"] > full["tokens/s"]
     assert half["tokens/s"] > recomputed["tokens/s"] and plan(f"{SMALL} --dtype float16") == half
+
+
+def test_recomputation_keeps_no_copies_of_the_weights_in_bfloat16():
+    """A block more keeps its input in fp32. A copy of its weights would be three times as large."""
+    two, four = (plan(f"{SMALL} --recompute --micro-batch-size 1 --layers {layers}") for layers in (2, 4))
+    grown = (four["activations"] - two["activations"]) * GIB
+    assert grown == pytest.approx(2 * 4 * 256 * 128, rel=0.02)
 
 
 def test_time_is_that_of_the_slower_of_memory_and_arithmetic():

@@ -25,7 +25,7 @@ from config import ModelConfig, TrainConfig
 from files import lock_file
 from generate import Sampling
 from machine import distributed
-from model import Llama
+from model import Llama, draw_weights
 from runtime.checkpoint import find_checkpoint
 from runtime.run import check_options
 from runtime.run_dir import LOCK
@@ -93,6 +93,8 @@ def train_and_record(command: str) -> dict[str, Any]:
         patch.setattr(train, "training_batch", record_rows)
         patch.setattr(train, "evaluate", evaluate_or_die)
         patch.setattr(train, "SAMPLE", Sampling(tokens=8, temperature=0.8))
+        if command.endswith("undisturbed"):
+            patch.setattr(train, "SHARDED_SAMPLE", 0)
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # takes longer than training
         try:
             train.main(command.split())
@@ -199,10 +201,53 @@ def test_a_killed_rank_is_restarted_and_the_run_continues(trained, folder):
         found, expected = (find_checkpoint(folder / run) / name for run in ("killed", "undisturbed"))
         assert found.read_bytes() == expected.read_bytes()
     assert series(folder / "killed", "step") == series(folder / "undisturbed", "step")
+    assert (folder / "killed/samples.txt").read_text() and not (folder / "undisturbed/samples.txt").read_text()
     assert [each["step"] for each in json.loads((folder / "killed/run.json").read_text())["resumed"]] == [5]
 
 
 # --- in one process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("options", [{}, {"placement": "sandwich"}, {"placement": "ngpt"}, {"norm": "dyt"}], ids=str)
+def test_sharding_has_the_matrices_of_a_block_in_bfloat16_and_changes_no_bit(options, recompute, one_rank):
+    """Two micro-batches under autocast, against the same without sharding. The matrices are drawn after sharding."""
+    make = partial(Llama, dim=32, layers=2, heads=2, context=8, vocab_size=50, seed=3, **options)
+    plain = make()
+    with distributed.matrices_on_meta():
+        sharded = make()
+    matrices = {f"{path}.weight" for path, layer in plain.layers.named_modules() if hasattr(layer, "role")}
+    meta = {name for name, weight in sharded.named_parameters() if weight.is_meta}
+    assert meta == {"embed_tokens.weight", *(f"layers.{name}" for name in matrices)}
+    parallel, streams = distributed.Parallel(sharded, True, torch.device("cpu"), torch.bfloat16), set()
+    draw_weights(sharded, 3, distributed.copy)
+    for name, weight in plain.named_parameters():
+        assert torch.equal(weight, distributed.full_tensor(sharded.get_parameter(name))), name
+
+    def record(block, arguments):
+        streams.add(arguments[0].dtype)
+        low = {name for name, weight in sharded.layers.named_parameters() if weight.dtype == torch.bfloat16}
+        assert low == {name for name in matrices if sharded.layers[int(name[0])] is block}
+
+    for block in sharded.layers:
+        block.register_forward_pre_hook(record)
+    pairs = list(torch.randint(50, (2, 2, 3, 8), generator=torch.Generator().manual_seed(0)))
+    found, scaler = [], train.GradScaler("cpu", enabled=False)
+    for model, batches in ((plain, pairs), (sharded, parallel.micro_batches(pairs))):
+        model.recompute = recompute
+        terms = train.accumulate_gradients(model.objective, batches, 2, torch.bfloat16, scaler)
+        grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        found.append(terms | {name: distributed.full_tensor(grad) for name, grad in grads.items()})
+    assert streams == {torch.float32}
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("left", ["a folder", "a checkpoint", "the run of another launch"])
