@@ -22,7 +22,7 @@ MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.device.pick_device` checks --device
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "optimizer")  # The model is fixed as well.
+FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "order", "optimizer")  # The model is fixed as well.
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
 
 
@@ -154,14 +154,17 @@ class TrainConfig:
     """How a model is trained, on what data, and where the run is stored. Raises ValueError like `ModelConfig`."""
 
     data: list[str] = option(
-        ["python"], "python, shakespeare, or paths: text or .jsonl files, also gzipped, .parquet files, and folders"
+        ["python"],
+        "python, shakespeare, or paths: text or .jsonl files, also gzipped, .parquet files, and folders; or a folder "
+        "with the ids of nanoGPT or llm.c, train.bin and val.bin, and their --tokenizer, or --vocab-size alone",
     )
     val_data: list[str] = option([], "validation text, named like --data (default: a tenth of --data is held out)")
     text_column: str = option("text", "key or column of the text in JSON lines and .parquet files", metavar="NAME")
     tokenizer: str = option(
         "sentencepiece",
-        "kind of tokenizer; pretrained uses that of --init-from",
-        choices=["sentencepiece", "bytes", "pretrained"],
+        "sentencepiece, which is trained; bytes; or a directory of Hugging Face or SentencePiece that holds one. With "
+        "--init-from, the model's own is used",
+        metavar="KIND|DIR",
     )
     init_from: str = option(
         "",
@@ -185,6 +188,11 @@ class TrainConfig:
     momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
+    order: str = option(
+        "random",
+        "training windows: each from a random token, or all of them once an epoch",
+        choices=["random", "epochs"],
+    )
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     tf32: bool = option(False, "allow TF32 in float32 matrix products on a GPU: faster, with 10 bits of mantissa")
@@ -252,13 +260,12 @@ PRESETS: dict[str, Asked] = {
 }  # fmt: skip
 
 
-def configure(
-    asked: Asked, pretrained: Asked | None = None, memory: float = math.inf
-) -> tuple[ModelConfig, TrainConfig]:
+def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf) -> tuple[ModelConfig, TrainConfig]:
     """The configurations that follow from what was `asked`: defaults, then the preset, then what was asked.
 
-    pretrained: the options of the model in --init-from, and its kind of tokenizer. They come after the preset; what is
-        asked may only repeat them, or change the context or the dropout.
+    found: options that follow from files that were asked for, which come after the preset. Those of the model in
+        --init-from, and its kind of tokenizer: what is asked may only repeat them, or change the context or the
+        dropout. Or the ids of --tokenizer DIR, or that token files have no tokenizer.
     memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
     What was asked never gives way. A value of the preset does if it does not fit: `hidden_dim` to another `dim`,
@@ -268,18 +275,20 @@ def configure(
     preset = dict(PRESETS[asked.get("preset", "tiny")])
     if "micro_batch_size" in preset and memory < 12e9:
         preset["micro_batch_size"] //= 2
-    whole = DEFAULTS | combine(preset, pretrained or {}, asked)
+    found = found or {}
+    pretrained = found if "context" in found else None
+    whole = DEFAULTS | combine(preset, found, asked)
     kept = {
         "hidden_dim": whole["dim"] == preset.get("dim"),
         "kv_heads": whole["heads"] % preset.get("kv_heads", 1) == 0,
-        "vocab_size": whole["tokenizer"] != "bytes",
+        "vocab_size": whole["tokenizer"] == "sentencepiece",
         "micro_batch_size": whole["batch_size"] % preset.get("micro_batch_size", 1) == 0
         and TRAITS.get(whole["norm"], Traits()).per_token,
     }
     preset = {name: value for name, value in preset.items() if kept.get(name, True)}
     if pretrained:
         asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # no repetitions
-    given = combine(preset, pretrained or {}, asked)
+    given = combine(preset, found, asked)
     if pretrained:
         for name, there in pretrained.items():
             here = f"{flag_name(name)} {as_text(given[name])}"
@@ -290,6 +299,8 @@ def configure(
     elif given.get("tokenizer") == "bytes":
         size = given.setdefault("vocab_size", 257)
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
+    elif given.get("tokenizer") == "none":
+        require("vocab_size" in asked, "token files need --tokenizer DIR or bytes, or --vocab-size")
     return split(given)
 
 

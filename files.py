@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -83,11 +82,14 @@ def one_line(message: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
 
 
-@cache
+said: list[str] = []  # every line of `warn`, in order
+
+
 def warn(line: str) -> None:
     """Print a line on standard error, once and on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if line not in said and os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
+    said.append(line)
 
 
 # --- writing and locking ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
@@ -25,7 +26,7 @@ from tqdm.auto import tqdm
 
 from config import split
 from data.batches import evaluation_batches, training_batch
-from data.tokenizer import Tokenizer
+from data.tokenizer import NoTokenizer, Tokenizer
 from files import lock_file, require
 from generate import Sampling, sample_text
 from machine import distributed
@@ -89,7 +90,7 @@ def train(**options: Any) -> Trained:
     process uses its directory, and Stopped if a signal has ended it.
     """
     set_up_cpu()
-    asked = read_keywords(options, {"preset": str, "config": str, "resume": bool, "import": list[str]})
+    asked = read_keywords(options, {"preset": str, "config": str, "resume": bool, "verify": bool, "import": list[str]})
     import_files(asked.pop("import", ()))
     with distributed.process_group():
         run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])
@@ -273,7 +274,8 @@ class Trainer:
         # A resumed run repeats its dropout; rank 0 has that of a single process. CPUs use the low 32 bits of the seed.
         torch.manual_seed(config.seed + 1_000_003 * self.step + 2_654_435_769 * distributed.rank())
         rows = distributed.rows(config.batch_size)
-        batch = training_batch(run.data.train, config.seed, self.step, rows, run.model_config.context)
+        context, size, vocab_size = run.model_config.context, config.batch_size, run.model_config.vocab_size
+        batch = training_batch(run.data.train, config.seed, self.step, rows, context, config.order, size, vocab_size)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
         pairs = self.parallel.micro_batches(list(zip(inputs, targets, strict=True)))
         terms = accumulate_gradients(self.objective, pairs, len(inputs), run.dtype, self.scaler)
@@ -373,14 +375,15 @@ class Trainer:
         row = {"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}
         save_plot(plot_loss([*self.log.rows, row], run.data.val_gzip_bpb), run.folder / "loss.png")
         self.log.add(**row)  # written last: a resumed run repeats any evaluation without a row
-        unsampled = "; --shard has no sample of so large a model: see generate.py" if sample is None else ""
-        self.bar.write(f"step {self.step}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}{unsampled}")
+        large = run.config.shard and sample is None
+        unsampled = "; --shard has no sample of so large a model: see generate.py" if large else ""
+        self.bar.write(f"step {self.step}: {losses_line(val_loss, val_bpb)}{unsampled}")
 
     def sample(self) -> str | None:
-        """A text by the model, or None where it would gather more weights for each token than that is worth."""
+        """A text by the model. None without a tokenizer, and where a token would take too many gathered weights."""
         run = self.run
         weights = sum(weight.numel() for weight in self.model.parameters())
-        if run.config.shard and weights > SHARDED_SAMPLE:
+        if run.data.tokenizer.kind == NoTokenizer.kind or (run.config.shard and weights > SHARDED_SAMPLE):
             return None
         prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
         with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
@@ -411,12 +414,14 @@ class Trainer:
         if not distributed.is_main():
             return
         run, last = self.run, self.log.rows[-1]
-        best_bpb, best_step = min((row["val_bpb"], row["step"]) for row in self.log.rows if "val_bpb" in row)
+        name = "val_loss" if last["val_bpb"] is None else "val_bpb"
+        best, best_step = min((row[name], row["step"]) for row in self.log.rows if name in row)
         gzip_bpb = run.data.val_gzip_bpb
         write_report(run.folder, gzip_bpb)
-        print(f"val_bpb {last['val_bpb']:.4f}; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte")
-        if best_bpb < last["val_bpb"] - 0.01:
-            print(f"the best val_bpb was {best_bpb:.4f}, at step {best_step}; more --dropout or fewer --steps may help")
+        than = f"; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte" if gzip_bpb else ""
+        print(f"{name} {last[name]:.4f}{than}")
+        if best < last[name] - 0.01:
+            print(f"the best {name} was {best:.4f}, at step {best_step}; more --dropout or fewer --steps may help")
         print(f"done in {self.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
         print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")
@@ -426,8 +431,8 @@ class Trainer:
 
 
 @torch.no_grad()  # in inference_mode, FSDP2's first gather would make weights that cannot be trained
-def evaluate(model: Llama, run: Run) -> tuple[float, float]:
-    """Loss on the validation text, in nats per token and in bits per UTF-8 byte.
+def evaluate(model: Llama, run: Run) -> tuple[float, float | None]:
+    """Loss on the validation text, in nats per token and in bits per UTF-8 byte, which takes a tokenizer.
 
     It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
     the same ones. Special tokens add their loss and no bytes. The ranks take turns with the batches, and add
@@ -438,12 +443,15 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     losses, counts = [], []  # of tokens and of bytes
     context, rank = run.model_config.context, distributed.rank()
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
-    batches = evaluation_batches(run.data.val, context, batch_size, run.config.eval_tokens)
+    most, vocab_size = run.config.eval_tokens, run.model_config.vocab_size
+    token_bytes = np.zeros(vocab_size, int)  # the model may have more ids than its tokenizer, or fewer
+    token_bytes[: run.data.tokenizer.vocab_size] = run.data.tokenizer.token_bytes[:vocab_size]
+    batches = evaluation_batches(run.data.val, context, batch_size, most, vocab_size)
     while turn := list(islice(batches, distributed.world_size())):
         inputs, targets = turn[min(rank, len(turn) - 1)]  # with --shard, ranks without a batch have to help
         with autocast(run.device, run.dtype):
             losses.append(model.loss(to_device(inputs, run.device), to_device(targets, run.device)))
-        size = int(run.data.tokenizer.token_bytes[targets.numpy()].sum())
+        size = int(token_bytes[targets.numpy()].sum())
         counts.append((targets.numel(), size) if rank < len(turn) else (0, 0))
     # The losses stay on the device until here, since reading one waits for it.
     measured = zip(torch.stack(losses).tolist(), counts, strict=True)
@@ -451,7 +459,11 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float]:
     in_order = chain.from_iterable(zip(*parts, strict=True))
     nats, tokens, utf8_bytes = map(sum, zip(*in_order, strict=True))
     model.train(training)
-    return nats / tokens, nats / math.log(2) / utf8_bytes
+    return nats / tokens, nats / math.log(2) / utf8_bytes if utf8_bytes else None
+
+
+def losses_line(val_loss: float, val_bpb: float | None) -> str:
+    return f"val_loss {val_loss:.4f}" + (f", val_bpb {val_bpb:.4f}" if val_bpb else "")
 
 
 def evaluate_only(run: Run) -> None:
@@ -463,7 +475,7 @@ def evaluate_only(run: Run) -> None:
         model = read_model(checkpoint, run.model_config).to(run.device).eval()
     val_loss, val_bpb = evaluate(model, run)
     if distributed.is_main():
-        print(f"{checkpoint}: val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}")
+        print(f"{checkpoint}: {losses_line(val_loss, val_bpb)}")
         print(json.dumps({"checkpoint": str(checkpoint), "val_loss": val_loss, "val_bpb": val_bpb}))
 
 

@@ -1,25 +1,32 @@
 """A corpus: documents from one or several sources, split into training and validation text.
 
-Documents are streamed in chunks of about 1 MiB, so the text need not fit in memory. Memory grows only with file paths
-and by 32 bytes per document.
+Text is read in chunks of about 1 MiB, so it need not fit in memory, and it is read once for its hash and its sizes,
+which an index in the cache keeps for as long as no file has another size or modification time. While text is read,
+memory grows with file paths and by 32 bytes per document.
 """
 
 import hashlib
+import sys
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from data.sources import find_files, read_documents, short_name
-from files import warn
+from data.index import indexed, stat_key
+from data.sources import find_files, read_documents, short_name, text_files
+from files import require, warn
 
 SPLITS = ("train", "val")
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
 MOST_HELD_OUT = 100_000_000  # bytes
+CHANGED = "the text of {} changed; run the command again, with --verify if sizes and times of its files are the same"
 LONG = 0.1  # share of the validation text. Longer documents are split, shorter ones are held out whole or not at all.
 
 
@@ -38,22 +45,75 @@ class Corpus:
     by one character.
     """
 
-    def __init__(self, names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text"):
-        """Find the text behind `names` (`python`, `shakespeare`, or paths) and read it once, to hash and split it.
+    def __init__(
+        self,
+        names: list[str],
+        cache_dir: Path,
+        val_names: Sequence[str] = (),
+        column: str = "text",
+        verify: bool = False,
+    ):
+        """Find the text behind `names` (`python`, `shakespeare`, or paths), and read it unless the index has it.
 
-        Downloads are kept in `cache_dir`. `column` is the key or column of the text in JSON lines and .parquet files.
-        Raises ValueError, in one line, for text that is missing, empty, damaged, or not UTF-8.
+        Downloads and the index are kept in `cache_dir`. `column` is the key or column of the text in JSON lines and
+        .parquet files. With `verify`, the text is read in any case. Raises ValueError, in one line, for text that is
+        missing, empty, damaged, or not UTF-8.
         """
-        self.names, self.val_names, self.column = names, val_names, column
+        self.names, self.val_names, self.column, self.cache_dir = names, val_names, column, cache_dir
         self.name = "+".join(map(short_name, names or val_names)).encode()[:80].decode(errors="ignore")
-        named = [("--data", name) for name in names] + [("--val-data", name) for name in val_names]
-        sources = [(flag, name, find_files(name, cache_dir, flag)) for flag, name in named]
-        self._files = [file for _, _, files in sources for file in files]
+        self._files, self._key = self._find()
+        record = indexed(cache_dir / f"{self.name}-{self._key[:12]}.index", lambda: self._read[0], verify)
+        self.hash: str = record["hash"]
+        self.sizes: dict[str, int] = record["sizes"]
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError unless the files are those that were found first, with the same sizes and times."""
+        require(self._find()[1] == self._key, CHANGED.format(self.name))
+
+    def parts(self) -> Iterator[tuple[str, bool, Iterator[str]]]:
+        """All text in the order of the documents: its split, whether it is the beginning of a document, its chunks.
+
+        Chunks that were not read are passed over.
+        """
+        record, files, *ends = self._read
+        require(record["hash"] == self.hash, CHANGED.format(self.name))
+        cuts = zip(*ends, strict=True)
+        for document, (train_end, val_start, length) in zip(self._documents(files), cuts, strict=False):
+            before, after = _divide(document, train_end)
+            if train_end:
+                yield "train", True, before
+                deque(before, maxlen=0)
+            if val_start < length:
+                yield "val", val_start == 0, after
+            deque(after, maxlen=0)
+
+    def chunks(self, split: str) -> Iterator[str]:
+        """The text of a split, without the borders of its documents."""
+        return chain.from_iterable(chunks for part, _, chunks in self.parts() if part == split)
+
+    def _find(self) -> tuple[list[tuple[str, str, list[Path]]], str]:
+        """Flag, name and files of each source, and the key of all of them in the index."""
+        named = [("--data", name) for name in self.names] + [("--val-data", name) for name in self.val_names]
+        found = [(flag, name, find_files(name, self.cache_dir, flag)) for flag, name in named]
+        rules = RULES, self.column, [(flag, name, len(files)) for flag, name, files in found]
+        return found, stat_key(rules, chain.from_iterable(files for _, _, files in found))
+
+    def _documents(self, files: list[Path]) -> Iterator[Iterator[str]]:
+        return chain.from_iterable(read_documents(file, self.column) for file in files)
+
+    @cached_property
+    def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray, np.ndarray, np.ndarray]:
+        """Reads all text: what the index keeps of it, its files, and where each document is cut.
+
+        That is where its training text ends and its validation text begins, and its length, in bytes.
+        """
         corpus_hash, hashes, lengths, for_training = hashlib.sha256(RULES.encode()), array("Q"), array("q"), 0
-        with tqdm(unit="B", unit_scale=True, desc="reading text", delay=1, leave=False, disable=None) as bar:
-            for flag, name, files in sources:
-                first = len(lengths)
-                for document in self._read(files):
+        read: list[Path] = []
+        with progress_bar("reading text") as bar:
+            for flag, name, files in self._files:
+                first, texts = len(lengths), text_files(name, files, flag)
+                read += texts
+                for document in self._documents(texts):
                     digest, length = hashlib.sha256(), 0
                     for data in map(str.encode, document):
                         digest.update(data)
@@ -65,34 +125,19 @@ class Corpus:
                 if not any(lengths[first:]):
                     raise ValueError(f"{flag} {name}: contains no text")
                 for_training += (len(lengths) - first) * (flag == "--data")
-        self.hash = corpus_hash.hexdigest()
         sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
-        # Of each document, the bytes before the first of these are for training, and those from the second on for
-        # validation. Lists would be 5 times as large.
-        self._lengths, self._train_ends, self._val_starts = (
-            sizes,
-            *(_named(digests, sizes, for_training) if val_names else _split(digests, sizes)),
-        )
-        parts = {"train": self._train_ends, "val": sizes - self._val_starts}
-        self.sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
+        train, val = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)
+        parts = {"train": train, "val": sizes - val}
+        split_sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
+        return {"hash": corpus_hash.hexdigest(), "sizes": split_sizes}, read, train, val, sizes
 
-    def documents(self, split: str) -> Iterator[tuple[bool, Iterator[str]]]:
-        """The documents of a split in order: whether the text is the beginning of a document, and its chunks.
 
-        Read each one before advancing to the next.
-        """
-        cuts = zip(self._lengths, self._train_ends, self._val_starts, strict=True)
-        for document, (length, train_end, val_start) in zip(self._read(self._files), cuts, strict=False):
-            start, stop = (0, train_end) if split == "train" else (val_start, length)
-            if start < stop:
-                yield start == 0, document if stop - start == length else _byte_slice(document, start, stop)
-
-    def chunks(self, split: str) -> Iterator[str]:
-        """The text of a split, without the borders of its documents."""
-        return chain.from_iterable(chunks for _, chunks in self.documents(split))
-
-    def _read(self, files: list[Path]) -> Iterator[Iterator[str]]:
-        return chain.from_iterable(read_documents(file, self.column) for file in files)
+def progress_bar(name: str, total: int | None = None) -> tqdm:
+    """A progress bar in bytes. Where standard error is no terminal, it is a line every 30 seconds."""
+    left = " of {total_fmt}B, {remaining} left" if total else ""
+    lines = {"mininterval": 30, "delay": 30, "leave": True, "bar_format": f"{{desc}}: {{n_fmt}}B{left}\n"}
+    style: dict[str, Any] = {"delay": 1, "leave": False} if sys.stderr.isatty() else lines
+    return tqdm(total=total, unit="B", unit_scale=True, desc=name, smoothing=0, **style)
 
 
 def _split(hashes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -134,11 +179,19 @@ def _named(hashes: np.ndarray, lengths: np.ndarray, for_training: int) -> tuple[
     return np.where(copies | for_validation, 0, lengths), np.where(for_validation, 0, lengths)
 
 
-def _byte_slice(document: Iterator[str], start: int, stop: int) -> Iterator[str]:
-    """The text between two byte offsets, each moved forward to the start of a character."""
-    offset = 0
-    for chunk in document:
-        data = chunk.encode()
-        rests = [data[max(index - offset, 0) :].decode(errors="ignore") for index in (start, stop)]
-        yield chunk[len(chunk) - len(rests[0]) : len(chunk) - len(rests[1])]
-        offset += len(data)
+def _divide(chunks: Iterator[str], cut: int) -> tuple[Iterator[str], Iterator[str]]:
+    """The text before the byte `cut`, moved forward to the start of a character, and then the rest."""
+    rest: list[str] = []
+
+    def before() -> Iterator[str]:
+        offset = 0
+        for chunk in chunks:
+            data = chunk.encode()
+            after = data[max(cut - offset, 0) :].decode(errors="ignore")
+            yield chunk[: len(chunk) - len(after)]
+            offset += len(data)
+            if offset >= cut:
+                rest.append(after)
+                return
+
+    return before(), chain(rest, chunks)

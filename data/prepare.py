@@ -8,24 +8,28 @@ import hashlib
 import json
 import shutil
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data.corpus import SPLITS, Corpus
-from data.tokenizer import ByteTokenizer, Ids, Tokenizer, load_tokenizer, train_tokenizer
-from files import explained, lock_file, read_json, sha256, write_atomically
+from data.encoding import PROGRESS, token_dtype, write_tokens
+from data.token_files import TokenFiles, find_token_files, map_tokens
+from data.tokenizer import (
+    ByteTokenizer,
+    NoTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from files import lock_file, read_json, require, sha256, write_atomically
 
-FORMAT_VERSION = 6  # Increase it whenever the same text would give different tokens.
-BATCH_CHARS = 1 << 20  # characters of the documents that are encoded at a time, in parallel
-# Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
-WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
-WINDOWS = 8  # windows that are encoded at a time, in parallel
+FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,12 @@ class Prepared:
     """A tokenized corpus.
 
     train, val: the ids of each document and the end-of-document id; memory-mapped, uint16 if they fit, else uint32.
-    val_gzip_bpb: bits per byte of the validation text after `gzip -9`.
+    val_gzip_bpb: bits per byte of the validation text after `gzip -9`; None for token files of others.
     """
 
     train: np.ndarray
     val: np.ndarray
-    val_gzip_bpb: float
+    val_gzip_bpb: float | None
     tokenizer: Tokenizer
     corpus_name: str
     corpus_hash: str
@@ -53,23 +57,32 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     val_names: Sequence[str] = (),
     column: str = "text",
+    verify: bool = False,
 ) -> Prepared:
     """Tokenize the corpus behind `names`, or reuse the token files that an earlier run left in `cache_dir`.
 
-    `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise one of that kind and size
-    is trained; bytes need no training. Raises ValueError for an invalid corpus or vocabulary size and for a split
-    shorter than one window of `context` + 1 tokens, and OSError, naming the file and its size, if the disk is full.
+    `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says which: one
+    of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none. Raises ValueError for an
+    invalid corpus or vocabulary size and for a split shorter than one window of `context` + 1 tokens, and OSError,
+    naming the file and its size, if the disk is full.
+
+    Text and token files whose sizes and times are those of an earlier run are not read again unless `verify` is true.
     """
-    corpus = Corpus(names, cache_dir, val_names, column)
+    tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
+    corpus = find_corpus(names, cache_dir, val_names, column, verify)
+    if isinstance(corpus, TokenFiles):
+        if not tokenizer:
+            raise ValueError("token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
+        _check_lengths(corpus, {"train": len(corpus.train), "val": len(corpus.val)}, context)
+        return Prepared(corpus.train, corpus.val, None, tokenizer, corpus.name, corpus.hash)
+    require(not isinstance(tokenizer, NoTokenizer), "--tokenizer none is for token files; text needs another")
     _check_lengths(corpus, corpus.sizes, context)  # early: the size in bytes is an upper bound on the tokens
-    if not tokenizer and kind == ByteTokenizer.kind:
-        tokenizer = ByteTokenizer()
     if tokenizer:
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
     made_from = (FORMAT_VERSION, corpus.hash, kind, vocab_size, tokenizer and tokenizer.hash)
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
     folder = cache_dir / f"{corpus.name}-{kind}-{vocab_size}-{key[:12]}"
-    prepared = _open(folder, corpus, tokenizer)
+    prepared = _open(folder, corpus, tokenizer, verify)
     if prepared is None:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
@@ -79,7 +92,30 @@ def prepare(
     return prepared
 
 
-def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
+def find_corpus(
+    names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text", verify: bool = False
+) -> Corpus | TokenFiles:
+    """What is behind `names`: text, or token files of others."""
+    if find_token_files([*names, *val_names]):
+        return TokenFiles(names, cache_dir, val_names, verify)
+    return Corpus(names, cache_dir, val_names, column, verify)
+
+
+def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer of this kind, or in this directory. None for sentencepiece, which is trained on the text."""
+    if kind == SentencePieceTokenizer.kind:
+        return None
+    if kind in (ByteTokenizer.kind, NoTokenizer.kind):
+        return load_tokenizer(kind, Path(), vocab_size)
+    from data.pretrained import read_directory  # imported here because few runs need it
+
+    tokenizer = read_directory(Path(kind))
+    needed = tokenizer.text_vocab_size
+    require(needed <= vocab_size, f"--vocab-size {vocab_size} is too small: --tokenizer {kind} has {needed} ids")
+    return tokenizer
+
+
+def _check_lengths(corpus: Corpus | TokenFiles, tokens: dict[str, int], context: int) -> None:
     if not corpus.names:  # text to evaluate on, for which shorter windows do
         return
     for split in SPLITS:
@@ -93,150 +129,72 @@ def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared:
-    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists."""
+    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
+
+    What a process that was stopped has finished is in that folder too, and is not done again.
+    """
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e3:,.0f} kB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
-    part.mkdir()
+    part.mkdir(exist_ok=True)
     try:
         if tokenizer is None:
-            print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
-            tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
-            tokenizer.save(part)
-        for split in SPLITS:
-            _write_tokens(part / f"{split}.bin", corpus, split, tokenizer)
-        record = {"tokenizer": tokenizer.hash, "val_gzip_bpb": _gzip_bpb(corpus.chunks("val"))}
-        if Corpus(corpus.names, folder.parent, corpus.val_names, corpus.column).hash != corpus.hash:
-            raise ValueError(f"the text of {corpus.name} changed while it was read; run the command again")
-        write_atomically(part / "record.json", json.dumps(record | _hashes(part)))
-        shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+            tokenizer = _own_tokenizer(part, corpus, vocab_size)
+        val_gzip_bpb = write_tokens(part, corpus, tokenizer)
+        corpus.check_unchanged()
+    except ValueError:
+        shutil.rmtree(part)
+        raise
+    (part / PROGRESS).unlink(missing_ok=True)
+    _write_record(part, {"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb, "sha256": _hashes(part)})
+    shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
+    part.rename(folder)
     prepared = _open(folder, corpus, tokenizer)
     assert prepared
     return prepared
 
 
-def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared | None:
-    """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact."""
+def _own_tokenizer(part: Path, corpus: Corpus, vocab_size: int) -> Tokenizer:
+    """The tokenizer of the training text: that in `part`, if one is there, or a new one."""
+    try:
+        return load_tokenizer("sentencepiece", part)
+    except ValueError:
+        print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
+        tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
+        tokenizer.save(part)
+        return tokenizer
+
+
+def _write_record(folder: Path, record: dict[str, Any]) -> None:
+    write_atomically(folder / "record.json", json.dumps(record | {"stat": _stat(folder)}))
+
+
+def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: bool = False) -> Prepared | None:
+    """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact.
+
+    Token files are hashed if `verify`, and if they have another size or modification time than when they were written.
+    """
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
         record = read_json(folder / "record.json", dict)
-        if record != record | {"tokenizer": tokenizer.hash} | _hashes(folder):
+        if record["tokenizer"] != tokenizer.hash:
             return None
-        train, val = (_map(folder / f"{split}.bin", _dtype(tokenizer)) for split in SPLITS)
+        if verify or record["stat"] != _stat(folder):
+            if record["sha256"] != _hashes(folder):
+                return None
+            with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
+                _write_record(folder, record)
+        dtype = token_dtype(tokenizer)
+        train, val = (map_tokens(folder / f"{split}.bin", dtype, random=split == "train") for split in SPLITS)
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash)
     except (OSError, ValueError, KeyError):
         return None
 
 
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+def _stat(folder: Path) -> list[list[int]]:
+    """Size and modification time of the token files."""
+    stats = [(folder / f"{split}.bin").stat() for split in SPLITS]
+    return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    """The SHA-256 of the token files."""
     return {split: sha256(folder / f"{split}.bin") for split in SPLITS}
-
-
-def _write_tokens(path: Path, corpus: Corpus, split: str, tokenizer: Tokenizer) -> None:
-    """Encode a split into the file at `path`. The ids do not depend on the number of CPUs."""
-    dtype = _dtype(tokenizer)
-    bar = tqdm(total=corpus.sizes[split], unit="B", unit_scale=True, desc=f"encoding {split}", disable=None)
-
-    def counted(chunk: str) -> str:
-        bar.update(len(chunk.encode()))
-        return chunk
-
-    documents = ((begins, map(counted, chunks)) for begins, chunks in corpus.documents(split))
-    with explained(path, corpus.sizes[split] * dtype.itemsize), open(path, "wb") as file, bar:
-        for parts in _encoded(documents, tokenizer):
-            file.write(np.concatenate([[], *parts], dtype=dtype, casting="unsafe").tobytes())
-
-
-def _encoded(documents: Iterable[tuple[bool, Iterator[str]]], tokenizer: Tokenizer) -> Iterator[list[Ids]]:
-    """The ids of documents, in lists of parts."""
-    batch: list[tuple[bool, str]] = []
-    size = 0
-    for begins, chunks in documents:
-        text = _take(chunks, WHOLE)
-        if len(text) <= WHOLE:
-            batch.append((begins, text))
-            size += len(text)
-        if size >= BATCH_CHARS or len(text) > WHOLE:
-            yield _encode(batch, tokenizer)
-            batch, size = [], 0
-        if len(text) > WHOLE:
-            yield [tokenizer.prompt_start if begins else []]
-            yield from ([ids] for ids in _encode_long(chain([text], chunks), tokenizer))
-            yield [[tokenizer.end_of_document]]
-    yield _encode(batch, tokenizer)
-
-
-def _encode(batch: list[tuple[bool, str]], tokenizer: Tokenizer) -> list[Ids]:
-    """The ids of texts, each with the end of a document, and after what a prompt begins with if its document begins."""
-    encoded = zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True)
-    parts = (
-        (tokenizer.prompt_start if begins else [], ids, [tokenizer.end_of_document]) for (begins, _), ids in encoded
-    )
-    return list(chain.from_iterable(parts))
-
-
-def _take(chunks: Iterator[str], size: int) -> str:
-    """The text of the next chunks, until it has more than `size` characters."""
-    taken, length = [], 0
-    for chunk in chunks:
-        taken.append(chunk)
-        length += len(chunk)
-        if length > size:
-            break
-    return "".join(taken)
-
-
-def _encode_long(chunks: Iterator[str], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """The ids of a document, window by window. One gives way to the next where both begin a token in their overlap."""
-    windows = _windows(chunks)
-    ids, starts = np.array([], int), np.array([], int)
-    while group := list(islice(windows, WINDOWS)):
-        encoded = tokenizer.encode_with_starts([text for _, text in group])
-        for (offset, text), (next_ids, next_starts) in zip(group, encoded, strict=True):
-            overlap = starts[starts >= offset]
-            common = np.intersect1d(overlap, next_starts[: 4 * OVERLAP] + offset)  # at most 4 bytes a character
-            if len(overlap) and not len(common):  # text that repeats itself: begin where a token does
-                rest = text.encode()[overlap[0] - offset :].decode(errors="ignore")
-                offset = int(overlap[0])
-                ((next_ids, next_starts),) = tokenizer.encode_with_starts([rest])
-                common = np.intersect1d(overlap, next_starts[: 4 * OVERLAP] + offset)
-            # The middle is far from both ends, where a text that goes on may have other tokens.
-            cut = common[len(common) // 2] if len(common) else offset
-            kept = np.searchsorted(next_starts + offset, cut)
-            yield ids[: np.searchsorted(starts, cut)]
-            ids, starts = next_ids[kept:], next_starts[kept:] + offset
-    yield ids
-
-
-def _windows(chunks: Iterator[str]) -> Iterator[tuple[int, str]]:
-    """The windows of a text, each with the byte at which it begins."""
-    offset, text = 0, ""
-    for chunk in chunks:
-        text += chunk
-        while len(text) > WINDOW + OVERLAP:
-            yield offset, text[: WINDOW + OVERLAP]
-            offset += len(text[:WINDOW].encode())
-            text = text[WINDOW:]
-    yield offset, text
-
-
-def _gzip_bpb(chunks: Iterable[str]) -> float:
-    """Bits per byte after `gzip -9`."""
-    compressor = zlib.compressobj(9, wbits=31)
-    size = compressed = 0
-    for data in map(str.encode, chunks):
-        size += len(data)
-        compressed += len(compressor.compress(data))
-    return 8 * (compressed + len(compressor.flush())) / max(size, 1)
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")

@@ -5,17 +5,36 @@ Ids equal those of transformers, except that a special token typed as text is te
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data.tokenizer import Tokenizer, byte_level_alphabet, piece_bytes
-from files import read_json, write_atomically
+from data.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer, piece_bytes
+from files import read_json, require, write_atomically
 
 JSON, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+MODEL = "config.json"
+PROBE = " a  b\t\ufb01e\u0301\n \U0001f600"  # has what normalization changes, and what few vocabularies hold
 COPIED = (JSON, CONFIG, SPECIAL, "added_tokens.json", "chat_template.jinja")
+
+
+def read_directory(directory: Path) -> Tokenizer:
+    """The tokenizer of any directory: Hugging Face's tokenizer.json, or a tokenizer.model of SentencePiece.
+
+    Raises ValueError for one that is missing, damaged or not supported.
+    """
+    if (directory / JSON).is_file():
+        end: Any = read_json(directory / MODEL, dict).get("eos_token_id") if (directory / MODEL).is_file() else None
+        return PretrainedTokenizer(directory, end[0] if isinstance(end, list) and end else end)
+    path = directory / "tokenizer.model"
+    other = f"--tokenizer {directory}: no folder with {JSON} or tokenizer.model; or choose sentencepiece or bytes"
+    require(path.is_file(), other)
+    tokenizer = load_tokenizer("sentencepiece", directory)
+    same = tokenizer.end_of_document in range(3) and tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
+    require(same, f"{path} changes text, or has no </s>; AutoTokenizer of transformers makes a {JSON} of it")
+    return tokenizer
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -27,7 +46,7 @@ class PretrainedTokenizer(Tokenizer):
     """
 
     kind = "pretrained"
-    _encode: Callable
+    _tokenizer: Any
 
     def __init__(self, directory: Path, end: str | int | None = None):
         """The end of a document is `eos_token` of tokenizer_config.json, or of special_tokens_map.json, or else `end`.
@@ -80,7 +99,7 @@ class PretrainedTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._encode = partial(tokenizer.encode_batch, add_special_tokens=False)
+        self._tokenizer = tokenizer
         start = tokenizer.encode("a")
         self.prompt_start = start.ids[: [*start.special_tokens_mask, 0].index(0)]  # what comes before the text
         alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
@@ -98,12 +117,16 @@ class PretrainedTokenizer(Tokenizer):
             if piece and name != model.get("unk_token"):
                 raise ValueError(f"{name!r} is both a special token and an ordinary piece of text")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._tokenizer.encode_special_tokens = True  # which the library forgets
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [one.ids for one in self._encode(texts)]
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         found = []
-        for text, one in zip(texts, self._encode(texts), strict=True):
+        for text, one in zip(texts, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
             codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
             sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # UTF-8 bytes of each character
             starts, ends = np.array(one.offsets).T

@@ -41,10 +41,9 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 
 def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
-    """The files behind `python`, `shakespeare` or a path, in an order that is deterministic.
+    """The files behind `python`, `shakespeare` or a path, in an order that is deterministic. None of them is opened.
 
-    A folder is searched recursively, links included. A line says how many files it has and which are left out. Raises
-    ValueError, naming the `flag`, if there is no such file, or if it is not text.
+    A folder is searched recursively, links included. Raises ValueError, naming the `flag`, if there is no such file.
     """
     if name == "python":
         return _standard_library()
@@ -52,23 +51,36 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
         return [_download_shakespeare(cache_dir)]
     path = Path(name)
     if path.is_dir():
-        return _text_files(path, flag)
+        return [*_walk(path)]
     if not path.is_file():  # the text is read twice, so a pipe does not do
         raise ValueError(f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
+    return [path]
+
+
+def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]:
+    """Those of the files behind `name` that are text.
+
+    Of a folder, a line says how many these are, and which are left out. Raises ValueError, naming the `flag`, if a file
+    is not text.
+    """
+    path = Path(name)
+    if name in ("python", "shakespeare"):
+        return files
+    if path.is_dir():
+        return _text_files(path, files, flag)
     if (problem := _not_text(path)) in CONVERT:
         advice = CONVERT[problem].replace("FILE", name).replace("NAME", path.name)
         raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8: {advice}")
     if _stem(path).endswith(".json") and not _is_json_lines(path):
         warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
-    return [path]
+    return files
 
 
-def _text_files(root: Path, flag: str) -> list[Path]:
-    """The text files of a folder. Prints how many these are, and what is left out."""
+def _text_files(root: Path, files: list[Path], flag: str) -> list[Path]:
     taken: list[Path] = []
     left_out: dict[str, list[Path]] = defaultdict(list)
-    for path in _walk(root, hidden=left_out["hidden"]):
-        problem = _not_text(path)
+    for path in files:
+        problem = "hidden" if path.name.startswith(".") else _not_text(path)
         (left_out[problem] if problem else taken).append(path)
     parts = [f"{len(paths)} {why} ({_first(root, paths)})" for why, paths in left_out.items() if paths]
     warn(one_line(f"{flag} {root}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
@@ -108,8 +120,8 @@ def short_name(name: str) -> str:
 def _standard_library() -> list[Path]:
     """The source and documentation of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.is_file())
-    sources = (file for file in found if file.suffix in (".py", ".txt", ".rst"))
+    found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
+    sources = (file for file in found if file.is_file() and not file.name.startswith("."))
     files = [file for file in sources if not file.name.startswith("_sysconfigdata")]  # This file depends on the build.
     if not files:
         raise ValueError(f"--data python: no standard library source in {root}; pass --data FILE instead")
@@ -257,21 +269,17 @@ def _open(path: Path) -> Iterator[BufferedIOBase]:
         raise ValueError(f"{path}: not a valid gzip file") from None
 
 
-def _walk(root: Path, skip: Set[str] = frozenset(), hidden: list[Path] | None = None) -> Iterator[Path]:
-    """The files below a folder in sorted order. Links are followed, each real folder once.
-
-    Names that begin with a dot are left out, and added to `hidden`.
-    """
+def _walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
+    """The files below a folder, and its hidden folders, in sorted order. Links are followed, each real folder once."""
     seen: set[str] = set()
     for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
         if (real := os.path.realpath(folder)) in seen:
             folders.clear()
             continue
         seen.add(real)
-        if hidden is not None:
-            hidden += [Path(folder, name) for name in sorted(folders + files) if name.startswith(".")]
+        hidden = [name for name in folders if name.startswith(".")]
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(files + hidden))
 
 
 def _raise(error: OSError) -> NoReturn:

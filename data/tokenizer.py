@@ -57,6 +57,7 @@ class Tokenizer:
     prompt_start: Sequence[int] = ()
     token_ids: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
+    threads = -1  # that encode a batch; -1 is one per CPU
 
     @property
     def vocab_size(self) -> int:
@@ -144,7 +145,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes):
         self.model = model
         self.hash = hashlib.sha256(model).hexdigest()
-        self._processor = processor = sentencepiece.SentencePieceProcessor(num_threads=-1)  # one per CPU
+        self._processor = processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(model)
         others = [piece_bytes(processor.id_to_piece(token)) for token in range(3, len(processor))]
         self.pieces = [b"", b"", b"", *others]
@@ -159,7 +160,7 @@ class SentencePieceTokenizer(Tokenizer):
             for block in _blocks(part, ENCODE_CHARS)
         ]
         ids: list[list[int]] = [[] for _ in texts]
-        encoded = self._processor.encode([block for _, block in blocks])
+        encoded = self._processor.encode([block for _, block in blocks], num_threads=self.threads)
         for (number, block), tokens in zip(blocks, encoded, strict=True):
             # SentencePiece would decode U+2581 as a space, so that character is encoded as its three byte tokens.
             ids[number] += self._u2581_ids if block == SPACE else tokens
@@ -169,6 +170,24 @@ class SentencePieceTokenizer(Tokenizer):
         """Write `tokenizer.model`, a standard SentencePiece model file, and what transformers needs to know of it."""
         write_atomically(directory / "tokenizer.model", self.model)
         write_atomically(directory / "tokenizer_config.json", json.dumps(SENTENCEPIECE_CONFIG, indent=1))
+
+
+class NoTokenizer(Tokenizer):
+    """Only a number of ids: for token files whose tokenizer is not known, with which there is no text."""
+
+    kind = "none"
+    end_of_document: Any = None
+
+    def __init__(self, vocab_size: int):
+        self.ends = set()
+        self.pieces = [b""] * vocab_size
+        self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        raise ValueError("the model was trained on token files without a tokenizer: generate(model, ids) takes ids")
+
+    def save(self, directory: Path) -> None:
+        """There is nothing to write."""
 
 
 def piece_bytes(piece: str) -> bytes:
@@ -185,10 +204,12 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
 
 
-def load_tokenizer(kind: str, directory: Path) -> Tokenizer:
+def load_tokenizer(kind: str, directory: Path, vocab_size: int = 0) -> Tokenizer:
     """Load our own tokenizer from `directory`. Raises ValueError if it is missing or damaged."""
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
+    if kind == NoTokenizer.kind:
+        return NoTokenizer(vocab_size)
     path = directory / "tokenizer.model"
     try:
         return SentencePieceTokenizer(path.read_bytes())

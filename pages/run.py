@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_loss(rows: list[Row], gzip_bpb: float) -> "Figure":
-    """Training and validation loss over the steps of a `metrics.jsonl`, next to gzip's bits per byte.
+def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
+    """Training and validation loss over the steps of a `metrics.jsonl`, next to gzip's bits per byte, if it is known.
 
-    The left axis is in nats per token. Once there is an evaluation, the right axis shows bits per byte of the
+    The left axis is in nats per token. Once there is an evaluation in bits per byte, the right axis shows these for the
     validation text. It is exact for the validation loss and for gzip; training text may have other bytes per token.
     """
     from matplotlib.figure import Figure  # imported here because it takes half a second
@@ -26,9 +26,10 @@ def plot_loss(rows: list[Row], gzip_bpb: float) -> "Figure":
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
         logged = [row for row in rows if name in row]
         axes.plot([row["step"] for row in logged], [row[name] for row in logged], style, label=name)
-    if logged:  # evaluations, which all have the same tokens
+    if logged and logged[-1]["val_bpb"]:  # evaluations, which all have the same tokens
         bpb_per_nat = logged[-1]["val_bpb"] / logged[-1]["val_loss"]
-        axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")
+        if gzip_bpb:
+            axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")
         right = axes.secondary_yaxis("right", functions=(lambda nats: nats * bpb_per_nat, lambda b: b / bpb_per_nat))
         right.set_ylabel("bits per byte of validation text")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
@@ -37,15 +38,19 @@ def plot_loss(rows: list[Row], gzip_bpb: float) -> "Figure":
     return plot
 
 
-def write_report(folder: Path, gzip_bpb: float) -> None:
+def write_report(folder: Path, gzip_bpb: float | None) -> None:
     """Write `report.html` of a run that has ended."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     last = next(row for row in reversed(rows) if "val_bpb" in row or "not_finite" in row)
     result = f"Diverged: loss, gradient or weight not finite at step {last['step']}."
     if "val_bpb" in last:
-        bpb, than = last["val_bpb"], f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
-        change = f"{abs(1 - bpb / gzip_bpb):.0%} {'better' if bpb < gzip_bpb else 'worse'} {than}"
-        result = f"After {last['step']} steps the model needs {bpb:.4f} bits per byte of the validation text, {change}."
+        bpb = last["val_bpb"]
+        needs = f"{bpb:.4f} bits per byte" if bpb else f"{last['val_loss']:.4f} nats per token"
+        result = f"After {last['step']} steps the model needs {needs} of the validation text"
+        if bpb and gzip_bpb:
+            than = f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
+            result += f", {abs(1 - bpb / gzip_bpb):.0%} {'better' if bpb < gzip_bpb else 'worse'} {than}"
+        result += "."
     sections = [
         markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),

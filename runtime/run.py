@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 
 from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, fields_of, follow
-from data.corpus import Corpus
-from data.prepare import Prepared, prepare
+from data.prepare import Prepared, find_corpus, given_tokenizer, prepare
+from data.token_files import find_token_files
+from data.tokenizer import ByteTokenizer, NoTokenizer, SentencePieceTokenizer
 from files import require, warn
 from machine import distributed
 from machine.device import check_compile, compiling_pays, describe, has_device, pick_device, pick_dtype
@@ -36,6 +37,8 @@ from runtime.run_dir import (
     read_rows,
     read_run_file,
 )
+
+TRAINED = (SentencePieceTokenizer.kind, ByteTokenizer.kind)  # tokenizers that need no files of others
 
 
 @dataclass
@@ -91,17 +94,19 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     cache, column = Path(config.cache_dir), config.text_column
     if earlier and other_text == config.data and not config.val_data:
-        own_text = Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
+        own_text = find_corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
         other_text = [] if own_text else other_text
-    tokenizer = None
-    if config.init_from or other_text:
-        saved = intact_checkpoint(folder, TRAINING_STATE) if folder and earlier else None  # DIR may be gone by now
+    tokenizer = saved = None
+    if earlier and folder and (config.init_from or other_text or config.tokenizer not in TRAINED):
+        saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
+    if saved or config.init_from or other_text:
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or folder))
     names, val_names = config.data, config.val_data
     if other_text:
         names, val_names = [], other_text
         config = replace(config, eval_tokens=asked.get("eval_tokens", MAX_SIZE))
-    data = prepare(names, config.tokenizer, model.vocab_size, cache, model.context, tokenizer, val_names, column)
+    verify, size = asked.get("verify", False), model.vocab_size
+    data = prepare(names, config.tokenizer, size, cache, model.context, tokenizer, val_names, column, verify)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         known = not earlier or other_text or earlier[name]["hash"] == here
         require(known, f"the run in {folder} was trained with another {name}; start a new run for this one")
@@ -170,19 +175,32 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
     if not previous:
         asked = {"preset": default_preset(device)} | asked
     everything = combine(before, asked)
-    pretrained = None
-    if continues and everything.get("init_from"):  # DIR may be gone by now
-        pretrained = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
-    elif everything.get("init_from"):
-        directory = find_checkpoint(everything["init_from"])
-        pretrained = asdict(open_model(directory)[0].config) | {"tokenizer": read_tokenizer(directory).kind}
+    found = find_options(everything, kept if continues else None)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
-    model, training = follow(asked, previous, pretrained, memory)
-    if pretrained and not continues:
-        longest = pretrained["trained_context"] or pretrained["context"]
+    model, training = follow(asked, previous, found, memory)
+    if everything.get("init_from") and not continues:
+        longest = found["trained_context"] or found["context"]
         if model.context > longest:
             warn(f"--context {model.context} is longer than that of --init-from, which is {longest}")
     return Settings(everything, model, decide(model, training, device, asked))
+
+
+def find_options(asked: Asked, kept: Asked | None) -> Asked:
+    """The options that follow from the files that were asked for; see `configure`.
+
+    They are taken from `kept`, the options of the run that continues, if there is one: the files may be gone by now.
+    """
+    start, kind = asked.get("init_from"), asked.get("tokenizer") or DEFAULTS["tokenizer"]
+    if kept:
+        names = [*ModelConfig.__annotations__] if start else ["vocab_size"]
+        return {name: kept[name] for name in (*names, "tokenizer") if start or kept["tokenizer"] not in TRAINED}
+    if start:
+        directory = find_checkpoint(start)
+        return asdict(open_model(directory)[0].config) | {"tokenizer": read_tokenizer(directory).kind}
+    if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
+        return {"tokenizer": NoTokenizer.kind}
+    tokenizer = given_tokenizer(kind, MAX_SIZE) if kind != NoTokenizer.kind else None
+    return {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
 
 
 def default_preset(device: torch.device) -> str:

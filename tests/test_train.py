@@ -11,15 +11,18 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import train
 from config import TrainConfig, split
-from files import warn
+from data.tokenizer import ByteTokenizer, train_tokenizer
+from files import said
 from machine import distributed
 from machine.process import NotFinite
 from model import Llama
@@ -121,11 +124,11 @@ def test_gradient_accumulation_matches_the_whole_batch(command):
 
 def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    warn.cache_clear()
+    said.clear()
     run = command("--steps 1 --norm batchnorm --micro-batch-size 4")
     config = f"--config {run / 'run.json'}"
     for flags in (f"--resume --out {run}", config, f"{config} --norm rmsnorm", f"{config} --micro-batch-size 8"):
-        warn.cache_clear()
+        said.clear()
         opened(flags)
     line = "warning: --norm batchnorm computes its statistics over each micro-batch of 4, not over the batch of 8"
     assert capsys.readouterr().err.count(line) == 3  # not with RMSNorm, and not with the whole batch
@@ -473,6 +476,66 @@ def test_a_run_continues_with_its_text_at_another_place(command, text, capsys):
     run = command("--steps 1")
     train.main(f"--resume --out {run} --steps 2 --data {shutil.copy(text, text.with_name('moved.txt'))}".split())
     assert f"{run}, from step 1\n" in capsys.readouterr().out and read_metrics(run)[-1]["step"] == 2
+
+
+def train_on(data: Path, flags: str, out: str) -> Path:
+    """Like `command`, on other data and with another tokenizer."""
+    sizes = SIZES.replace("--tokenizer bytes ", "")
+    train.main(f"{sizes} --data {data} --cache-dir {data.parent / 'cache'} --out {data.parent / out} {flags}".split())
+    return data.parent / out
+
+
+def token_folder(folder: Path, tokenizer: Any, text: Path) -> Path:
+    """As nanoGPT writes it."""
+    folder.mkdir()
+    ids = np.array(tokenizer.encode(text.read_text()), np.uint16)
+    ids[:-2000].tofile(folder / "train.bin")
+    ids[-2000:].tofile(folder / "val.bin")
+    return folder
+
+
+def test_token_files_need_no_tokenizer(tmp_path, text, capsys):
+    """Then there is only val_loss. It is that of the same ids with a tokenizer, which also gives bits per byte."""
+    data = token_folder(tmp_path / "ids", ByteTokenizer(), text)
+    with pytest.raises(SystemExit) as exit:
+        train_on(data, "--steps 2", "a")
+    needs = "token files need --tokenizer DIR or bytes, or --vocab-size"
+    assert exit.value.code == 2 and capsys.readouterr().err == f"error: {needs}\n"
+    without = train_on(data, "--steps 4 --eval-every 2 --vocab-size 257", "a")
+    with_bytes = train_on(data, "--steps 4 --eval-every 2 --tokenizer bytes", "b")
+    rows, others = ([row for row in read_metrics(run) if "val_loss" in row] for run in (without, with_bytes))
+    assert [row["val_loss"] for row in rows] == [row["val_loss"] for row in others]
+    assert [row["val_bpb"] for row in rows] == [None, None] and not read_samples(without)
+    assert all(row["val_bpb"] == pytest.approx(row["val_loss"] / math.log(2)) for row in others)
+    assert read_samples(with_bytes)[-1][1].startswith(text.read_text()[-2000:-1990])
+    assert "nats per token of the validation text." in (without / "report.html").read_text("utf-8")
+    assert "gzip" not in (with_bytes / "report.html").read_text("utf-8")
+    train.main(f"--eval-only --out {without}".split())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["val_bpb"] is None
+    with pytest.raises(ValueError, match="trained on token files without a tokenizer"):
+        load_pretrained(without)[1].encode("text")
+    with pytest.raises(SystemExit) as exit:
+        train_on(data, "--steps 2 --vocab-size 100", "c")
+    assert exit.value.code == 2 and "train.bin has the id 116, but --vocab-size is 100\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_tokenizer_of_ones_own_is_only_needed_for_the_start(tmp_path, text, fingerprint, tokens, capsys):
+    """In an order of epochs, a resumed run ends with the same bits. The checkpoint has the tokenizer."""
+    tokenizer = train_tokenizer([text.read_text()], 300)
+    (tmp_path / "own").mkdir()
+    tokenizer.save(tmp_path / "own")
+    data = token_folder(tmp_path / "ids", tokenizer, text) if tokens else text
+    flags = f"--steps 6 --save-every 3 --dropout 0.1 --order epochs --tokenizer {tmp_path / 'own'}"
+    whole, run = train_on(data, flags, "whole"), train_on(data, flags, "run")
+    assert opened(f"--eval-only --out {run}").model_config.vocab_size == 300
+    shutil.rmtree(run / "checkpoints/step-000006")
+    shutil.rmtree(tmp_path / "own")
+    train.main(f"--resume --out {run}".split())
+    assert fingerprint(run) == fingerprint(whole) and load_pretrained(run)[1].hash == tokenizer.hash
+    with pytest.raises(SystemExit):
+        train.main(f"--resume --out {run} --order random".split())
+    assert "has --order epochs, not random; start a new run" in capsys.readouterr().err
 
 
 def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(command, capsys, monkeypatch):

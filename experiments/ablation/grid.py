@@ -24,6 +24,7 @@ from tqdm import tqdm
 import train
 from config import DEFAULTS, Asked, ModelConfig, TrainConfig, combine, flag_name
 from data.prepare import Prepared, prepare
+from data.tokenizer import NoTokenizer
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
 from experiments.ablation.rates import Losses, Optimum, find_optimum, next_runs
 from files import InUse, digest, require
@@ -94,6 +95,8 @@ def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
             continue
         settings[arm] = model, config
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
+        bits = "an ablation compares val_bpb, so token files need their tokenizer: --tokenizer DIR or bytes"
+        require(config.tokenizer != NoTokenizer.kind, bits)
         shared = {**shared, "dtype": config.dtype}
     require(settings, reason)
     return settings

@@ -166,9 +166,9 @@ def excerpt(size: int, folder: Path, cache_dir: str) -> list[str]:
         path = folder / f"python-{corpus.hash[:8]}-{most}.jsonl"
         if not path.exists():
             kept = []
-            for _, chunks in corpus.documents(split):
-                text = "".join(chunks)
-                if (length := len(text.encode())) <= most:
+            for part, _, chunks in corpus.parts():
+                text = "".join(chunks) if part == split else ""
+                if text and (length := len(text.encode())) <= most:
                     kept.append(json.dumps({"text": text}) + "\n")
                     most -= length
             write_atomically(path, "".join(kept))

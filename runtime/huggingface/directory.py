@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig, check_fields
-from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import ByteTokenizer, NoTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
@@ -28,7 +28,7 @@ DTYPES = ("F32", "BF16", "F16")
 TENSORS_PER_LAYER = 7  # at least: the matrices
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
-TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, PRETRAINED)
+TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind, PRETRAINED)
 
 
 def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
@@ -190,7 +190,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
         tokenizer: Tokenizer = PretrainedTokenizer(directory, ends[0] if ends else None)
     else:
-        tokenizer = load_tokenizer(kind, directory)
+        tokenizer = load_tokenizer(kind, directory, config.vocab_size)
     tokenizer.ends |= set(ends)
     tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
     tokenizer.generation = generation

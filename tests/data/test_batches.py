@@ -1,10 +1,13 @@
 """The windows of a batch are functions of seed, step and row, and an evaluation covers the same tokens every time."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
-from data.batches import evaluation_batches, training_batch
+from data.batches import _order, evaluation_batches, training_batch
+from files import BadInput
 
 
 def starts_of(seed: int, step: int, rows: range, length: int = 10_000, context: int = 16) -> list[int]:
@@ -39,6 +42,44 @@ def test_windows_of_a_seed_do_not_change_between_versions():
     assert starts_of(0, 0, range(4)) == [923, 7346, 6009, 9948]
     assert starts_of(1234, 567, range(4)) == [8728, 4352, 2549, 1522]
     assert set(starts_of(0, 0, range(99), length=6, context=4)) == {0, 1}, "the last window is drawn too"
+
+
+@pytest.mark.parametrize(("length", "batch_size"), [(5 * 16 + 1, 3), (1000 * 16 + 9, 64), (3 * 16 + 1, 7)])
+def test_every_window_is_trained_on_once_an_epoch(length, batch_size):
+    """In another order in each epoch and with each seed, whatever the rows that are requested."""
+    tokens, windows = np.arange(length, dtype=np.uint16), (length - 1) // 16
+
+    def starts(seed: int, step: int, rows: range) -> list[int]:
+        return training_batch(tokens, seed, step, rows, 16, "epochs", batch_size)[0][:, 0].tolist()
+
+    seen = [start for step in range(3 * windows) for start in starts(0, step, range(batch_size))]
+    epochs = [seen[first : first + windows] for first in range(0, 3 * windows, windows)]
+    assert all(sorted(epoch) == list(range(0, 16 * windows, 16)) for epoch in epochs)
+    orders = {tuple(epoch) for epoch in epochs}
+    assert len(orders) == 3 or windows < 5
+    assert starts(0, 5, range(1, batch_size)) == seen[5 * batch_size + 1 : 6 * batch_size]
+    assert windows < 5 or starts(1, 0, range(batch_size)) != seen[:batch_size]
+
+
+def test_an_epoch_mixes_the_windows():
+    """Neighbours are apart, no place is preferred, and an order of 4 takes all 24 forms about equally often."""
+    place = _order(10**5, 0, 0).astype(float)
+    assert abs(np.corrcoef(place[1:], place[:-1])[0, 1]) < 0.015  # 5 standard errors
+    assert abs(np.abs(np.diff(place)).mean() / 1e5 - 1 / 3) < 0.005
+    forms = Counter(tuple(_order(4, seed, 7).tolist()) for seed in range(2400))
+    assert len(forms) == 24 and min(forms.values()) > 50 and max(forms.values()) < 160
+
+
+@pytest.mark.parametrize(("wrong", "dtype"), [(300, np.uint16), (256, np.uint32), (-1, np.int32)])
+def test_an_id_outside_the_vocabulary_is_an_error_on_every_rank(wrong, dtype):
+    """Each rank looks at all rows of the batch, so that none waits for another."""
+    tokens = np.zeros(1000, dtype)
+    tokens[700:] = wrong
+    for rows in (range(2), range(30, 32)):
+        with pytest.raises(BadInput, match=f"^token file has the id {wrong}, but --vocab-size is 256$"):
+            training_batch(tokens, 0, 0, rows, 16, "random", 32, 256)
+    with pytest.raises(BadInput, match=f"the id {wrong}"):
+        list(evaluation_batches(tokens, 16, 8, vocab_size=256))
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 10, 33, 100])

@@ -19,7 +19,7 @@ def jsonl(path: Path, texts: list[str]) -> str:
 
 
 def texts_of(corpus: Corpus, split: str) -> list[str]:
-    return ["".join(chunks) for _, chunks in corpus.documents(split)]
+    return ["".join(chunks) for part, _, chunks in corpus.parts() if part == split]
 
 
 def sha256(text: str) -> str:
@@ -35,7 +35,7 @@ def test_whole_documents_are_held_out_in_the_order_of_their_hashes_with_their_co
             size += len(text.encode())
     assert texts_of(corpus, "val") == [text for text in TEXTS * 2 if text in expected]
     assert texts_of(corpus, "train") == [text for text in TEXTS * 2 if text not in expected]
-    assert all(begins for split in ("train", "val") for begins, _ in corpus.documents(split))
+    assert all(begins for _, begins, _ in corpus.parts())
     for split in ("train", "val"):
         assert corpus.sizes[split] == sum(len(text.encode()) + 1 for text in texts_of(corpus, split))
 
@@ -71,7 +71,7 @@ def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, unit, units):
     assert train + val == text
     assert 0 <= len(train.encode()) - (len(text.encode()) - len(text.encode()) // 10) <= 3
     assert abs(corpus.sizes["val"] - len(val.encode()) - 1) <= 3
-    assert [begins for split in ("train", "val") for begins, _ in corpus.documents(split)] == [True, False]
+    assert [begins for _, begins, _ in corpus.parts()] == [True, False]
     copies = Corpus([jsonl(tmp_path / "a.jsonl", [text] * 20)], tmp_path)
     assert texts_of(copies, "train") == [train] * 20 and texts_of(copies, "val") == [val] * 20
 

@@ -5,18 +5,26 @@ import gzip
 import json
 import os
 import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+import files
+from data import corpus as splitting
+from data import encoding
 from data import prepare as preparing
 from data.corpus import SPLITS, Corpus
 from data.prepare import Prepared, prepare
+from data.sources import read_documents
 from data.tokenizer import ByteTokenizer, train_tokenizer
+from files import sha256, write_atomically
 
+JSON = ("record.json", "tokenizer_config.json")
 TEXTS = [f"def f{number}(x):\n    return x + {number}  # é \u2581 <s>\n" * 3 for number in range(200)]
 
 
@@ -36,19 +44,21 @@ def folders(source: Path) -> list[Path]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Its files. The record has their modification times."""
+    assert {path.name for path in folder.iterdir()} <= {"train.bin", "val.bin", "tokenizer.model", *JSON}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "record.json"}
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("sentencepiece", 1), ("sentencepiece", 1 << 20), ("bytes", 1000)])
 def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch, kind, batch):
     """However much is encoded at a time, and with how many threads, by a tokenizer of the training text."""
-    monkeypatch.setattr(preparing, "BATCH_CHARS", batch)
+    monkeypatch.setattr(encoding, "BATCH_CHARS", batch)
     prepared = prepare_from(source, kind)
     corpus, tokenizer = Corpus([str(source)], source.parent), prepared.tokenizer
     expected = ByteTokenizer() if kind == "bytes" else train_tokenizer(corpus.chunks("train"), 350)
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.hash) == (kind, expected.vocab_size, expected.hash)
     for split, tokens in zip(SPLITS, (prepared.train, prepared.val), strict=True):
-        texts = ["".join(chunks) for _, chunks in corpus.documents(split)]
+        texts = ["".join(chunks) for part, _, chunks in corpus.parts() if part == split]
         assert tokens.dtype == np.uint16 and isinstance(tokens, np.memmap)
         ids = [[*expected.encode(text), expected.end_of_document] for text in texts]
         assert tokens.tolist() == list(chain.from_iterable(ids))
@@ -74,8 +84,8 @@ def test_the_ids_of_a_document_are_those_of_its_text(tmp_path, kind):
 
 @pytest.mark.parametrize("whole", [100, 1 << 14])
 def test_a_document_too_long_for_one_text_is_encoded_in_windows_that_overlap(tmp_path, monkeypatch, whole):
-    for name, size in {"WHOLE": whole, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "WINDOWS": 3}.items():
-        monkeypatch.setattr(preparing, name, size)
+    for name, size in {"WHOLE": whole, "WINDOW": 1 << 13, "OVERLAP": 1 << 9}.items():
+        monkeypatch.setattr(encoding, name, size)
     text = LONG[:300_000] + LONG[-300_000:]
     write(tmp_path / "a.txt", text)
     tokenizer = train_tokenizer([LONG], 400)
@@ -153,6 +163,100 @@ def test_a_damaged_or_unfinished_folder_is_rebuilt(source, damage, capsys):
     assert content(folder) == expected and folders(source) == [folder]
 
 
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys):
+    """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written."""
+    sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "SAVE_EVERY": 0}
+    for name, size in sizes.items():
+        monkeypatch.setattr(encoding, name, size)
+    texts = [*TEXTS[:100], LONG[:100_000], *TEXTS[100:], LONG[-90_000:]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = [str(tmp_path / "a.jsonl")], kind, 400 if kind == "sentencepiece" else 257
+
+    def prepare_in(name: str) -> tuple[Path, Prepared]:
+        prepared = prepare(*arguments, tmp_path / name, 16)
+        (folder,) = (path for path in (tmp_path / name).iterdir() if path.is_dir())
+        return folder, prepared
+
+    folder, whole = prepare_in("whole")
+    done: list[int] = []
+
+    def write_and_stop(path: Path, content: str) -> None:
+        write_atomically(path, content)
+        if path.name == encoding.PROGRESS:
+            done.append(json.loads(content)["done"])
+            if len(done) in (1, 3, 6, 7, 10, 12):
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(encoding, "write_atomically", write_and_stop)
+    for _ in range(6):  # each goes on where the one before was stopped
+        with pytest.raises(KeyboardInterrupt):
+            prepare_in("stopped")
+    (part,) = (tmp_path / "stopped").glob("*.part")
+    with open(part / "train.bin", "ab") as file:
+        file.write(b"what was not recorded")
+    stopped, again = prepare_in("stopped")
+    assert done == [*range(1, len(done) + 1)]
+    assert content(stopped) == content(folder) and again.val_gzip_bpb == whole.val_gzip_bpb
+    assert capsys.readouterr().err.count("training a tokenizer") == 2 * (kind == "sentencepiece")
+
+
+def test_processes_encode_what_one_does(source, monkeypatch):
+    one = prepare_from(source)
+    monkeypatch.setattr(encoding, "WORKERS_FROM", 0)
+    monkeypatch.setattr(encoding, "BATCH_CHARS", 500)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    assert len(folders(source)) == 1
+    several = prepare([str(source)], "sentencepiece", 350, source.parent / "other", 16)
+    assert several.train.tobytes() == one.train.tobytes() and several.val.tobytes() == one.val.tobytes()
+    monkeypatch.setattr(one.tokenizer, "threads", "many")  # which a process replaces
+    with pytest.raises(OSError, match=r"^a process that encodes text was killed; run the command again"):
+        monkeypatch.setattr(encoding.sys, "executable", "/bin/false")
+        prepare([str(source)], "sentencepiece", 350, source.parent / "third", 16)
+
+
+def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capsys):
+    """But what was said of it is said again. `verify` reads it, and so does another modification time."""
+    folder = source.parent / "folder"
+    folder.mkdir()
+    source = source.rename(folder / source.name)
+    (folder / "image.png").write_bytes(b"\0")
+    first = prepare_from(folder)
+    files.said.clear()
+    left_out = capsys.readouterr().err.splitlines()[0]
+    assert left_out.endswith("folder: 1 files; left out: 1 binary (image.png)")
+    prepared_at = Path(str(cast(np.memmap, first.train).filename)).parent
+    assert json.loads((prepared_at / "record.json").read_text())["stat"] == preparing._stat(prepared_at)
+    read: list[Any] = []
+
+    def counting(function: Callable) -> Callable:
+        def counted(*given):
+            read.append(given)
+            return function(*given)
+
+        return counted
+
+    monkeypatch.setattr(splitting, "read_documents", counting(read_documents))
+    monkeypatch.setattr(preparing, "sha256", counting(sha256))
+    second = prepare_from(folder)
+    assert not read and second.corpus_hash == first.corpus_hash and capsys.readouterr().err == left_out + "\n"
+    os.utime(source)
+    assert prepare_from(folder).corpus_hash == first.corpus_hash and len(read) == 1
+    os.utime(prepared_at / "train.bin")
+    prepare_from(folder)
+    prepare_from(folder)
+    assert len(read) == 3, "two token files are hashed, and their new times recorded"
+    stat, text = source.stat(), source.read_text()
+    source.write_text(text.replace("return", "delete"))
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert prepare_from(folder).corpus_hash == first.corpus_hash, "this is not seen"
+    with pytest.raises(ValueError, match=r"^the text of folder changed; run the command again, with --verify if sizes"):
+        prepare_from(folder, vocab_size=351)
+    changed = prepare([str(folder)], "sentencepiece", 350, folder.parent / "cache", 16, verify=True)
+    assert "delete" in changed.tokenizer.decode(changed.train)
+    assert prepare_from(folder).corpus_hash == changed.corpus_hash
+
+
 def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
     """flock holds between two open files of one process as between two processes."""
     with ThreadPoolExecutor(4) as threads:
@@ -161,12 +265,14 @@ def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
     assert capfd.readouterr().err.count("preparing") == 1
 
 
-def test_a_full_disk_names_the_file_and_leaves_nothing(source, file_size_limit):
+def test_a_full_disk_names_the_file(source, file_size_limit):
     needed = 2 * Corpus([str(source)], source.parent).sizes["train"]
     message = rf"train.bin cannot be written: .*; it needs {needed:,} bytes, and"
     with file_size_limit(needed - 100), pytest.raises(OSError, match=message) as error:
         prepare_from(source, "bytes")
-    assert error.value.errno == errno.EFBIG and "\n" not in str(error.value) and not folders(source)
+    assert error.value.errno == errno.EFBIG and "\n" not in str(error.value)
+    assert all(folder.suffix == ".part" for folder in folders(source))
+    assert len(prepare_from(source, "bytes").train) == needed / 2
 
 
 def test_a_split_shorter_than_one_window_is_refused(source):
@@ -186,22 +292,22 @@ def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path, monkeypatch)
     assert not folders(source)
     with pytest.raises(ValueError, match=r"the training text has at most .* tokens, but --context 99999 needs 100000"):
         prepare([str(source)], "sentencepiece", 2048, tmp_path / "other", 99_999)
-    assert not (tmp_path / "other").exists()
+    assert not [path for path in (tmp_path / "other").iterdir() if path.is_dir()]
 
     def grow(*arguments):
         source.write_text(source.read_text() * 2)
         return train_tokenizer(*arguments)
 
     monkeypatch.setattr(preparing, "train_tokenizer", grow)
-    with pytest.raises(ValueError, match=r"^the text of code changed while it was read; run the command again$"):
+    with pytest.raises(ValueError, match=r"^the text of code changed; run the command again, with --verify if"):
         prepare_from(source)
     assert not folders(source)
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     """15 MB of text, in lines of 120 KB."""
-    for name, size in {"WHOLE": 1 << 18, "WINDOW": 1 << 15, "OVERLAP": 1 << 10}.items():
-        monkeypatch.setattr(preparing, name, size)
+    for name, size in {"WHOLE": 1 << 18, "BATCH_CHARS": 1 << 17, "WINDOW": 1 << 15, "OVERLAP": 1 << 10}.items():
+        monkeypatch.setattr(encoding, name, size)
     (tmp_path / "large").write_text(("some text, 日本語 " * 6000 + "\n") * 124)
     tracemalloc.start()
     try:

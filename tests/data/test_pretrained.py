@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import random
 import shutil
 import sys
@@ -14,10 +15,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from data import prepare as preparing
+from data import encoding
 from data.corpus import Corpus
 from data.prepare import prepare
-from data.pretrained import PretrainedTokenizer
+from data.pretrained import PretrainedTokenizer, read_directory
 from data.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
 
 TEXT = Path(random.__file__).read_text()  # a module of the standard library
@@ -118,6 +119,27 @@ def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_
         assert again.encode(text) == ours.encode(text) and their_ids(in_transformers, text) == their_ids(theirs, text)
 
 
+def test_a_tokenizer_survives_another_process(directories):
+    """The library forgets that special tokens typed as text are text."""
+    ours = PretrainedTokenizer(directories["byte-level"])
+    for text in (END, f"a{END}b", "<pad>", *STRINGS[:20]):
+        assert pickle.loads(pickle.dumps(ours)).encode(text) == ours.encode(text)
+
+
+def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path):
+    for name in ("byte-level", "llama", "bytes", "sentencepiece"):
+        assert read_directory(directories[name]).encode("a b")
+    write(tmp_path / "config.json", model_type="gpt2", eos_token_id=[0])
+    shutil.copy(directories["byte-level"] / "tokenizer.json", tmp_path)
+    assert read_directory(tmp_path).end_of_document == 0, "from config.json, of whatever model"
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer\.model changes text, or has no </s>; AutoTokenizer"):
+        read_directory(tmp_path)  # it puts a space in front
+    with pytest.raises(ValueError, match=r"^--tokenizer byte: no folder with tokenizer\.json or tokenizer\.model; or"):
+        read_directory(Path("byte"))
+
+
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_prompt_begins_as_in_transformers(directories, tmp_path, begins):
     """With the beginning-of-text token or without, as the directory says."""
@@ -155,7 +177,7 @@ def test_documents_begin_as_prompts_do_and_a_held_out_tail_does_not(directories,
     assert prepared.val[: len(tail)].tolist() == tail and tail[0] != 1
     corpus = Corpus([str(tmp_path / "a.jsonl")], tmp_path)
     for split, first, tokens in (("train", head, prepared.train), ("val", tail, prepared.val)):
-        _, *notes = ("".join(chunks) for _, chunks in corpus.documents(split))
+        _, *notes = ("".join(chunks) for part, _, chunks in corpus.parts() if part == split)
         ids = [first, *map(ours.encode_prompt, notes)]
         assert tokens.tolist() == [token for one in ids for token in (*one, ours.end_of_document)] and len(notes) > 3
 
@@ -164,9 +186,9 @@ def test_documents_begin_as_prompts_do_and_a_held_out_tail_does_not(directories,
 @pytest.mark.parametrize("window", [4000, 60])
 def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, monkeypatch, name, window):
     """No space is put in front of a window, no merge is lost between two, and no character is cut. It begins as one."""
-    assert (preparing.WHOLE, preparing.WINDOW > 10 * preparing.OVERLAP) == (1 << 24, True)
+    assert (encoding.WHOLE, encoding.WINDOW > 10 * encoding.OVERLAP) == (1 << 24, True)
     for constant, size in {"WHOLE": 1000, "WINDOW": window, "OVERLAP": window // 3}.items():
-        monkeypatch.setattr(preparing, constant, size)
+        monkeypatch.setattr(encoding, constant, size)
     ours = PretrainedTokenizer(directories[name])
     monkeypatch.setattr(ours, "prompt_start", [1])
     for text in (

@@ -13,10 +13,14 @@ import pyarrow.parquet
 import pytest
 
 from data import sources
-from data.sources import find_files, read_documents, short_name
+from data.sources import find_files, read_documents, short_name, text_files
 
 CHUNK = sources.CHUNK_BYTES
 TEXTS = ["one\ntwo", "", "\u2028 é", "x" * (CHUNK + 5), *map(str, range(200))]
+
+
+def texts_behind(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
+    return text_files(name, find_files(name, cache_dir, flag), flag)
 
 
 def text_of(path: Path) -> list[str]:
@@ -87,7 +91,7 @@ def test_json_lines_have_several_names(tmp_path, name):
 def test_other_json_is_text(tmp_path, content, capsys):
     path = write(tmp_path / "a.json", content)
     assert text_of(path) == [content]
-    assert find_files(str(path), tmp_path) == [path]
+    assert texts_behind(str(path), tmp_path) == [path]
     assert f"--data {path} is read as one text" in capsys.readouterr().err
 
 
@@ -105,7 +109,7 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     write(tmp_path / "a/be.txt", b"\xfe\xff" + "text".encode("utf-16-be"))
     (tmp_path / "link").symlink_to("missing")
     os.mkfifo(tmp_path / "z/pipe")
-    found = [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path), tmp_path)]
+    found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
     taken = ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
     assert found == taken
     left_out = "2 hidden (.git, .hidden), 1 binary (image.png), 1 broken link (link), 2 UTF-16 (a/be.txt, a/old.txt), "
@@ -120,11 +124,11 @@ def test_links_are_followed_and_each_real_folder_is_taken_once(tmp_path, capsys)
     (tmp_path / "notes/c.txt").symlink_to(tmp_path / "elsewhere/deep/a.txt")
     (tmp_path / "notes/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "notes/loop").symlink_to(tmp_path / "notes")
-    found = [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path / "notes"), tmp_path)]
+    found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path / "notes"), tmp_path)]
     assert found == ["notes/b.txt", "notes/c.txt", "notes/again/a.txt"]
     assert capsys.readouterr().err == f"--data {tmp_path}/notes: 3 files\n"
     (tmp_path / "through").symlink_to(tmp_path / "notes")
-    assert len(find_files(str(tmp_path / "through"), tmp_path)) == 3
+    assert len(texts_behind(str(tmp_path / "through"), tmp_path)) == 3
 
 
 def test_names_that_are_no_text_are_refused(tmp_path):
@@ -137,7 +141,7 @@ def test_names_that_are_no_text_are_refused(tmp_path):
 def converted(path: Path) -> Path:
     """What the command in the error about a file makes of it."""
     with pytest.raises(ValueError, match=f"^--val-data {path} is .*, not text in UTF-8: ") as error:
-        find_files(str(path), path.parent, "--val-data")
+        texts_behind(str(path), path.parent, "--val-data")
     command = (
         str(error.value).partition("UTF-8: ")[2].removeprefix("make JSON lines of it, ").partition(", and name")[0]
     )
@@ -165,7 +169,7 @@ def test_utf_16_is_refused_with_the_command_that_converts_it(tmp_path, name, enc
     made = converted(write(tmp_path / "folder" / name, lines.encode(encoding)))
     assert text_of(made) == ([lines] if name == "a.txt" else ["café text", "here"])
     (tmp_path / "nul").write_bytes(b"\0" * 100)
-    assert find_files(str(tmp_path / "nul"), tmp_path), "NUL alone is no UTF-16"
+    assert texts_behind(str(tmp_path / "nul"), tmp_path), "NUL alone is no UTF-16"
 
 
 def test_short_names_are_safe_in_folder_names(tmp_path, monkeypatch):

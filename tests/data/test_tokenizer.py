@@ -181,4 +181,4 @@ def test_the_ids_of_a_text_are_those_of_this_format():
     found = train_tokenizer([unit * 600 + rare], 330).encode(
         "    return self.x1  # of the characters\n\n\tif a == 100:\té ﬁ▁αβγö"
     )
-    assert (FORMAT_VERSION, " ".join(map(str, found))) == (6, ids)
+    assert (FORMAT_VERSION, " ".join(map(str, found))) == (7, ids)

@@ -31,7 +31,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    files.warn.cache_clear()
+    files.said.clear()
     return add
 
 
@@ -144,7 +144,7 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     flags, line = f"--device {device} --dtype float32 --preset small", "not compiled: torch.compile needs "
 
     def resolved(steps: int) -> tuple[bool | None, str]:
-        files.warn.cache_clear()
+        files.said.clear()
         asked = read_train(f"{flags} --steps {steps}".split())
         return run.resolve(asked).training.compile, capsys.readouterr().err
 

@@ -70,7 +70,7 @@ def forget() -> None:
     for module in [name for name in sys.modules if name.startswith("imported_")]:
         del sys.modules[module]
     plugins.IMPORTED.clear()
-    files.warn.cache_clear()
+    files.said.clear()
 
 
 def call(command: str) -> None:

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 import ablate
 import runtime.run
 from config import FIELDS, configure, flag_name
+from data.tokenizer import train_tokenizer
 from experiments.ablation.grid import Cell, Grid, last_line, resolve_arms, resolve_devices
 from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
@@ -100,6 +101,21 @@ def test_bad_input_names_the_flag(flags, named, resolve, tmp_path):
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         resolve(flags)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_arms_share_a_tokenizer_of_ones_own(resolve, tmp_path):
+    """Token files without one give no val_bpb."""
+    tokenizer = train_tokenizer([TEXT], 280)
+    (tmp_path / "own").mkdir()
+    tokenizer.save(tmp_path / "own")
+    grid = resolve(f"--norms rmsnorm dyt --tokenizer {tmp_path / 'own'}").grid
+    assert grid.data.tokenizer.hash == tokenizer.hash
+    assert {model.vocab_size for model, _ in grid.settings.values()} == {tokenizer.vocab_size}
+    assert f"--tokenizer={tmp_path / 'own'}" in grid.command(Cell(ARM, 0.01, 0))
+    with pytest.raises(ValueError, match=r"^--vocab-size 100 is too small: --tokenizer .*own has 280 ids$"):
+        resolve(f"--tokenizer {tmp_path / 'own'} --vocab-size 100")
+    with pytest.raises(ValueError, match=r"^an ablation compares val_bpb, so token files need their tokenizer"):
+        resolve("--tokenizer none --vocab-size 300")
 
 
 def test_unsupported_arms_are_skipped_with_the_reason(capsys):
