@@ -268,7 +268,7 @@ def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf
         dropout. Or the ids of --tokenizer DIR, or that token files have no tokenizer.
     memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
-    What was asked never gives way. A value of the preset does if it does not fit: `hidden_dim` to another `dim`,
+    What was asked for always wins. A value of the preset gives way if it does not fit: `hidden_dim` to another `dim`,
     `kv_heads` to heads that they do not divide, the vocabulary to bytes, and micro-batches that do not divide the
     batch, or over which a norm would take its statistics. Raises ValueError, naming the flag, for what is incompatible.
     """
@@ -309,7 +309,7 @@ def follow(
 ) -> tuple[ModelConfig, TrainConfig]:
     """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
 
-    What differs is what was asked now, and what follows otherwise from it. So a changed default or another machine
+    Only the options asked for now change, and those that are derived from them. So a changed default or another machine
     does not change the options of a run.
     """
     before: Asked = previous["asked"] if previous else {}

@@ -53,6 +53,7 @@ from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
+COLUMNS = ("step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bpb")  # of the log
 GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
@@ -259,10 +260,12 @@ class Trainer:
         return self.step % every == 0 or self.step == self.run.config.steps
 
     def request(self, stop: list[int]) -> int:
-        """What this rank wants after a step: to stop, as the signal with this number asks, to SAVE, or to GO_ON."""
+        """What this rank wants after a step: the number of the signal to stop with, SAVE, or GO_ON."""
         config, now = self.run.config, time.perf_counter()
         if not stop and 0 < config.max_minutes * 60 <= now - self.began:
             stop.append(signal.SIGTERM)
+            if self.bar:
+                self.bar.write(f"--max-minutes {config.max_minutes:g} have passed")
         save = 0 < config.save_minutes * 60 <= now - self.saved
         return stop[0] if stop else SAVE if save else GO_ON
 
@@ -284,6 +287,8 @@ class Trainer:
         grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
         if watch:
             watch.finish()
+        taken = f"a term of the objective has the name of a column of metrics.jsonl: {', '.join(COLUMNS)}"
+        require(terms.keys().isdisjoint(COLUMNS), taken)
         terms = {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
         self.pending.append({**terms, "grad_norm": grad_norm})
 

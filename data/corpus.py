@@ -149,7 +149,7 @@ def _split(hashes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     length = np.zeros(len(copies), np.int64)
     length[number] = lengths
     long = length > LONG * share * total
-    for cut in (long, long | (length * copies > slack)):  # the second if whole texts do not do
+    for cut in (long, long | (length * copies > slack)):  # the second if whole texts are not enough
         sizes = np.where(cut, 0, length * copies)
         whole = _whole(sizes, share * sizes.sum(), slack)
         if sizes[whole].sum() > share * sizes.sum() - slack:

@@ -116,7 +116,7 @@ def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
 
 
 def _check_lengths(corpus: Corpus | TokenFiles, tokens: dict[str, int], context: int) -> None:
-    if not corpus.names:  # text to evaluate on, for which shorter windows do
+    if not corpus.names:  # text to evaluate on; shorter windows are enough
         return
     for split in SPLITS:
         if tokens[split] <= context:

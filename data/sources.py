@@ -28,7 +28,7 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 NAMED = 3  # files that are named of those left out for one reason
 LONGEST_LINE = 1 << 24  # bytes
-# What is left out of a folder and refused under its own name, and how to make text of it.
+# What is left out of a folder and refused under its own name, and how to turn it into text.
 FROM_TABLE = (
     'make JSON lines of it, python -c "import csv, json; [print(json.dumps(row)) for row in csv.DictReader('
     "open('FILE', encoding='utf-8-sig', newline=''), delimiter='{}')]\" > FILE.jsonl, "
@@ -52,7 +52,7 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
     path = Path(name)
     if path.is_dir():
         return [*_walk(path)]
-    if not path.is_file():  # the text is read twice, so a pipe does not do
+    if not path.is_file():  # the text may be read again, which a pipe cannot
         raise ValueError(f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
     return [path]
 
@@ -93,7 +93,7 @@ def _first(root: Path, paths: list[Path]) -> str:
 
 
 def _not_text(path: Path) -> str:
-    """What a file is if it is no text, or nothing. Like git, it looks for a NUL in the first 8 KB."""
+    """Why a file is not text, or "". Like git, it looks for a NUL in the first 8 KB."""
     if not path.is_file():
         return "broken link" if path.is_symlink() else "no regular file"
     if path.suffix.lower() == ".parquet":

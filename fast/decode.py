@@ -6,7 +6,7 @@ From then on it is for generation alone: hooks, gradients, and changes to the mo
 """
 
 import ctypes
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from model import LayerCache, Llama
 
 MAX_BATCH = 32  # torch's products are faster for more
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest rounding difference, by the matrices' dtype
-SERVED = {"norm": "rmsnorm", "placement": "pre", "qk_norm": "none", "scaled_embedding": False, "embedding_scale": 1.0}
-SERVED |= {"rotary_fraction": 1.0, "elementwise_affine": True, "cast_order": "fp32"}  # two arguments of RMSNorm
+RMSNORM = {"elementwise_affine": True, "cast_order": "fp32"}  # the arguments of RMSNorm that decode.c has
 
 # The weights of a block in the order of decode.c: two vectors, then matrices.
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]
@@ -45,8 +44,9 @@ def unsupported(config: ModelConfig) -> str | None:
     """The first setting that decode.c does not have; None if it has all."""
     if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
         return "it needs --dim, --head-dim and --hidden-dim to be multiples of 16"
-    settings = SERVED | vars(config) | config.norm_args
-    for name, value in SERVED.items():
+    computed = [each for each in fields(config) if each.metadata["export"] == "computed" and each.name != "norm_args"]
+    settings = vars(config) | RMSNORM | config.norm_args
+    for name, value in ({each.name: each.default for each in computed} | RMSNORM).items():
         if settings[name] != value:
             return f"it does not support {name} {settings[name]}"
     return None

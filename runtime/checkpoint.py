@@ -5,7 +5,7 @@ runs/NAME/checkpoints/step-000600/
     model.safetensors       weights and running statistics under Hugging Face's names; a tied head is stored once
     tokenizer*              what the tokenizer saves
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
-    trainer.json            the rest of the training state
+    trainer.json            the rest of the training state, also numbers of optimizers
     manifest.json           SHA-256 of each of these
 """
 
@@ -49,8 +49,11 @@ def save_checkpoint(
     finished = checkpoints / f"step-{step:06d}"
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     states = [(names[weight], state) for optimizer in optimizers for weight, state in optimizer.state.items()]
+    values = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    trainer |= {"numbers": numbers} if numbers else {}
     weights = _gathered(stored_state(model))
-    state = _gathered({f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()})
+    state = _gathered({name: tensor for name, tensor in values.items() if name not in numbers})
     if not distributed.is_main():
         return finished
     unfinished = checkpoints / f".{finished.name}-unfinished"
@@ -224,7 +227,11 @@ def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer])
         if tensor.shape == weight.shape:
             tensor = distributed.sharded_like(tensor, weight)
         owners[weight].state[weight][key] = tensor.to(weight.device)
-    return json.loads((checkpoint / TRAINER).read_bytes())
+    trainer = json.loads((checkpoint / TRAINER).read_bytes())
+    for full_name, number in trainer.get("numbers", {}).items():
+        name, _, key = full_name.rpartition(".")
+        owners[weights[name]].state[weights[name]][key] = number
+    return trainer
 
 
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:

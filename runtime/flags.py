@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_train(arguments: list[str] | None) -> Asked:
-    """What flags of train.py ask for. The files of --import are imported. Raises BadInput, naming a bad flag."""
+    """The options that flags of train.py set. Files of --import are imported. Raises BadInput, naming a bad flag."""
     parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
     parser.add_argument(

@@ -297,7 +297,7 @@ def test_init_std_by_role(init, depth_scaled):
         elif init == "normal" and depth_scaled and role.name in ("attention_out", "down"):
             std = 0.02 / math.sqrt(2 * SMALL.layers)
         torch.testing.assert_close(weight, std * drawn(0, name, weight.shape), rtol=1e-6, atol=0)
-    assert {role for role, _, _ in matrices(model)} == set(ROLES)
+    assert {role for role, _, _ in matrices(model)} <= set(ROLES)
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------

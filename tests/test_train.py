@@ -178,6 +178,13 @@ def test_a_term_of_the_objective_is_minimized_and_logged_apart(command, monkeypa
     assert ["z_loss" in row for row in rows] == ["train_loss" in row for row in rows]
 
 
+def test_a_term_of_the_objective_needs_a_name_of_its_own(command, monkeypatch):
+    objective = Llama.objective
+    monkeypatch.setattr(Llama, "objective", lambda *inputs: objective(*inputs) | {"lr": torch.ones(())})
+    with pytest.raises(ValueError, match=r"has the name of a column of metrics\.jsonl: step, tokens, seconds, lr,"):
+        command("--steps 1")
+
+
 ARMS = [(kind, "pre") for kind in sorted(KINDS)] + [("rmsnorm", name) for name in PLACEMENTS if name != "pre"]
 
 

@@ -88,11 +88,14 @@ def add_scales(model: Any) -> None:
     """Normalize queries and keys, and scale queries, MLP and logits."""
     config = model.config
     root = math.sqrt(config.dim)
+    factors = {"gate": root, "up": 1.0}
     for block in model.layers:
         block.self_attn.rotated_q_norm = UnitQuery(config.heads, config.head_dim, config.dim)
         block.self_attn.rotated_k_norm = UnitKey()
-        block.mlp.gate_proj = ScaledLinear(block.mlp.gate_proj, stored=1.0, factor=root)
-        block.mlp.up_proj = ScaledLinear(block.mlp.up_proj, stored=1.0, factor=1.0)
+        for path, linear in list(block.mlp.named_modules()):
+            if hasattr(linear, "role") and linear.role.name in factors:
+                scaled = ScaledLinear(linear, stored=1.0, factor=factors[linear.role.name])
+                block.mlp.set_submodule(path, scaled)
     model.lm_head = ScaledLinear(model.lm_head, stored=1 / root, factor=root)
 
 

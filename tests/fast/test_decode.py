@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model as model_file
-from config import ModelConfig
+from config import ModelConfig, option
 from fast import decode
 from fast.decode import FastDecoder, accelerate
 from generate import cast_matrices, generate
@@ -242,6 +242,13 @@ def test_other_architectures_and_sizes_run_plain(settings):
     model = make(**settings)
     reason = "to be multiples of 16" if 24 in settings.values() else "it does not support "
     assert reason in str(accelerate(model))
+
+
+def test_a_new_option_runs_plain_unless_it_is_off():
+    """As one whose effect begins after more tokens than are compared."""
+    config = make_dataclass("Edited", [("window", int, option(0, "tokens"))], bases=(ModelConfig,), frozen=True)
+    assert decode.unsupported(config(**SMALL)) is None
+    assert decode.unsupported(config(window=5000, **SMALL)) == "it does not support window 5000"
 
 
 def random_case(seed: int) -> None:
