@@ -98,6 +98,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The current folder is a copy of that."""
     monkeypatch.chdir(shutil.copytree(finished, tmp_path / "folder"))
+    forget()  # what `finished` has imported, if this test is the first
     yield
     forget()
 
