@@ -14,6 +14,7 @@ from config import (
     ROPE_SCALING,
     ModelConfig,
     TrainConfig,
+    changed_options,
     check_fields,
     combine,
     configure,
@@ -110,6 +111,7 @@ NEW: dict[str, dict[str, Any]] = {
     "--preset 1b --dim 2048 --vocab-size 32000": {},
     "--preset 1b --heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 512},
     "--preset 1b --heads 16": {"heads": 16, "head_dim": 128},
+    "--preset 1b --heads 12 --head-dim 64": {"heads": 12, "kv_heads": 12},
     "--preset 1b --kv-heads 16": {"kv_heads": 16},
     "--preset 7b --heads 8 --no-recompute": {"heads": 8, "kv_heads": 8, "head_dim": 512, "recompute": False},
     "--preset 124m --tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
@@ -200,6 +202,9 @@ def test_a_changed_default_or_an_unknown_option_does_not_change_what_was_resolve
     assert options("--layers 2 --clip 3", run) == run["resolved"] | {"min_lr": 0.0, "layers": 2, "clip": 3.0}
     after = options("--steps 200 --lr 0.015", run)
     assert (after["warmup"], after["lr"], after["hidden_dim"]) == (10, 0.015, 96)
+    del run["resolved"]["norm"]
+    changed, fixed = changed_options(run["resolved"], *configure({"norm": "dyt", "min_lr": 0.001}))
+    assert "--min-lr 0.0 -> 0.001" in changed and "--norm rmsnorm, not dyt" in fixed
 
 
 def test_another_machine_does_not_change_a_run(monkeypatch):
@@ -244,6 +249,9 @@ def test_a_pretrained_model_comes_after_the_preset_and_flags_may_repeat_it():
         model, _ = configure(asked | {"context": context, "dropout": 0.5}, pretrained)
         expected: dict[str, Any] = {"context": context, "trained_context": trained, "dropout": 0.5}
         assert model == dataclasses.replace(base, **expected)
+    for context in (64, 128, 256):  # of a model that had more before it was fine-tuned
+        model, _ = configure(asked | {"context": context}, pretrained | {"trained_context": 512})
+        assert (model.context, model.trained_context) == (context, 512)
     for change in ({"heads": 8}, {"tokenizer": "bytes"}, {"norm": "rmsnorm"}, {"norm_args": {"eps": 0.5}}):
         with pytest.raises(ValueError, match=r"contradicts --init-from, which has .*; leave it out"):
             configure(asked | change, pretrained)

@@ -150,7 +150,7 @@ def test_master_weights_are_fp32(fine_tune, directory):
         assert name != "final_norm.weight" or torch.equal(weight, theirs.model.norm.weight.float())
 
 
-def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fingerprint):
+def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fingerprint, capsys):
     base, flags = tmp_path / "base", fine_tune()
     cut = flags.index("--init-from")
     sizes = "--dim 32 --layers 1 --heads 2 --context 32 --placement post --tokenizer bytes --steps 4"
@@ -174,3 +174,7 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fin
     assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "run")
     again = split(json.loads((tmp_path / "again/run.json").read_text())["resolved"])[0]
     assert again == split(recorded["resolved"])[0] and (again.context, again.dropout) == (16, 0.1)
+    # The context that it had is not a longer one.
+    back = ["--init-from", str(tmp_path / "run"), "--context", "32", "--out", str(tmp_path / "back")]
+    config = open_run(read_train([*flags[:cut], *back]), []).model_config
+    assert (config.context, config.trained_context) == (32, None) and "is longer" not in capsys.readouterr().err

@@ -69,8 +69,10 @@ def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
         assert type(norm) is RMSNorm and norm.eps == RMSNorm(4).eps
 
 
-def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32():
-    """In bf16 it would have 3 digits."""
+@pytest.mark.parametrize("most", [1 << 16, 10])
+def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32(most, monkeypatch):
+    """In bf16 it would have 3 digits, also where the vocabulary is a large one."""
+    monkeypatch.setattr("model.LARGE_VOCABULARY", most)
     model = random_weights_model(SMALL).bfloat16()
     with torch.no_grad():
         loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1]).double()

@@ -78,18 +78,21 @@ def test_finished_cells_are_not_trained_twice(folder, arguments, undrawn):
 
 def test_commands_of_runs_for_other_machines(arguments, folder, capsys, monkeypatch, tmp_path):
     """A line of shell a run that has not ended, which starts it or, repeated, resumes it. Nothing is run here."""
+    table: list[str] = []
     monkeypatch.setattr(sys, "executable", "printenv OMP_NUM_THREADS; echo")
     for rates, number in (("", 2), ("--lrs 0.02 0.03", 12)):  # the first seed has been run, and two seeds select rates
         with pytest.raises(SystemExit) as ended:
             ablate.main([*arguments, "--seeds", "2", "--print-commands", *rates.split()])
         lines = capsys.readouterr().out.splitlines()
         assert not ended.value.code and len(lines) == number
+        table = [(folder / "table.md").read_text(), *table]
+    assert table[0] == table[1], "nothing is reported at a rate before all are selected"
     line = lines[0].replace("'printenv OMP_NUM_THREADS; echo'", "printenv OMP_NUM_THREADS; echo")
     run = Path(re.findall(r"-e (\S+)/run.json", line)[0])
     assert not run.exists()
     for flag in ("--seed=1000 ", "--resume "):
         threads, command = subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout.splitlines()
-        assert threads == "1" and flag in command and command.endswith(f"--out={run}")
+        assert threads == "1" and flag in command and "--device=cpu" in command and command.endswith(f"--out={run}")
         run.mkdir(exist_ok=True)
         (run / "run.json").touch()
     shutil.rmtree(run)

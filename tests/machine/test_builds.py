@@ -152,5 +152,8 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     assert refused(train.main, f"{flags} --compile".split()).startswith("error: --compile needs a compiler: ")
     install(compiler)
     assert resolved(2000) == (True, "")
+    with monkeypatch.context() as patch:  # what is named is used, not what is there
+        patch.setenv("CC" if device == "cuda" else "CXX", "icx")
+        assert resolved(2000)[1].startswith(f"{line}a compiler: icx, or")
     (tmp_path / "include/Python.h").unlink()
     assert resolved(2000) == (False, f"{line}Python's headers, which are not in {tmp_path}/include\n")

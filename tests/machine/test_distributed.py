@@ -2,9 +2,11 @@
 than training.
 """
 
+import errno
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -27,7 +29,7 @@ from generate import Sampling
 from machine import distributed
 from model import Llama, draw_weights
 from runtime.checkpoint import find_checkpoint
-from runtime.run import check_options
+from runtime.run import check_options, find_folder
 from runtime.run_dir import LOCK
 
 ROOT = Path(__file__).parents[2]
@@ -280,6 +282,16 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
     assert refused.value.code == 2 and "--max-restarts needs --out" in capsys.readouterr().err
 
 
+def test_a_restart_is_one_if_a_machine_was_in_the_launch(monkeypatch, tmp_path):
+    """Another may have been replaced."""
+    (tmp_path / "run.json").touch()
+    run = {"launch": ["a:/tmp/x", "b:/tmp/y"], "resolved": {"save_every": 1, "steps": 1}}
+    monkeypatch.setattr("runtime.run.read_run_file", lambda path: run)
+    assert find_folder({"out": str(tmp_path)}, ["b:/tmp/y", "c:/tmp/z"]) == (tmp_path, run)
+    with pytest.raises(ValueError, match="already holds a run"):
+        find_folder({"out": str(tmp_path)}, ["a:/tmp/z", "c:/tmp/z"])
+
+
 def test_what_several_ranks_refuse(monkeypatch):
     distributed.check_device(torch.device("cuda:1"))
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
@@ -295,6 +307,16 @@ def test_what_several_ranks_refuse(monkeypatch):
     for ranks, message in ((1, "--shard needs several ranks"), (2, "--shard needs --dtype float32 or bfloat16")):
         with pytest.raises(ValueError, match=message):
             check_options(ModelConfig(), TrainConfig(shard=True, dtype="float16"), ranks)
+
+
+def test_an_error_keeps_its_errno_on_its_own_rank(monkeypatch):
+    """By which a full disk is not taken for bad input. Its copies from other ranks have none."""
+    monkeypatch.setattr(distributed, "all_gather", lambda x: [pickle.loads(pickle.dumps(x)), x])
+    full = OSError("runs/x cannot be written")
+    full.errno = errno.ENOSPC
+    with pytest.raises(OSError, match="cannot be written") as raised, distributed.raise_on_all_ranks():
+        raise full
+    assert raised.value is full
 
 
 if __name__ == "__main__":

@@ -77,6 +77,13 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, ends: Ends):
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
+def test_a_run_shorter_than_save_every_does_not_start_again(flags, tmp_path, ends: Ends):
+    train.main([*flags, "--steps", "2"])
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    code, errors = ends(train.main, [*flags, "--resume"])
+    assert code == 2 and "holds no checkpoint; restore it, or delete metrics.jsonl" in errors
+
+
 def test_a_run_whose_checkpoint_is_of_another_model_is_refused(flags, tmp_path, ends: Ends):
     run = tmp_path / "run"
     train.main([*flags, "--save-every", "3", "--steps", "3"])

@@ -19,6 +19,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --preset small": (train.main, "--preset and --config are for new runs"),
     "--resume --out taken --config taken/run.json": (train.main, "--preset and --config are for new runs"),
     "--data . --norm dyt": (train.main, "--data contains runs, where the run is written; choose an --out elsewhere"),
+    "--data runs --norm layernorm": (train.main, "--data contains runs, where the run is written"),
+    "--data text.txt --val-data .": (train.main, "--data contains runs, where the run is written"),
     "--data python --out python/x --context 99999999": (train.main, "text has at most"),  # the folder is no text
     "--resume --out taken --dim 16": (train.main, "the run in taken has --dim 8, not 16"),
     "--resume --out taken --seed 1 --batch-size 4": (train.main, "has --batch-size 8, not 4; --seed 0, not 1"),
@@ -27,6 +29,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --tokenizer sentencepiece": (train.main, "--tokenizer bytes, not sentencepiece"),
     "--data missing.txt": (train.main, "missing.txt"),
     "--data taken/loss.png": (train.main, "loss.png: not UTF-8 at byte 0"),
+    "--shard": (train.main, "--shard needs several ranks"),
     "--norm batchnorm --recompute": (train.main, "--recompute does not support --norm batchnorm"),
     "--config missing.json": (train.main, "missing.json is missing or damaged"),
     "--device cuda:99": (train.main, "--device cuda:99"),

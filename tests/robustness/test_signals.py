@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -95,6 +96,27 @@ def test_minutes_of_a_run(command, undisturbed, capsys, same, tmp_path):
     assert same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.usefixtures("with_prepared_text")
+def test_minutes_are_those_of_a_command_and_since_a_save(command, monkeypatch, tmp_path):
+    """Every step takes 25 seconds. It stops after three, resumed too, and saves after three."""
+    clock, train_step = [0.0], train.Trainer.train_step
+
+    def slowly(trainer: train.Trainer) -> None:
+        train_step(trainer)
+        clock[0] += 25
+
+    monkeypatch.setattr(train.Trainer, "train_step", slowly)
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    rarely = ["--save-every", "100", "--eval-every", "100"]
+    for flags, newest in (([], "step-000003"), (["--resume"], "step-000006")):
+        with pytest.raises(SystemExit):
+            train.main([*command, *rarely, "--max-minutes", "1", *flags])
+        assert find_checkpoint(tmp_path / "run").name == newest
+    with patch.object(train, "save_checkpoint", wraps=train.save_checkpoint) as save:
+        train.main([*command, *rarely, "--resume", "--steps", "14", "--max-minutes", "0", "--save-minutes", "1"])
+    assert [call.args[1] for call in save.call_args_list] == [9, 12, 14]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds, saved", [("1", False), ("60", True)])
 def test_torchrun_waits_for_a_slow_save_as_long_as_it_is_told(seconds, saved, command, undisturbed, tmp_path):
@@ -141,6 +163,17 @@ def test_two_signals_that_are_one(ranks, pause, stopped, monkeypatch):
             time.sleep(pause)
     signal.signal(signal.SIGTERM, before)
     assert requests == [signal.SIGTERM] * 2 and ended == stopped
+
+
+def test_a_signal_counts_from_the_first_one(monkeypatch):
+    """Someone who presses Ctrl-C again and again, every 0.6 seconds, waits no longer than others."""
+    clock = [0.0]
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), process.stop_requests():
+        for clock[0] in (0.0, 0.6, 1.2, 1.8):
+            signal.raise_signal(signal.SIGINT)
+    assert clock == [1.2]
 
 
 def test_a_second_interrupt_in_a_notebook_is_a_keyboard_interrupt(monkeypatch):

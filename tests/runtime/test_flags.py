@@ -25,6 +25,7 @@ from runtime.run_dir import read_run_file, write_run_file
         ("--norm-arg eps", "--norm-arg takes key=value, not eps"),
         ("--learning-rate 3", "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
         ("--n_layer=6", "unrecognized arguments: --n_layer=6; did you mean --layers?"),
+        ("--max_iters=6", "unrecognized arguments: --max_iters=6; did you mean --steps?"),
         ("--no-comiple", "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
         ("--laers 3 --stesp 4", "unrecognized arguments: --laers 3 --stesp 4; did you mean --layers and --steps?"),
         ("lr", "unrecognized arguments: lr"),

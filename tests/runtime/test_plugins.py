@@ -98,6 +98,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The current folder is a copy of that."""
     monkeypatch.chdir(shutil.copytree(finished, tmp_path / "folder"))
+    forget()  # what `finished` has imported, if this test is the first
     yield
     forget()
 
@@ -181,13 +182,15 @@ def test_a_file_that_changes_while_python_runs_is_refused():
         "return x, x": "must return a tensor with the shape and dtype of its input",
         "return x - x.mean(1, keepdim=True)": "lets a token see later tokens",
         "return x - (x.mean(1, keepdim=True) if self.training else 0)": "lets a token see later tokens",
+        "return x - (x.mean(1, keepdim=True) if not self.training else 0)": "lets a token see later tokens",
         "return x * x.square().mean((0, 2), keepdim=True)": "mixes the sequences of a batch; register it with "
         "per_token=False",
         "return x.mul_(self.factor)": "changes its input in place; the stream needs it",
     }.items(),
 )
 def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
-    Path("bad.py").write_text(NORM.replace("return x * self.factor", forward))
+    traits = ", causal_in_training=False" if "if not self.training" in forward else ""  # which allows nothing else
+    Path("bad.py").write_text(NORM.replace('"mynorm"', f'"mynorm"{traits}').replace("return x * self.factor", forward))
     for command in (f"train.py --norm mynorm {TOY}", f"ablate.py --norms rmsnorm mynorm {TOY}"):
         assert refused(call, f"{command} --import bad.py").endswith(f"--norm mynorm {message}\n")
 

@@ -144,6 +144,13 @@ def test_the_dtype_is_measured_once_and_kept_when_the_ablation_continues(resolve
     monkeypatch.setattr("experiments.ablation.run.read_run_file", lambda path: run)
     ablation = resolve("--norms rmsnorm dyt derf", rest="--context 16")  # the second measurement says float32
     assert {config.dtype for _, config in ablation.grid.settings.values()} == {"bfloat16"}
+    asked = resolve("--norms rmsnorm", rest="--context 16 --dtype float32")
+    assert asked.grid.settings[ARM][1].dtype == "float32"  # not that of the run, which is refused
+
+
+def test_the_text_is_long_enough_for_the_longest_context(resolve):
+    with pytest.raises(ValueError, match="text has at most"):
+        resolve("--factor context=16,4000", rest="--dtype float32")
 
 
 def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypatch, tmp_path):
@@ -269,6 +276,8 @@ def test_every_option_but_eight_must_be_that_of_the_run(resolve):
         may = name in ("out", "cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
         with nullcontext() if may else pytest.raises(ValueError, match=f"has {flag_name(name)} "):
             grid.check(cell)
+    write_run_file(file, run | {"resolved": resolved | {"device": "cuda:1"}})  # a card is as good as another
+    replace(grid, settings={ARM: (model, replace(config, device="cuda:0"))}).check(cell)
 
 
 def test_a_text_that_changes_between_two_runs_ends_the_ablation(resolve, in_process, undrawn, tmp_path, monkeypatch):
