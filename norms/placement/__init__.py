@@ -46,7 +46,7 @@ class Placement:
     final_norm: Callable[[MakeNorm], nn.Module] = lambda make_norm: make_norm("final")  # between stream and head
     init_stream: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
     init: str = "normal"  # the default of --init
-    init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by model.ROLES
+    init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by roles.ROLES
     depth_scaled: bool = True  # the default of --depth-scaled-init
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
     without_norm: bool = False  # supported with --norm none
