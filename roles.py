@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from config import ModelConfig
 from files import require
+from norms import KINDS
 from norms.placement import PLACEMENTS
 
 
@@ -57,18 +58,23 @@ def draw_weights(model: Any, seed: int, copy: Callable = Tensor.copy_) -> None:
     on the CPU: models that differ in their norm start from the same weights, on every device. `copy` puts it into a
     weight, which may be sharded. Raises ValueError for a matrix without a role.
     """
-    drawn = {id(weight) for _, _, weight in matrices(model)}
+    known = {weight for _, _, weight in matrices(model)}
+    own = [each for block in model.layers for each in (block.attention_residual, block.mlp_residual)]
+    own += [each for each in model.modules() if isinstance(each, tuple(KINDS.values()))]
+    known.update(weight for each in own for weight in each.parameters())
     for name, weight in model.named_parameters():
-        known = weight.ndim < 2 or id(weight) in drawn or "norm" in name or "residual" in name
-        require(known, f"{name} is a matrix without a role; make it with model.Linear(inputs, outputs, role)")
+        valid = weight.ndim < 2 or weight in known
+        require(valid, f"{name} is a matrix without a role; make it with model.Linear(inputs, outputs, role)")
+    constrain = PLACEMENTS[model.config.placement].constrain
     for role, name, weight in matrices(model):
         if not weight.is_meta:
             source = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(source[:7]))
             draw = torch.randn(weight.shape, generator=generator, device="cpu")
-            copy(weight, draw * initial_std(model.config, role, weight.shape))
-    if after_step := PLACEMENTS[model.config.placement].after_step:
-        after_step(model)
+            draw *= initial_std(model.config, role, weight.shape)
+            if constrain:
+                constrain(draw, role)
+            copy(weight, draw)
 
 
 def initial_std(config: ModelConfig, role: Role, shape: torch.Size) -> float:

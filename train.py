@@ -37,7 +37,7 @@ from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers, rate_jump
 from pages.html import save_plot
 from pages.run import plot_loss, write_report
-from roles import draw_weights
+from roles import draw_weights, matrices
 from runtime.checkpoint import (
     clear_unfinished,
     find_checkpoint,
@@ -149,8 +149,9 @@ def update_weights(
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_ratio"]
             optimizer.step()
-        if after_step := PLACEMENTS[model.config.placement].after_step:
-            after_step(model)
+        if constrain := PLACEMENTS[model.config.placement].constrain:
+            for role, _, weight in matrices(model):
+                constrain(weight, role)
     elif scaler.get_scale() <= 1:
         raise NotFinite("gradient is", step)
     model.zero_grad()

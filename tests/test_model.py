@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import inspect
 import math
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -26,8 +27,9 @@ from fast.compiled import CompiledDecoder, StaticCache
 from generate import cast_matrices
 from machine.device import deterministic
 from model import MLP, Attention, Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
-from norms import KINDS
-from norms.placement import PLACEMENTS
+from norms import KINDS, TRAITS
+from norms.placement import PLACEMENTS, Placement, PreNorm, Site
+from norms.registry import Traits
 from norms.rmsnorm import RMSNorm
 from optim import make_optimizers
 from roles import ROLES, Role, matrices
@@ -318,19 +320,42 @@ def test_nothing_is_uninitialized_when_a_constructor_returns():
             assert tensor.isfinite().all(), f"{name} of {module}"
 
 
-PLAIN = [lambda: nn.Linear(24, 3), lambda: nn.Embedding(24, 3), lambda: nn.Parameter(torch.zeros(3, 3))]
+PLAIN: dict[str, Callable[[], Any]] = {
+    "linear": lambda: nn.Linear(24, 3),
+    "embedding": lambda: nn.Embedding(24, 3),
+    "parameter": lambda: nn.Parameter(torch.zeros(3, 3)),
+    "v_norm_gate": lambda: nn.Linear(24, 3),
+    "residual_gate": lambda: nn.Linear(24, 3),
+}
 
 
-@pytest.mark.parametrize("make", PLAIN, ids=["linear", "embedding", "parameter"])
-def test_a_matrix_without_a_role_is_an_error_at_construction(make, monkeypatch):
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_matrix_without_a_role_is_an_error_at_construction(name, monkeypatch):
+    """Whatever it is called, unless a norm or a residual connection owns it, which initialize themselves."""
+
     class Wider(MLP):
         def __init__(self, config: ModelConfig):
             super().__init__(config)
-            self.extra = make()
+            setattr(self, name, PLAIN[name]())
 
+    class Mixed(RMSNorm):
+        def __init__(self, dim: int):
+            super().__init__(dim)
+            self.mix = nn.Linear(dim, dim)
+
+    class WithMatrix(PreNorm):
+        def __init__(self, site: Site):
+            super().__init__(site)
+            self.mix = nn.Linear(site.dim, site.dim)
+
+    monkeypatch.setitem(KINDS, "mixed", Mixed)
+    monkeypatch.setitem(TRAITS, "mixed", Traits())
+    monkeypatch.setitem(PLACEMENTS, "with_matrix", Placement(WithMatrix))
+    mixed = dataclasses.replace(SMALL, norm="mixed", placement="with_matrix", qk_norm="full")
+    assert Llama(mixed).get_submodule("layers.0.attention_residual.mix")
     monkeypatch.setattr("model.MLP", Wider)
-    name = r"^layers\.0\.mlp\.extra(\.weight)?"
-    with pytest.raises(ValueError, match=name + r" is a matrix without a role; make it with model\.Linear\(inputs"):
+    where = rf"^layers\.0\.mlp\.{name}(\.weight)?"
+    with pytest.raises(ValueError, match=where + r" is a matrix without a role; make it with model\.Linear\(inputs"):
         Llama(SMALL)
 
 

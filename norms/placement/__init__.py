@@ -52,7 +52,7 @@ class Placement:
     without_norm: bool = False  # supported with --norm none
     own_norm: bool = False  # N is built in: --norm and --norm-arg must keep their defaults
     extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
-    after_step: Callable[[nn.Module], None] | None = None  # called after initialization and after each step
+    constrain: Callable[[Tensor, Any], None] | None = None  # of a matrix and its role, at the start and after each step
 
 
 # Depth-scaled init is off if the placement scales all streams by depth, or if a norm after the sublayer undoes it.
@@ -71,7 +71,7 @@ PLACEMENTS = {
     "keel": Placement(keel, without_final_norm, depth_scaled=False),
     "ngpt": Placement(
         NormalizedUpdate, without_final_norm, init_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
-        after_step=return_to_sphere,
+        constrain=return_to_sphere,
     ),
 }  # fmt: skip
 
