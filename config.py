@@ -15,14 +15,18 @@ from files import is_a, require
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS, check_placement
 from norms.registry import Traits
+from recipes import RECIPES
 
-Asked = dict[str, Any]  # options by the names of fields, and "preset"
+Asked = dict[str, Any]  # options by the names of fields, "preset" and "recipe"
 
 MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.device.pick_device` checks --device
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "order", "optimizer")  # The model is fixed as well.
+NORM_ARGS = ("norm_args", "qk_norm_args")
+# Options about a part of the model, and the option that adds the part, unless it is "none".
+NEEDS = {"qk_norm_args": "qk_norm", "qk_norm_after_rope": "qk_norm", "gate_activation": "attention_gate"}
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
 
 
@@ -45,7 +49,7 @@ def carried(default: Any, help: str) -> Any:
 
 def flag_name(option_name: str) -> str:
     """The flag that sets an option, such as "--norm-arg"."""
-    return "--norm-arg" if option_name == "norm_args" else "--" + option_name.replace("_", "-")
+    return "--" + (option_name[:-1] if option_name in NORM_ARGS else option_name).replace("_", "-")
 
 
 def as_text(value: Any) -> str:
@@ -87,12 +91,32 @@ class ModelConfig:
     placement: str = option("pre", "where the norm goes around a sublayer", choices=PLACEMENTS)
     qk_norm: str = option("none", "norm on queries and keys", choices=["none", "head", "full"])
     norm_args: dict[str, Any] = option({}, "argument of the norm, such as eps=1e-5; may be repeated")
+    qk_norm_args: dict[str, Any] = option({}, "argument of the norm on queries and keys, if not that of --norm-arg")
+    qk_norm_after_rope: bool = option(False, "the norm on queries and keys comes after RoPE, not before it")
+    v_norm: bool = option(False, "RMSNorm without gain on the values of each head")
+    inner_norm: bool = option(False, "also a norm inside each sublayer, before its last matrix")
+    embedding_norm: str = option(
+        "none", "RMSNorm of the embedding, plain or with a gain", choices=["none", "plain", "gain"]
+    )
+    mlp: str = option("gated", "MLP with a gate, as SwiGLU, or plain", choices=["gated", "plain"])
+    activation: str = option("silu", "activation of the MLP", choices=["silu", "gelu_tanh", "relu2"])
+    attention_gate: str = option(
+        "none",
+        "gate on attention's output, from its input: one for each head, or for each element",
+        choices=["none", "head", "element"],
+    )
+    gate_activation: str = option("sigmoid", "activation of --attention-gate", choices=["sigmoid", "softplus"])
+    attention_cap: float = option(0.0, "cap attention's scores s at c, as c·tanh(s/c); slower; 0 turns it off")
+    logit_cap: float = option(0.0, "cap the logits in the same way; 0 turns it off")
     dim: int = carried(128, "width of the residual stream")
     layers: int = carried(4, "number of blocks")
     heads: int = carried(2, "number of attention heads")
     kv_heads: int = carried(None, "number of key/value heads, for grouped-query attention (default: --heads)")
     head_dim: int = carried(None, "features per head (default: --dim / --heads)")
-    hidden_dim: int = carried(None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32)")
+    hidden_dim: int = carried(
+        None,
+        "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32; with --mlp plain, 4 of --dim)",
+    )
     context: int = carried(256, "maximum sequence length in tokens")
     vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
     trained_context: int = carried(None, "")  # the context of --init-from, if it was longer
@@ -103,7 +127,8 @@ class ModelConfig:
     rotary_fraction: float = option(1.0, "fraction of each head's features that RoPE rotates, the first ones")
     tie_embeddings: bool = carried(True, "use the embedding as the output head")
     scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, initially sqrt(--dim) (DyT)")
-    embedding_scale: float = option(1.0, "multiply the embedding by this constant; Gemma uses sqrt(--dim)")
+    embedding_scale: float | str = option(1.0, "multiply the embedding by this constant; sqrt is that of --dim (Gemma)")
+    z_loss: float = option(0.0, "also minimize this times the mean square of log Σ exp(logits)", export="training")
     dropout: float = option(0.0, "dropout probability in training, for small corpora", export="training")
     init: str = option(
         None,
@@ -124,7 +149,7 @@ class ModelConfig:
         require(self.context > 1, "--context must be at least 2, not 1")
         divisible = self.head_dim or self.dim % self.heads == 0
         require(divisible, f"--dim {self.dim} is not divisible by --heads {self.heads}")
-        hidden_dim = math.ceil(self.dim * 8 / 3 / 32) * 32
+        hidden_dim = 4 * self.dim if self.mlp == "plain" else math.ceil(self.dim * 8 / 3 / 32) * 32
         _derive(self, kv_heads=self.heads, head_dim=self.dim // self.heads, hidden_dim=hidden_dim)
         _derive(self, init=PLACEMENTS[self.placement].init)
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
@@ -134,9 +159,15 @@ class ModelConfig:
         part = f"--rotary-fraction {self.rotary_fraction} of --head-dim {self.head_dim}"
         require(even, f"{part} must be an even number of features, from 2 to all")
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
+        if self.embedding_scale == "sqrt":
+            object.__setattr__(self, "embedding_scale", math.sqrt(self.dim))
         for name in ("rope_theta", "embedding_scale"):
             value = getattr(self, name)
-            require(0 < value < math.inf, f"{flag_name(name)} must be a positive number, not {value}")
+            positive = is_a(value, float) and 0 < value < math.inf
+            require(positive, f"{flag_name(name)} must be a positive number, not {value}")
+        for name in ("attention_cap", "logit_cap", "z_loss"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
         scaling = self.rope_scaling
         if scaling:
             valid = scaling.keys() == set(ROPE_SCALING) and is_a(scaling, dict[str, float])
@@ -144,9 +175,30 @@ class ModelConfig:
             valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
             require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        placement, qk_norm = PLACEMENTS[self.placement], self.qk_norm != "none"
+        free = qk_norm and not placement.own_norm
+        require(free or not self.qk_norm_after_rope, "--qk-norm-after-rope needs --qk-norm, and not --placement ngpt")
+        normed = qk_norm or placement.qkv_norm
+        require(normed or not self.qk_norm_args, "--qk-norm-arg needs a norm on queries and keys, as --qk-norm head")
+        gated = self.attention_gate != "none" or self.gate_activation == "sigmoid"
+        require(gated, f"--gate-activation {self.gate_activation} needs --attention-gate head or element")
         check_placement(self.placement, self.norm, self.norm_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
+            if self.inner_norm:
+                for width in (self.heads * self.head_dim, self.hidden_dim):
+                    build_norm(self.norm, width, **self.norm_args)
+            if self.qk_norm_args:
+                kind, norm_args = self.head_norm("query")
+                build_norm(kind, self.head_dim, **norm_args)
+
+    def head_norm(self, site: str) -> tuple[str, dict[str, Any]]:
+        """Kind and arguments of the norm on the heads at `site`: RMSNorm if the model's does not support single heads.
+
+        The arguments of the norm on queries and keys come after those of the model's norm.
+        """
+        kind, norm_args = (self.norm, self.norm_args) if TRAITS[self.norm].per_head else ("rmsnorm", {})
+        return kind, norm_args if site == "value" else norm_args | self.qk_norm_args
 
 
 @dataclass(frozen=True)
@@ -179,7 +231,13 @@ class TrainConfig:
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     min_lr: float = option(0.0, "learning rate at which the schedules linear, cosine and wsd end")
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
-    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks; other weights have none")
+    weight_decay: float = option(0.1, "weight decay of the matrices in the blocks, and of what --decay-gains names")
+    decay_gains: str = option(
+        "none",
+        "norm gains with weight decay: input of norms before a sublayer or the head, output of norms whose result is, "
+        "or is added to, the stream",
+        choices=["none", "input", "output", "all"],
+    )
     optimizer: str = option(
         "muon",
         "adamw, or muon for the matrices in the blocks and AdamW (at twice --lr) for the rest",
@@ -261,7 +319,7 @@ PRESETS: dict[str, Asked] = {
 
 
 def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations that follow from what was `asked`: defaults, then the preset, then what was asked.
+    """The configurations that follow from what was `asked`: defaults, preset, recipe, then what was asked.
 
     found: options that follow from files that were asked for, which come after the preset. Those of the model in
         --init-from, and its kind of tokenizer: what is asked may only repeat them, or change the context or the
@@ -273,13 +331,14 @@ def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf
     batch, or over which a norm would take its statistics. Raises ValueError, naming the flag, for what is incompatible.
     """
     preset = dict(PRESETS[asked.get("preset", "tiny")])
+    asked = combine(RECIPES[asked.get("recipe", "llama")], asked)
     if "micro_batch_size" in preset and memory < 12e9:
         preset["micro_batch_size"] //= 2
     found = found or {}
     pretrained = found if "context" in found else None
     whole = DEFAULTS | combine(preset, found, asked)
     kept = {
-        "hidden_dim": whole["dim"] == preset.get("dim"),
+        "hidden_dim": whole["dim"] == preset.get("dim") and whole["mlp"] == "gated",
         "kv_heads": whole["heads"] % preset.get("kv_heads", 1) == 0,
         "vocab_size": whole["tokenizer"] == "sentencepiece",
         "micro_batch_size": whole["batch_size"] % preset.get("micro_batch_size", 1) == 0
@@ -287,13 +346,15 @@ def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf
     }
     preset = {name: value for name, value in preset.items() if kept.get(name, True)}
     if pretrained:
+        if asked.get("embedding_scale") == "sqrt":
+            asked["embedding_scale"] = math.sqrt(pretrained["dim"])
         asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # no repetitions
     given = combine(preset, found, asked)
     if pretrained:
         for name, there in pretrained.items():
-            here = f"{flag_name(name)} {as_text(given[name])}"
-            fits = name in NOT_PRETRAINED or given[name] == there
-            require(fits, f"{here} contradicts --init-from, which has {as_text(there)}; leave it out")
+            here = given.get(name, DEFAULTS[name])
+            contradicts = f"{flag_name(name)} {as_text(here)} contradicts --init-from, which has {as_text(there)}"
+            require(name in NOT_PRETRAINED or here == there, f"{contradicts}; leave it out")
         longest = pretrained.get("trained_context") or pretrained["context"]
         given["trained_context"] = longest if longest > given["context"] else None
     elif given.get("tokenizer") == "bytes":
@@ -326,15 +387,17 @@ def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:
 
 
 def combine(*sources: Asked) -> Asked:
-    """Later sources override earlier ones. One that sets `norm` drops the earlier `norm_args`; others add to them."""
+    """Later sources override earlier ones. One that sets `norm` drops earlier arguments; others add to them.
+
+    One that turns off `qk_norm` or `attention_gate` drops what earlier ones say about it.
+    """
     combined: Asked = {}
     for source in sources:
-        if "norm" in source:
-            combined.pop("norm_args", None)
-        norm_args = combined.get("norm_args", {}) | source.get("norm_args", {})
-        combined |= source
-        if norm_args:
-            combined["norm_args"] = norm_args
+        before = {name: value for name, value in combined.items() if source.get(NEEDS.get(name, "")) != "none"}
+        combined = before | source
+        for name in combined.keys() & set(NORM_ARGS):
+            earlier = {} if "norm" in source else before.get(name, {})
+            combined[name] = earlier | source.get(name, {})
     return combined
 
 

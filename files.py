@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 try:
@@ -51,6 +52,8 @@ def is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:
         of_key, of_item = get_args(kind)
         return type(value) is dict and all(is_a(key, of_key) and is_a(value[key], of_item) for key in value)
+    if isinstance(kind, UnionType):
+        return any(is_a(value, each) for each in get_args(kind))
     if kind is float and type(value) is int:
         return abs(value) <= sys.float_info.max
     return type(value) is kind

@@ -6,10 +6,8 @@ Shapes in comments:
 A `cache` is a list with a `LayerCache` for each layer.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,11 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
 from files import require
-from norms import TRAITS, build_norm
+from norms import build_norm
 from norms.numerics import upcast
 from norms.placement import PLACEMENTS, Site
+from roles import EMBEDDING, Linear, draw_weights
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T R/2
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+}
 LARGE_VOCABULARY = 1 << 16  # with more ids, the loss is computed for LOSS_TOKENS tokens at a time
 LOSS_TOKENS = 1 << 12
 
@@ -83,26 +89,30 @@ class Llama(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of final hidden states (..., C), in training, evaluation and generation."""
-        return self.lm_head(x)
+        z, cap = self.lm_head(x), self.config.logit_cap
+        return cap * torch.tanh(upcast(z) / cap) if cap else z
 
     def objective(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The terms whose sum training minimizes: the loss, and what you add. Each is logged under its name."""
-        return {"train_loss": self.cross_entropy(self.hidden(tokens).flatten(0, 1), targets.flatten())}
-
-    def cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats, of predicting `targets` (N) from final hidden states (N, C).
+        """The terms whose sum training minimizes: the loss, and what you add. Each is logged under its name.
 
         Logits of large vocabularies would need more memory than the model. They are computed for a few tokens at a
         time, and again in backward.
         """
+        x, targets = self.hidden(tokens).flatten(0, 1), targets.flatten()  # N C, N
         if self.config.vocab_size <= LARGE_VOCABULARY:
-            return F.cross_entropy(upcast(self.logits(x)), targets)
+            return self.terms(x, targets, "mean")
         parts = zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
-        losses = [checkpoint(self._sum_of_losses, *part, use_reentrant=False) for part in parts]
-        return torch.stack(losses).sum() / len(targets)
+        sums = [checkpoint(self.terms, *part, "sum", use_reentrant=False) for part in parts]
+        return {name: torch.stack([each[name] for each in sums]).sum() / len(targets) for name in sums[0]}
 
-    def _sum_of_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(upcast(self.logits(x)), targets, reduction="sum")
+    def terms(self, x: Tensor, targets: Tensor, reduction: str) -> dict[str, Tensor]:
+        """The terms of tokens with final hidden states (N, C): their "mean" or their "sum"."""
+        logits = upcast(self.logits(x))  # N V
+        terms = {"train_loss": F.cross_entropy(logits, targets, reduction=reduction)}
+        if self.config.z_loss:  # keeps the softmax's normalizer near 1: PaLM, arXiv 2204.02311
+            squares = logits.logsumexp(-1).square()  # N
+            terms["z_loss"] = self.config.z_loss * (squares.mean() if reduction == "mean" else squares.sum())
+        return terms
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per token, of predicting `targets` (B, T) from `tokens` (B, T)."""
@@ -140,7 +150,7 @@ class Block(nn.Module):
         self.attention_residual = connection(Site("attention", layer, config.layers, config.dim, make_norm))
         self.self_attn = Attention(config)
         self.mlp_residual = connection(Site("mlp", layer, config.layers, config.dim, make_norm))
-        self.mlp = SwiGLU(config)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
         x = self.attention_residual(x, self.self_attn, rope, cache)
@@ -155,15 +165,22 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim, self.group = config.head_dim, config.heads // config.kv_heads
+        self.head_dim, self.group, self.cap = config.head_dim, config.heads // config.kv_heads, config.attention_cap
         self.q_proj = Linear(config.dim, config.heads * config.head_dim, role="query")
         self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="key")
         self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="value")
         self.o_proj = Linear(config.heads * config.head_dim, config.dim, role="attention_out")
+        gates = {"none": 0, "head": config.heads, "element": config.heads * config.head_dim}[config.attention_gate]
+        self.gate_proj = Linear(config.dim, gates, role="attention_gate") if gates else None
+        self.gate_activation = ACTIVATIONS[config.gate_activation]
+        self.inner_norm = inner_norm(config, config.heads * config.head_dim)
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
         self.rotated_q_norm, self.rotated_k_norm = nn.Identity(), nn.Identity()  # replaced by --placement ngpt
+        if config.qk_norm_after_rope:
+            self.q_norm, self.rotated_q_norm = self.rotated_q_norm, self.q_norm
+            self.k_norm, self.rotated_k_norm = self.rotated_k_norm, self.k_norm
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
@@ -178,23 +195,50 @@ class Attention(nn.Module):
         causal = mask is None and q.shape[2] > 1  # a single token attends to all that are cached
         if self.group > 1:  # enable_gqa has no fused kernel on older GPUs, in fp32, or with a mask
             k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))  # B H S D
-        # softmax(q kᵀ / √D + mask) v, B H T D
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # B T C
+        if self.cap:
+            y = capped_attention(q, k, v, mask, dropout, causal, self.cap)
+        else:  # softmax(q kᵀ / √D + mask) v, B H T D
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        y = y.transpose(1, 2)  # B T H D
+        if self.gate_proj is not None:  # B T H 1 or B T H D. Gated Attention, arXiv 2505.06708
+            y = y * self.gate_activation(self.gate_proj(x)).unflatten(-1, (y.shape[2], -1))
+        return self.dropout(self.o_proj(self.inner_norm(y.flatten(2))))  # B T C
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)). GLU Variants Improve Transformer, arXiv 2002.05202."""
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, cap: float
+) -> Tensor:
+    """F.scaled_dot_product_attention with the scores cap · tanh(score / cap). Gemma 2, arXiv 2408.00118.
+
+    SDPA has no cap, so all scores are in memory: B H T S.
+    """
+    scores = upcast(q / math.sqrt(q.shape[-1]) @ k.mT)  # B H T S
+    scores = cap * torch.tanh(scores / cap)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v  # B H T D
+
+
+class MLP(nn.Module):
+    """down(a(gate(x)) · up(x)): SwiGLU, arXiv 2002.05202, with silu for a. Without a gate, down(a(up(x)))."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.hidden_dim, role="gate")
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate_proj = Linear(config.dim, config.hidden_dim, role="gate") if config.mlp == "gated" else None
         self.up_proj = Linear(config.dim, config.hidden_dim, role="up")
+        self.inner_norm = inner_norm(config, config.hidden_dim)
         self.down_proj = Linear(config.hidden_dim, config.dim, role="down")
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))  # B T C
+        if self.gate_proj is None:
+            h = self.activation(self.up_proj(x))
+        else:
+            h = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        return self.dropout(self.down_proj(self.inner_norm(h)))  # B T C
 
 
 # --- rotary positions ------------------------------------------------------------------------------------------------
@@ -252,24 +296,31 @@ class Rope(nn.Module):
         return self
 
 
-# --- norms on queries, keys and values -------------------------------------------------------------------------------
+# --- norms inside a sublayer ----------------------------------------------------------------------------------------
 
 
 def head_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
     """The norm on queries, keys or values, B T heads D: per head (arXiv 2010.04245), over all heads, or none.
 
-    `--qk-norm` sets it for queries and keys. If that is "none", and always for values, the placement decides. It uses
-    the model's norm, or RMSNorm if that norm does not support single heads.
+    `--qk-norm` sets it for queries and keys. If that is "none", and for values without `--v-norm`, the placement
+    decides. It uses the model's norm, or RMSNorm if that norm does not support single heads.
     """
+    if site == "value" and config.v_norm:
+        return build_norm("rmsnorm", config.head_dim, elementwise_affine=False)
     extent = "none" if site == "value" else config.qk_norm
     if extent == "none" and PLACEMENTS[config.placement].qkv_norm:
         extent = "head"
     if extent == "none":
         return nn.Identity()
     width = config.head_dim if extent == "head" else heads * config.head_dim
-    kind, norm_args = (config.norm, config.norm_args) if TRAITS[config.norm].per_head else ("rmsnorm", {})
+    kind, norm_args = config.head_norm(site)
     norm = build_norm(kind, width, site=site, **norm_args)
     return norm if extent == "head" else FullWidth(norm)
+
+
+def inner_norm(config: ModelConfig, width: int) -> nn.Module:
+    """With `--inner-norm`, the model's norm before the last matrix of a sublayer. BitNet b1.58, arXiv 2504.12285."""
+    return build_norm(config.norm, width, site="inner", **config.norm_args) if config.inner_norm else nn.Identity()
 
 
 class FullWidth(nn.Module):
@@ -319,7 +370,7 @@ class LayerCache:
 
 
 class Embedding(nn.Module):
-    """An embedding, times a constant as in Gemma, or a learned scalar, √dim at the start (arXiv 2503.10622), or 1.
+    """An embedding, normalized or not, times a constant as in Gemma, or a learned scalar as in DyT, or 1.
 
     Not an `nn.Embedding`, so tools that merge adapters reject it: merging would ignore the scale.
     """
@@ -329,9 +380,12 @@ class Embedding(nn.Module):
         self.role = EMBEDDING
         self.weight, self.constant = nn.Parameter(torch.zeros(config.vocab_size, config.dim)), config.embedding_scale
         self.scale = nn.Parameter(torch.full((1,), math.sqrt(config.dim))) if config.scaled_embedding else None
+        gain = config.embedding_norm == "gain"
+        normed = config.embedding_norm != "none"
+        self.norm = build_norm("rmsnorm", config.dim, elementwise_affine=gain) if normed else nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, self.weight)  # B T C
+        x = self.norm(F.embedding(tokens, self.weight))  # B T C
         if self.constant != 1:
             x = self.constant * x
         return x if self.scale is None else self.scale * x
@@ -345,78 +399,3 @@ def check_tie(model: Llama, state: dict[str, Tensor], prefix: str, *arguments) -
     same = embedding is not None and head.data_ptr() == embedding.data_ptr()
     if not same and (embedding is None or not torch.equal(embedding.nan_to_num(), head.nan_to_num())):
         arguments[-1].append("lm_head.weight is not embed_tokens.weight; load it into a Llama(tie_embeddings=False)")
-
-
-# --- matrices and their roles ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a matrix is for. Initial weights, optimizers, generation and placements ask it."""
-
-    name: str
-    hidden: bool = True  # in a block: Muon trains it, and it is decayed
-    into_stream: bool = False  # a projection into the residual stream
-    low_precision: bool = True  # stored in the dtype of products if the model only generates
-
-
-EMBEDDING = Role("embedding", hidden=False, low_precision=False)
-ROLES = [EMBEDDING, *map(Role, ("query", "key", "value", "gate", "up")), Role("head", hidden=False)]
-ROLES += [Role("attention_out", into_stream=True), Role("down", into_stream=True)]
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` without a bias, whose weight is drawn by its role, a name in `ROLES`, and is zero until then."""
-
-    def __init__(self, inputs: int, outputs: int, role: str):
-        self.role = next((each for each in ROLES if each.name == role), None)  # known when the weight is made
-        require(self.role, f"role {role!r} is not known: add it to ROLES in model.py")
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-
-def matrices(model: Llama) -> Iterator[tuple[Role, str, nn.Parameter]]:
-    """Role, Hugging Face name and weight of every matrix of `model`; a tied one once, as the embedding."""
-    for path, module in model.named_modules():
-        role = getattr(module, "role", None)
-        if role and not (module is model.lm_head and module.weight is model.embed_tokens.weight):
-            yield role, f"{'' if module is model.lm_head else 'model.'}{path}.weight", module.weight
-
-
-@torch.no_grad()
-def draw_weights(model: Llama, seed: int, copy: Callable = Tensor.copy_) -> None:
-    """Draw every matrix from N(0, std²), std by its role. Norms and residual connections initialize their parameters.
-
-    The unscaled draw is a function of the seed, the matrix's Hugging Face name (or its path) and its shape, and is made
-    on the CPU: models that differ in their norm start from the same weights, on every device. `copy` puts it into a
-    weight, which may be sharded. Raises ValueError for a matrix without a role.
-    """
-    drawn = {id(weight) for _, _, weight in matrices(model)}
-    for name, weight in model.named_parameters():
-        known = weight.ndim < 2 or id(weight) in drawn or "norm" in name or "residual" in name
-        require(known, f"{name} is a matrix without a role; make it with model.Linear(inputs, outputs, role)")
-    for role, name, weight in matrices(model):
-        if not weight.is_meta:
-            source = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
-            generator = torch.Generator("cpu").manual_seed(int.from_bytes(source[:7]))
-            draw = torch.randn(weight.shape, generator=generator, device="cpu")
-            copy(weight, draw * initial_std(model.config, role, weight.shape))
-    if after_step := PLACEMENTS[model.config.placement].after_step:
-        after_step(model)
-
-
-def initial_std(config: ModelConfig, role: Role, shape: torch.Size) -> float:
-    """Initial standard deviation of a weight of `shape`.
-
-    `normal` is 0.02, divided by sqrt(2 layers) for the projections into the residual stream (GPT-2). `xavier` is
-    sqrt(2 / (inputs + outputs)), but 0.02 for the embedding, whose rows are looked up, not summed over.
-    """
-    placement, scaled = PLACEMENTS[config.placement], config.depth_scaled_init
-    gain = placement.init_gain(role.name, config.layers)
-    if config.init == "xavier" and role.name != "embedding":
-        return gain * math.sqrt(2 / sum(shape))
-    if (placement.depth_scaled if scaled is None else scaled) and role.into_stream:
-        gain /= math.sqrt(2 * config.layers)
-    return gain * 0.02

@@ -11,7 +11,9 @@ from torch.optim import AdamW, Optimizer
 
 from config import TrainConfig
 from machine import distributed
-from model import Llama, matrices
+from model import Llama
+from norms import KINDS
+from roles import matrices
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values above 0.002 end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
@@ -23,16 +25,20 @@ WSD_DECAY = 0.2  # fraction of all steps in which the `wsd` schedule decays
 def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     """AdamW for everything, or Muon for the matrices in the blocks and AdamW for the rest.
 
-    Only the matrices in the blocks have weight decay: norm gains, biases, embedding and head are not decayed. A group's
-    "lr_ratio" is its learning rate relative to the schedule's.
+    The matrices in the blocks have weight decay, and so have the norm gains that --decay-gains names. Biases, embedding
+    and head are not decayed. A group's "lr_ratio" is its learning rate relative to the schedule's.
     """
     hidden = hidden_matrices(model)
-    in_blocks = set(hidden)
-    others = [weight for weight in model.parameters() if weight not in in_blocks]
+    gains = decayed_gains(model, config.decay_gains)
+    decayed = {*hidden, *gains}
+    others = [weight for weight in model.parameters() if weight not in decayed]
     muon = config.optimizer == "muon"
+    ratio = ADAMW_LR_RATIO if muon else 1.0
     decay = {"params": hidden, "weight_decay": config.weight_decay, "lr_ratio": 1.0}
-    no_decay = {"params": others, "weight_decay": 0.0, "lr_ratio": ADAMW_LR_RATIO if muon else 1.0}
-    adamw = AdamW([no_decay] if muon else [no_decay, decay], config.lr, betas=(0.9, 0.95), fused=True)
+    rest = [{"params": others, "weight_decay": 0.0, "lr_ratio": ratio}]
+    if gains:
+        rest.append({"params": gains, "weight_decay": config.weight_decay, "lr_ratio": ratio})
+    adamw = AdamW(rest if muon else [*rest, decay], config.lr, betas=(0.9, 0.95), fused=True)
     if not muon:
         return [adamw]
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -42,6 +48,25 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
 def hidden_matrices(model: Llama) -> list[Tensor]:
     """The matrices in the blocks: all except embedding and head."""
     return [weight for role, _, weight in matrices(model) if role.hidden]
+
+
+def decayed_gains(model: Llama, which: str) -> list[Tensor]:
+    """The gains that --decay-gains names: `weight` of norms.
+
+    "output" are those norms whose result is, or is added to, the residual stream. "input" are the others around a
+    sublayer, and that before the head. Only "all" has those on queries, keys, values, the embedding, and in sublayers.
+    """
+    parts: dict[str, list[Any]] = {"none": [], "input": [model.final_norm], "output": [], "all": [model]}
+    blocks: Any = model.layers
+    for block in blocks:
+        for residual in (block.attention_residual, block.mlp_residual):
+            for name, norm in residual.named_children():
+                after = name in getattr(residual, "output_norms", ())
+                parts["output" if after else "input"].append(norm)
+    norms: list[Any] = [
+        norm for part in parts[which] for norm in part.modules() if isinstance(norm, tuple(KINDS.values()))
+    ]
+    return [norm.weight for norm in norms if getattr(norm, "weight", None) is not None]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -32,11 +32,12 @@ from generate import Sampling, sample_text
 from machine import distributed
 from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
-from model import Llama, draw_weights
+from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers, rate_jump
 from pages.html import save_plot
 from pages.run import plot_loss, write_report
+from roles import draw_weights, matrices
 from runtime.checkpoint import (
     clear_unfinished,
     find_checkpoint,
@@ -91,7 +92,8 @@ def train(**options: Any) -> Trained:
     process uses its directory, and Stopped if a signal has ended it.
     """
     set_up_cpu()
-    asked = read_keywords(options, {"preset": str, "config": str, "resume": bool, "verify": bool, "import": list[str]})
+    others = {"preset": str, "recipe": str, "config": str, "resume": bool, "verify": bool, "import": list[str]}
+    asked = read_keywords(options, others)
     import_files(asked.pop("import", ()))
     with distributed.process_group():
         run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])
@@ -147,8 +149,9 @@ def update_weights(
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_ratio"]
             optimizer.step()
-        if after_step := PLACEMENTS[model.config.placement].after_step:
-            after_step(model)
+        if constrain := PLACEMENTS[model.config.placement].constrain:
+            for role, _, weight in matrices(model):
+                constrain(weight, role)
     elif scaler.get_scale() <= 1:
         raise NotFinite("gradient is", step)
     model.zero_grad()

@@ -21,9 +21,10 @@ from torch.amp import GradScaler
 from config import DEVICES, TrainConfig, check_sizes, option
 from generate import cast_matrices, generate
 from machine.device import autocast, check_compile, peak_memory, pick_device, pick_dtype
-from model import Llama, matrices
+from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import hidden_matrices, make_optimizers
+from roles import matrices
 from runtime.acceleration import fast_decoder
 from runtime.run import default_preset, follow, read_config_file
 from train import accumulate_gradients, update_weights

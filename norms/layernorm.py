@@ -16,7 +16,8 @@ class LayerNorm(nn.Module):
 
     An int means the last axis, of that size; torch.Size and lists name several, such as [C, H, W] for images.
     In a sequence (B, T, dim) that must be dim alone: statistics over (T, dim) would mix time steps.
-    Computed in fp32 whatever the dtype of x, then cast back once.
+    With `zero_centered`, the gain is 1 + weight, as in Nemotron: weight decay then pulls it to 1, not to 0. Computed in
+    fp32 whatever the dtype of x, then cast back once.
     """
 
     def __init__(
@@ -25,13 +26,15 @@ class LayerNorm(nn.Module):
         eps: float = 1e-5,
         *,
         elementwise_affine: bool = True,
+        zero_centered: bool = False,
         bias: bool = True,
     ):
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         check_eps(eps)
-        self.normalized_shape, self.eps = shape, eps
-        self.weight = nn.Parameter(torch.ones(shape)) if elementwise_affine else None
+        self.normalized_shape, self.eps, self.zero_centered = shape, eps, zero_centered
+        initial = torch.zeros if zero_centered else torch.ones
+        self.weight = nn.Parameter(initial(shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(shape)) if elementwise_affine and bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ class LayerNorm(nn.Module):
         y = F.layer_norm(h, self.normalized_shape, eps=self.eps)
         # Gain and bias are applied separately: F.layer_norm loses digits when it sums their gradients over many rows.
         if self.weight is not None:
-            y = y * self.weight
+            y = y * (1 + upcast(self.weight) if self.zero_centered else self.weight)
         if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype)

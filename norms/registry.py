@@ -37,8 +37,9 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     """Make the decorated class available as `--norm kind`; `traits` override the defaults of `Traits`.
 
     The constructor takes the feature width first. Its other arguments are keywords with defaults, which
-    `--norm-arg` can set. An argument called `site` cannot be set; it receives the position of the norm
-    in the model ("attention", "mlp", "final", "query", "key" or "value"). Raises ValueError for a name that exists.
+    `--norm-arg` can set. An argument called `site` cannot be set; it receives the position of the norm in
+    the model ("attention", "mlp", "final", "query", "key", "value" or "inner"). Raises ValueError for a
+    name that exists.
     """
 
     def add(cls: NormClass) -> NormClass:
@@ -69,7 +70,7 @@ def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
         if not is_a(value, types[name]):
             choices = " or ".join(map(str, get_args(types[name])))  # for a Literal
             expected = EXPECTED.get(types[name], choices)
-            raise ValueError(f"--norm-arg {name} takes {expected}, not {value!r}")
+            raise ValueError(f"argument {name} of norm {kind!r} takes {expected}, not {value!r}")
 
 
 def _argument_types(kind: str) -> dict[str, Any]:

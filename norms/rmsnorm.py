@@ -16,7 +16,8 @@ class RMSNorm(nn.Module):
     A sublayer then gets inputs of the same size, however large the residual stream has become.
 
     Computed in fp32 whatever the dtype of x. `cast_order` says when the result is cast back: "fp32" after the gain,
-    "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained.
+    "llama" before it, which rounds twice and is how pretrained LLaMA weights were trained. With `zero_centered`, the
+    gain is 1 + weight, as in Gemma: weight decay then pulls it to 1, not to 0.
 
     Gradients lose digits for |x| beyond 1e12, where the derivative of torch.rsqrt(s), -½ / √s³, underflows.
     """
@@ -27,12 +28,14 @@ class RMSNorm(nn.Module):
         eps: float = 1e-6,
         *,
         elementwise_affine: bool = True,
+        zero_centered: bool = False,
         cast_order: Literal["fp32", "llama"] = "fp32",
     ):
         super().__init__()
         check_eps(eps)
-        self.eps, self.cast_order = eps, cast_order
-        self.weight = nn.Parameter(torch.ones(dim)) if elementwise_affine else None
+        self.eps, self.zero_centered, self.cast_order = eps, zero_centered, cast_order
+        initial = torch.zeros if zero_centered else torch.ones
+        self.weight = nn.Parameter(initial(dim)) if elementwise_affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         h = upcast(x)
@@ -40,5 +43,5 @@ class RMSNorm(nn.Module):
         if self.cast_order == "llama":
             y = y.to(x.dtype)
         if self.weight is not None:
-            y = y * self.weight
+            y = y * (1 + upcast(self.weight) if self.zero_centered else self.weight)
         return y.to(x.dtype)

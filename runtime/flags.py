@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from types import UnionType
 from typing import Any, get_origin
 
 from config import (
     FIELDS,
     FIXED_ON_RESUME,
     PRESETS,
+    RECIPES,
     Asked,
     ModelConfig,
     TrainConfig,
@@ -33,6 +35,7 @@ BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option
     bool: {"action": argparse.BooleanOptionalAction},
     dict: {"action": "append", "metavar": "KEY=VALUE"},
     list: {"action": "extend", "nargs": "+", "metavar": "NAME|PATH"},
+    UnionType: {"type": lambda text: read_value(text, float), "metavar": "NUMBER|sqrt"},
 }
 
 
@@ -97,12 +100,19 @@ def read_train(arguments: list[str] | None) -> Asked:
 
 
 def add_flags(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
-    """Add `--preset`, `--config` and a flag for every field of both configurations; no help for those in `hidden`."""
+    """Add a flag for every field of both configurations, and those that stand for several; no help for `hidden`."""
     parser.add_argument(
         "--preset",
         choices=PRESETS,
         help="set of defaults (default: tiny, shown below, on a CPU, else small). GPU memory: small 4 GB, 124m 16 GB, "
         "1b 80 GB, 7b 80 GB on each of 8 GPUs",
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        metavar="NAME",
+        help="norms, residual path and what surrounds them of a released model, without its sizes; other flags come "
+        f"after it: {', '.join(RECIPES)}",
     )
     parser.add_argument("--config", metavar="RUN.JSON", help="run.json of an earlier run to take options from")
     add_options(parser.add_argument_group("model"), ModelConfig, hidden)
@@ -144,6 +154,7 @@ def read_pairs(flag: str, texts: Iterable[str]) -> dict[str, Any]:
 
 def read_value(text: str, wanted: Any = None) -> Any:
     """A value of the type `wanted`, or what the text looks like: a truth value, an integer, a number, or itself."""
+    wanted = float if isinstance(wanted, UnionType) else wanted  # or else text
     if text.lower() in TRUTH and wanted in (bool, None):
         return TRUTH[text.lower()]
     for number in (int, float):
@@ -165,8 +176,9 @@ def read_keywords(options: Asked, others: Asked) -> Asked:
         elif value is not None:
             asked[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_fields(asked, "train", others)
-    preset = asked.get("preset", "tiny")
-    require(preset in PRESETS, f"unknown --preset {preset!r}; choose from {', '.join(PRESETS)}")
+    for name, choices in (("preset", PRESETS), ("recipe", RECIPES)):
+        valid = name not in asked or asked[name] in choices
+        require(valid, f"unknown --{name} {asked.get(name)!r}; choose from {', '.join(choices)}")
     return asked
 
 

@@ -74,8 +74,8 @@ def import_files(names: Iterable[str]) -> None:
 
 
 def definitions() -> dict[tuple[Any, str], Any]:
-    """What decides what a model computes: what is in model.py, in norms/, in their classes and in the two tables."""
-    modules = {module for name, module in sys.modules.items() if name.partition(".")[0] in ("model", "norms")}
+    """What decides what a model computes: all in model.py, roles.py and norms/, their classes and the two tables."""
+    modules = {module for name, module in sys.modules.items() if name.partition(".")[0] in ("model", "norms", "roles")}
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     ours = {each for each in classes if sys.modules.get(each.__module__) in modules}
     owners: dict[Any, Mapping] = {owner: vars(owner) for owner in modules | ours}

@@ -22,8 +22,9 @@ from data.tokenizer import ByteTokenizer, NoTokenizer, SentencePieceTokenizer
 from files import require, warn
 from machine import distributed
 from machine.device import check_compile, compiling_pays, describe, has_device, pick_device, pick_dtype
-from model import Llama, matrices
+from model import Llama
 from norms import TRAITS
+from roles import matrices
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import ROOT, check_imported_norm, import_records, warn_of_imports
@@ -166,7 +167,7 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
 
     `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken.
     """
-    asked = {name: value for name, value in asked.items() if name in DEFAULTS.keys() - {"out"} | {"preset"}}
+    asked = {name: value for name, value in asked.items() if name in DEFAULTS.keys() - {"out"} | {"preset", "recipe"}}
     before, kept = (previous["asked"], previous["resolved"]) if previous else ({}, {})
     if previous:
         warn_of_imports(previous["imports"], kept)

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ from tests.random_values import randomize
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
 TOKENS = torch.randint(29, (2, 4, 11), generator=torch.Generator().manual_seed(0))  # steps, B, T + 1
+OPTIONS: dict[str, Any] = dict(
+    dropout=0.2, qk_norm="head", qk_norm_args={"eps": 1e-3}, qk_norm_after_rope=True, v_norm=True, inner_norm=True,
+    embedding_norm="gain", embedding_scale="sqrt", attention_gate="element", gate_activation="softplus",
+    attention_cap=5.0, logit_cap=3.0, z_loss=0.1, activation="gelu_tanh", norm_args={"zero_centered": True},
+)  # fmt: skip
 GREEDY = Sampling(tokens=12, temperature=0)
 # Each kind by itself is compiled in norms/test_contract.py.
 CELLS = [("batchnorm", "residual", "aot_eager"), ("powernorm", "sandwich", "eager"), ("layernorm", "post", "eager")]
@@ -74,6 +80,7 @@ def test_training_with_all_options_matches_eager():
     assert_training_matches(
         dataclasses.replace(SMALL, qk_norm="head", kv_heads=4), dtype=torch.bfloat16, backend="eager"
     )
+    assert_training_matches(dataclasses.replace(SMALL, layers=1, **OPTIONS), recompute=True)
 
 
 def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
@@ -107,7 +114,9 @@ def test_a_training_compiles_once_and_says_so(tmp_path, text, monkeypatch, capsy
     assert len(graphs) == 1 and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"placement": "hybrid", "norm": "layernorm", "qk_norm": "full"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"placement": "hybrid", "norm": "layernorm", "qk_norm": "full"}, {"attention_cap": 5.0}]
+)
 def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     """Two samples, then a prompt of one token: compiled once."""
     model = randomize(Llama(dataclasses.replace(SMALL, **changes)))

@@ -11,6 +11,7 @@ import torch
 from config import (
     DEFAULTS,
     PRESETS,
+    RECIPES,
     ROPE_SCALING,
     ModelConfig,
     TrainConfig,
@@ -18,6 +19,7 @@ from config import (
     check_fields,
     combine,
     configure,
+    flag_name,
     split,
 )
 from runtime.flags import read_train
@@ -40,6 +42,16 @@ BAD_VALUES = {
     **{f"--{SCALING.replace('=8', value)}": "numbers, low below high" for value in ("=nan", "=many", "=true")},
     f"--{SCALING.replace('r=1', 'r=4')}": "positive numbers, low below high",
     "--embedding-scale 0": "--embedding-scale must be a positive number, not 0.0",
+    "--embedding-scale wide": "--embedding-scale must be a positive number, not wide",
+    **{f"--{name} -1": f"--{name} must be 0 or more and finite" for name in ("attention-cap", "logit-cap", "z-loss")},
+    **{
+        f"--qk-norm-after-rope {flags}": "--qk-norm-after-rope needs --qk-norm, and not --placement ngpt"
+        for flags in ("", "--qk-norm head --placement ngpt")
+    },
+    "--qk-norm-arg eps=1": "--qk-norm-arg needs a norm on queries and keys, as --qk-norm head",
+    "--gate-activation softplus": "--gate-activation softplus needs --attention-gate head or element",
+    "--qk-norm head --qk-norm-arg epsilon=1": "norm 'rmsnorm' has no argument 'epsilon'; it takes eps",
+    "--norm groupnorm --inner-norm --hidden-dim 50 --norm-arg groups=4": "must divide the 50 features",
     "--tokenizer pretrained": "--tokenizer pretrained needs --init-from",
     "--heads 4 --kv-heads 3": "--heads 4 is not divisible by --kv-heads 3",
     "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
@@ -59,10 +71,10 @@ BAD_VALUES = {
     "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
     "--seed 9223372036854775808": "--seed must be below 2**63",
     "--norm-arg epsilon=1": "norm 'rmsnorm' has no argument 'epsilon'; it takes eps",
-    "--norm-arg eps=small": "--norm-arg eps takes a number, not 'small'",
+    "--norm-arg eps=small": "argument eps of norm 'rmsnorm' takes a number, not 'small'",
     "--norm-arg eps=0": "eps of a norm must be positive and finite, not 0",
-    "--norm-arg cast_order=first": "--norm-arg cast_order takes fp32 or llama, not 'first'",
-    "--norm layernorm --norm-arg bias=maybe": "--norm-arg bias takes true or false, not 'maybe'",
+    "--norm-arg cast_order=first": "argument cast_order of norm 'rmsnorm' takes fp32 or llama, not 'first'",
+    "--norm layernorm --norm-arg bias=maybe": "argument bias of norm 'layernorm' takes true or false, not 'maybe'",
     "--tokenizer bytes --vocab-size 1000": "--vocab-size 1000: --tokenizer bytes has 257 ids",
 }
 
@@ -119,6 +131,17 @@ NEW: dict[str, dict[str, Any]] = {
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
     "--preset small --norm batchnorm": {"norm": "batchnorm", "micro_batch_size": 64},
     "--preset small --norm batchnorm --micro-batch-size 32": {"norm": "batchnorm"},
+    "--mlp plain": {"mlp": "plain", "hidden_dim": 512},
+    "--preset 7b --mlp plain --activation relu2": {"mlp": "plain", "activation": "relu2", "hidden_dim": 16384},
+    "--recipe llama": {},
+    "--recipe olmo2": {"placement": "reordered", "qk_norm": "full"},
+    "--recipe olmo2 --placement pre --dim 64": {"qk_norm": "full", "dim": 64, "head_dim": 32, "hidden_dim": 192},
+    "--recipe olmo --norm layernorm": {"norm": "layernorm"},
+    "--recipe llama4 --norm dyt": {"norm": "dyt", "qk_norm": "head"},
+    "--recipe llama4 --qk-norm none": {},
+    "--recipe llama4 --qk-norm full": {"qk_norm": "full", "qk_norm_args": {"elementwise_affine": False}},
+    "--recipe hunyuan_v1_dense --qk-norm none": {},
+    "--recipe laguna --attention-gate none": {"qk_norm": "head"},
     "--preset small --dropout 0 --warmup 7": {"dropout": 0.0, "warmup": 7},
 }
 # Flags of a run, flags of one that continues it or takes its options, and how the two differ.
@@ -141,6 +164,21 @@ LATER: dict[tuple[str, str], dict[str, Any]] = {
         "norm": "dyt",
         "norm_args": {"alpha": 2},
     },
+    ("--embedding-scale sqrt", "--dim 64"): {
+        "embedding_scale": 8.0,
+        "dim": 64,
+        "head_dim": 32,
+        "hidden_dim": 192,
+    },
+    ("--recipe olmo2", "--recipe exaone4 --lr 0.1"): {"qk_norm": "head", "lr": 0.1},
+    ("--qk-norm head --qk-norm-arg eps=0.5 --qk-norm-after-rope", "--qk-norm none"): {
+        "qk_norm": "none",
+        "qk_norm_args": {},
+        "qk_norm_after_rope": False,
+    },
+    ("--recipe olmo", "--norm-arg eps=0.5"): {"norm_args": {"elementwise_affine": False, "eps": 0.5}},
+    ("--recipe gemma", "--norm dyt"): {"norm": "dyt", "norm_args": {}},
+    ("--placement post", "--recipe olmo2"): {"qk_norm": "full"},
     ("--norm-arg eps=0.5", "--norm-arg eps=0.75 --lr 0.1"): {"norm_args": {"eps": 0.75}, "lr": 0.1},
     ("--preset small", "--batch-size 16"): {"batch_size": 16, "micro_batch_size": 16},
     ("--preset small --micro-batch-size 8", "--batch-size 16"): {"batch_size": 16},
@@ -168,11 +206,11 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flags, expected", NEW.items())
 def test_what_follows_from_a_preset_and_flags(flags, expected):
-    """What was asked for never gives way, and run.json has it, with the preset."""
+    """What was asked for never gives way, and run.json has it, with the preset and the recipe."""
     run, asked = run_of(flags), {"preset": "tiny"} | HERE | read_train(flags.split())
-    preset = asked["preset"]
+    preset, named = asked["preset"], {name: asked[name] for name in ("preset", "recipe") if name in asked}
     assert changes(options(f"--preset {preset}"), run["resolved"]) == expected
-    assert run["asked"] == asked and ({"preset": preset} | run["resolved"]).items() >= asked.items()
+    assert run["asked"] == asked and (asked | run["resolved"]) == run["resolved"] | named
 
 
 @pytest.mark.parametrize("flags, expected", LATER.items(), ids=" → ".join)
@@ -255,6 +293,18 @@ def test_a_pretrained_model_comes_after_the_preset_and_flags_may_repeat_it():
     for change in ({"heads": 8}, {"tokenizer": "bytes"}, {"norm": "rmsnorm"}, {"norm_args": {"eps": 0.5}}):
         with pytest.raises(ValueError, match=r"contradicts --init-from, which has .*; leave it out"):
             configure(asked | change, pretrained)
+
+
+def test_a_recipe_may_repeat_that_of_a_pretrained_model():
+    """And what would turn off a part of it is an error."""
+    for recipe in RECIPES:
+        base, _ = configure({"recipe": recipe, "dim": 64, "layers": 2})
+        pretrained = dataclasses.asdict(base) | {"tokenizer": "pretrained"}
+        for asked in ({"recipe": recipe, "init_from": "base"}, {"init_from": "base"}):
+            assert configure(asked, pretrained)[0] == base
+        for name in {"qk_norm", "attention_gate"} & {each for each in RECIPES[recipe] if pretrained[each] != "none"}:
+            with pytest.raises(ValueError, match=f"{flag_name(name)} none contradicts --init-from"):
+                configure({name: "none", "init_from": "base"}, pretrained)
 
 
 # --- presets and defaults --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import inspect
 import math
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -25,23 +26,13 @@ from experiments.plan import estimate
 from fast.compiled import CompiledDecoder, StaticCache
 from generate import cast_matrices
 from machine.device import deterministic
-from model import (
-    ROLES,
-    Attention,
-    Embedding,
-    Linear,
-    Llama,
-    Role,
-    Rope,
-    SwiGLU,
-    matrices,
-    precompute_freqs_cis,
-    rotate,
-)
-from norms import KINDS
-from norms.placement import PLACEMENTS
+from model import MLP, Attention, Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
+from norms import KINDS, TRAITS
+from norms.placement import PLACEMENTS, Placement, PreNorm, Site
+from norms.registry import Traits
 from norms.rmsnorm import RMSNorm
 from optim import make_optimizers
+from roles import ROLES, Role, matrices
 from tests.random_values import normal, randomize
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
@@ -81,22 +72,23 @@ def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32(most, monkeypatch
 
 
 def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(monkeypatch):
-    """It is the loss of all logits in float64, and so are its gradients, also compiled."""
-    model = Llama(SMALL).double()
+    """It is the loss of all logits in float64, and so are its gradients, also compiled. And the z-loss."""
+    model = Llama(dataclasses.replace(SMALL, z_loss=0.1)).double()
     tokens, targets = torch.randint(model.config.vocab_size, (2, 2, 7))
-    expected = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    logits = model(tokens).flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, targets.flatten()) + 0.1 * logits.logsumexp(-1).square().mean()
     monkeypatch.setattr("model.LARGE_VOCABULARY", 10)
     monkeypatch.setattr("model.LOSS_TOKENS", 4)
     gradients = torch.autograd.grad(expected, list(model.parameters()))
-    for loss_of in (model.loss, torch.compile(model.loss, backend="aot_eager")):
-        loss = loss_of(tokens, targets)
+    for objective in (model.objective, torch.compile(model.objective, backend="aot_eager")):
+        loss = torch.stack([*objective(tokens, targets).values()]).sum()
         torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
         for found, gradient in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
             assert (found - gradient).norm() <= 1e-14 * gradient.norm()
-    logits = Mock(side_effect=model.logits)
-    monkeypatch.setattr(model, "logits", logits)
+    counted = Mock(side_effect=model.logits)
+    monkeypatch.setattr(model, "logits", counted)
     model.loss(tokens, targets)
-    assert [len(call.args[0]) for call in logits.call_args_list] == [4, 4, 4, 2]
+    assert [len(call.args[0]) for call in counted.call_args_list] == [4, 4, 4, 2]
 
 
 def test_one_head_makes_logits_and_only_training_sees_added_terms(monkeypatch):
@@ -291,7 +283,8 @@ def test_init_does_not_depend_on_norm_placement_depth_or_global_rng():
 @pytest.mark.parametrize("init", ["normal", "xavier"])
 @pytest.mark.parametrize("depth_scaled", [True, False])
 def test_init_std_by_role(init, depth_scaled):
-    model = Llama(dataclasses.replace(SMALL, tie_embeddings=False, init=init, depth_scaled_init=depth_scaled))
+    changes: dict[str, Any] = dict(tie_embeddings=False, attention_gate="element")
+    model = Llama(dataclasses.replace(SMALL, init=init, depth_scaled_init=depth_scaled, **changes))
     for role, name, weight in matrices(model):
         std = 0.02
         if init == "xavier" and role.name != "embedding":
@@ -310,7 +303,7 @@ class Gated(Attention):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.gate = Linear(config.dim, config.dim, role="attention_gate")
+        self.gate = Linear(config.dim, config.dim, role="extra_gate")
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
         return super().forward(x, *arguments) * self.gate(x).sigmoid()
@@ -329,19 +322,42 @@ def test_nothing_is_uninitialized_when_a_constructor_returns():
             assert tensor.isfinite().all(), f"{name} of {module}"
 
 
-PLAIN = [lambda: nn.Linear(24, 3), lambda: nn.Embedding(24, 3), lambda: nn.Parameter(torch.zeros(3, 3))]
+PLAIN: dict[str, Callable[[], Any]] = {
+    "linear": lambda: nn.Linear(24, 3),
+    "embedding": lambda: nn.Embedding(24, 3),
+    "parameter": lambda: nn.Parameter(torch.zeros(3, 3)),
+    "v_norm_gate": lambda: nn.Linear(24, 3),
+    "residual_gate": lambda: nn.Linear(24, 3),
+}
 
 
-@pytest.mark.parametrize("make", PLAIN, ids=["linear", "embedding", "parameter"])
-def test_a_matrix_without_a_role_is_an_error_at_construction(make, monkeypatch):
-    class Wider(SwiGLU):
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_matrix_without_a_role_is_an_error_at_construction(name, monkeypatch):
+    """Whatever it is called, unless a norm or a residual connection owns it, which initialize themselves."""
+
+    class Wider(MLP):
         def __init__(self, config: ModelConfig):
             super().__init__(config)
-            self.extra = make()
+            setattr(self, name, PLAIN[name]())
 
-    monkeypatch.setattr("model.SwiGLU", Wider)
-    name = r"^layers\.0\.mlp\.extra(\.weight)?"
-    with pytest.raises(ValueError, match=name + r" is a matrix without a role; make it with model\.Linear\(inputs"):
+    class Mixed(RMSNorm):
+        def __init__(self, dim: int):
+            super().__init__(dim)
+            self.mix = nn.Linear(dim, dim)
+
+    class WithMatrix(PreNorm):
+        def __init__(self, site: Site):
+            super().__init__(site)
+            self.mix = nn.Linear(site.dim, site.dim)
+
+    monkeypatch.setitem(KINDS, "mixed", Mixed)
+    monkeypatch.setitem(TRAITS, "mixed", Traits())
+    monkeypatch.setitem(PLACEMENTS, "with_matrix", Placement(WithMatrix))
+    mixed = dataclasses.replace(SMALL, norm="mixed", placement="with_matrix", qk_norm="full")
+    assert Llama(mixed).get_submodule("layers.0.attention_residual.mix")
+    monkeypatch.setattr("model.MLP", Wider)
+    where = rf"^layers\.0\.mlp\.{name}(\.weight)?"
+    with pytest.raises(ValueError, match=where + r" is a matrix without a role; make it with model\.Linear\(inputs"):
         Llama(SMALL)
 
 
@@ -351,9 +367,9 @@ def test_a_new_role_is_one_line(changed, monkeypatch):
     training = TrainConfig(dtype="float32", batch_size=2)
     plain, planned = Llama(SMALL, seed=7), estimate(SMALL, training, "h100", 1)
     monkeypatch.setattr("model.Attention", Gated)
-    with pytest.raises(ValueError, match=r"role 'attention_gate' is not known: add it to ROLES in model\.py"):
+    with pytest.raises(ValueError, match=r"role 'extra_gate' is not known: add it to ROLES in roles\.py"):
         Llama(SMALL)
-    monkeypatch.setattr("model.ROLES", [*ROLES, Role("attention_gate", **changed)])
+    monkeypatch.setattr("roles.ROLES", [*ROLES, Role("extra_gate", **changed)])
     model: Any = Llama(SMALL, seed=7)
     weight = model.layers[1].self_attn.gate.weight
     assert torch.equal(weight, drawn(7, "model.layers.1.self_attn.gate.weight", weight.shape) * 0.02)

@@ -11,11 +11,12 @@ import pytest
 
 from machine.process import PACKAGES
 from norms.placement import PLACEMENTS
+from recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 GROUND = ["files", "norms", "data", "machine"]
-ORDER = [*GROUND, "config", "model", "optim", "fast", "runtime", "pages", "generate", "train", "experiments"]
-ORDER += ["ablate", "bench"]
+ORDER = [*GROUND, "recipes", "config", "roles", "model", "optim", "fast", "runtime", "pages", "generate", "train"]
+ORDER += ["experiments", "ablate", "bench"]
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.py")
@@ -40,9 +41,9 @@ def outside_the_standard_library(source: str) -> set[str]:
     return {name for name in imports(source) if name.partition(".")[0] not in sys.stdlib_module_names}
 
 
-def test_the_model_imports_only_torch_config_files_and_norms():
+def test_the_model_imports_only_torch_config_files_norms_and_roles():
     names = {name.partition(".")[0] for name in outside_the_standard_library("model.py")}
-    assert names == {"torch", "config", "files", "norms"}
+    assert names == {"torch", "config", "files", "norms", "roles"}
 
 
 @pytest.mark.parametrize("source", KINDS)
@@ -128,6 +129,13 @@ def test_the_tests_that_show_a_promise_exist():
     assert len(named) > 20
     for path, test in named:
         assert f"def {test}(" in (ROOT / "tests" / path).read_text("utf-8"), f"{path}::{test}"
+
+
+def test_every_recipe_is_in_the_table():
+    """Of docs/recipes.md, which has no others, and README counts them."""
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/recipes.md").read_text("utf-8"), re.M)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(RECIPES)
+    assert f"`--recipe gemma3` and {len(RECIPES) - 1} more" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_every_placement_has_a_section_and_a_small_drawing():

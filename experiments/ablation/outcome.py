@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from config import FIELDS, check_fields
+from config import FIELDS, RECIPES, check_fields
+from files import require
 from runtime.flags import read_pairs, read_value
 
 BySeed = Mapping[int, float]
@@ -25,19 +26,21 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The norm, the placement, and other factors with their names."""
-        return " ".join(
-            value if name in ("norm", "placement", "run") else f"{name}={value}" for name, value in self.factors
-        )
+        """The norm, the placement, the recipe, and other factors with their names."""
+        named = ("norm", "placement", "recipe", "run")
+        return " ".join(value if name in named else f"{name}={value}" for name, value in self.factors) or "model"
 
     @property
     def asked(self) -> dict[str, Any]:
         """What it asks of `train.py`. Raises ValueError for a value of another type."""
-        asked = {name: read_value(text, FIELDS[name].type) for name, text in self.factors}
+        types = {"recipe": str} | {name: each.type for name, each in FIELDS.items()}
+        asked = {name: read_value(text, types[name]) for name, text in self.factors}
         if "norm" in asked:
             asked["norm"], _, norm_args = asked["norm"].partition(":")
             asked["norm_args"] = read_pairs("--norms", filter(None, norm_args.split(",")))
-        check_fields(asked, "--factor")
+        check_fields(asked, "--factor", {"recipe": str})
+        recipe = asked.get("recipe", "llama")
+        require(recipe in RECIPES, f"--factor recipe: unknown {recipe!r}; choose from {', '.join(RECIPES)}")
         return asked
 
 

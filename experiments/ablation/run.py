@@ -48,13 +48,13 @@ class AblationConfig:
     """Options of `ablate.py`, besides those of train.py."""
 
     norms: list[str] = option(
-        ["rmsnorm"],
-        "norms to compare; the first is the baseline",
+        [],
+        "norms to compare; the first is the baseline (default: the model's)",
         metavar="KIND[:KEY=VALUE,...]",
     )
     placements: list[str] = option(
-        ["pre"],
-        "placements to compare; the first is the baseline",
+        [],
+        "placements to compare; the first is the baseline (default: the model's)",
         metavar=None,
         choices=PLACEMENTS,
     )
@@ -133,21 +133,27 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
 
 
 def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
-    """The arms, without checking whether the model supports each. Raises ValueError for invalid options."""
-    factors = {"norm": options.norms, "placement": options.placements}
+    """The arms, without checking whether the model supports each. Raises ValueError for invalid options.
+
+    An arm has a norm or a placement only if --norms or --placements says so: else it is that of its recipe.
+    """
+    given = {"norm": options.norms, "placement": options.placements}
+    factors = {name: levels for name, levels in given.items() if levels}
     for text in options.norms:
         kind = text.partition(":")[0]
         require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}, separated by spaces")
     for text in options.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
-        require(name in FIELDS, f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer")
+        known = name in FIELDS or name == "recipe"
+        require(known, f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer")
         require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
         require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
         factors[name] = values.split(",")
-    for name, levels in factors.items():
+    for name in {**given, **factors}:
         flag = OWN_FLAG.get(name, f"--factor {name}")
+        levels = factors.get(name, [])
         require(all(levels) and len(set(levels)) == len(levels), f"{flag} needs distinct values, not {levels}")
         require(name not in shared, f"{flag_name(name)} is for a single run; list all values with {flag}")
     return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]

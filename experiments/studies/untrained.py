@@ -13,7 +13,8 @@ from torch.func import functional_call
 from config import TrainConfig
 from experiments.benchmarks import Step, time_alternately
 from experiments.studies.study import Effect, Protocol, Runs, S, Study, Values, difference, slope
-from model import Llama, matrices
+from model import Llama
+from roles import matrices
 
 DEPTHS = (6, 12, 24, 48, 96)
 FLAT, FALLING = (-0.15, 0.15), (-0.65, -0.35)  # exponents

@@ -46,13 +46,13 @@ class Placement:
     final_norm: Callable[[MakeNorm], nn.Module] = lambda make_norm: make_norm("final")  # between stream and head
     init_stream: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
     init: str = "normal"  # the default of --init
-    init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by model.ROLES
+    init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by roles.ROLES
     depth_scaled: bool = True  # the default of --depth-scaled-init
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
     without_norm: bool = False  # supported with --norm none
     own_norm: bool = False  # N is built in: --norm and --norm-arg must keep their defaults
     extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
-    after_step: Callable[[nn.Module], None] | None = None  # called after initialization and after each step
+    constrain: Callable[[Tensor, Any], None] | None = None  # of a matrix and its role, at the start and after each step
 
 
 # Depth-scaled init is off if the placement scales all streams by depth, or if a norm after the sublayer undoes it.
@@ -71,7 +71,7 @@ PLACEMENTS = {
     "keel": Placement(keel, without_final_norm, depth_scaled=False),
     "ngpt": Placement(
         NormalizedUpdate, without_final_norm, init_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
-        after_step=return_to_sphere,
+        constrain=return_to_sphere,
     ),
 }  # fmt: skip
 

@@ -100,8 +100,6 @@ def add_scales(model: Any) -> None:
 
 
 @torch.no_grad()
-def return_to_sphere(model: Any) -> None:
-    """Give every row or column along the model's width, of every matrix, length 1."""
-    axes = {m.weight: 0 if m.role.into_stream else 1 for m in model.modules() if hasattr(m, "role")}
-    for weight, axis in axes.items():  # a tied weight once
-        weight.div_(weight.norm(dim=axis, keepdim=True).clamp_min(1e-12))
+def return_to_sphere(weight: Tensor, role: Any) -> None:
+    """Give every row or column of a matrix along the model's width length 1."""
+    weight.div_(weight.norm(dim=0 if role.into_stream else 1, keepdim=True).clamp_min(1e-12))

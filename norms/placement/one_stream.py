@@ -25,7 +25,12 @@ class Site:
 
 
 class OneNorm(nn.Module):
-    """Base class of the residual connections with one norm."""
+    """Base class of the residual connections with one norm.
+
+    `output_norms` are those of its norms whose result is, or is added to, the stream. The others feed the sublayer.
+    """
+
+    output_norms: tuple[str, ...] = ()
 
     def __init__(self, site: Site):
         super().__init__()
@@ -42,12 +47,16 @@ class PreNorm(OneNorm):
 class PostNorm(OneNorm):
     """N(x + f(x)). Attention Is All You Need, arXiv 1706.03762."""
 
+    output_norms = ("norm",)
+
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
         return self.norm(x + f(x, *args))
 
 
 class DeepNorm(OneNorm):
     """N(αx + f(x)), α = (2L)^¼. DeepNet, arXiv 2203.00555. Initialized with `deepnorm_gain`."""
+
+    output_norms = ("norm",)
 
     def __init__(self, site: Site):
         super().__init__(site)
@@ -65,6 +74,8 @@ def deepnorm_gain(role: str, depth: int) -> float:
 class Sandwich(OneNorm):
     """x + N(f(N(x))). CogView, arXiv 2105.13290; Peri-LN, arXiv 2502.02732; Gemma 2."""
 
+    output_norms = ("norm_out",)
+
     def __init__(self, site: Site):
         super().__init__(site)
         self.norm_out = site.make_norm(site.name)
@@ -75,6 +86,8 @@ class Sandwich(OneNorm):
 
 class Keel(OneNorm):
     """N(αx + f(N(x))), α = 2L, the number of sublayers; α = 1 in the first block. Keel, arXiv 2601.19895."""
+
+    output_norms = ("norm_out",)
 
     def __init__(self, site: Site):
         super().__init__(site)
@@ -92,6 +105,8 @@ def keel(site: Site) -> nn.Module:
 
 class Reordered(OneNorm):
     """x + N(f(x)). OLMo 2, arXiv 2501.00656."""
+
+    output_norms = ("norm",)
 
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
         return x + self.norm(f(x, *args))
@@ -122,6 +137,8 @@ class PlainResidual(nn.Module):
 
 class NormThenResidual(OneNorm):
     """h + f(h), h = N(x)."""
+
+    output_norms = ("norm",)
 
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
         h = self.norm(x)

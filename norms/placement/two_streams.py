@@ -18,6 +18,8 @@ def duplicate(x: Tensor) -> tuple[Tensor, Tensor]:
 class ResiDual(OneNorm):
     """x ← N(x + f(x)), r ← r + f(x). ResiDual, arXiv 2304.14802."""
 
+    output_norms = ("norm",)
+
     def forward(self, streams: tuple[Tensor, Tensor], f: Callable, *args) -> tuple[Tensor, Tensor]:
         x, r = streams
         z = f(x, *args)
@@ -38,6 +40,8 @@ class ResiDualOutput(nn.Module):
 
 class Siamese(nn.Module):
     """x̂ = N(x), z = f(N(x̂ + N(y))), x ← x̂ + z / √(2l), y ← y + z. SiameseNorm, arXiv 2602.08064."""
+
+    output_norms = ("norm_x",)
 
     def __init__(self, site: Site):
         super().__init__()

@@ -118,7 +118,8 @@ def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
     defaults = {each.name: each.default for each in inspect.signature(KINDS[config.norm]).parameters.values()}
     carried = {*architecture.norm_args, "eps", "cast_order"}  # the order of casts changes rounding only
-    theirs = {each.name: each.default for each in fields(ModelConfig) if each.metadata["export"] == "computed"}
+    computed = [each.name for each in fields(ModelConfig) if each.metadata["export"] == "computed"]
+    theirs = {name: getattr(ModelConfig(), name) for name in computed}
     theirs |= {name: defaults[name] for name in config.norm_args if name not in carried}
     theirs |= architecture.ours | architecture.norm_args
     theirs = {name: value for name, value in theirs.items() if name not in ("norm_args", *architecture.carries)}

@@ -40,7 +40,7 @@ Waits = list[tuple[str, str]]
 MakeRun = Callable[[str], Run]
 
 train.training_batch = on_real_data(train.training_batch)
-train.evaluation_batches = on_real_data(lambda *args, batches=train.evaluation_batches: list(batches(*args)))
+train.evaluation_batches = on_real_data(lambda *args, batches=train.evaluation_batches: iter([*batches(*args)]))
 
 
 @pytest.fixture(scope="session")

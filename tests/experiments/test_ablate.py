@@ -20,7 +20,7 @@ from runtime.run_dir import LOCK
 
 FLAGS = (
     "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
-    "--lr 0.01 --steps 12 --norms rmsnorm layernorm:bias=false --seeds 1 --jobs 2"
+    "--lr 0.01 --steps 12 --norms rmsnorm layernorm:bias=false --placements pre --seeds 1 --jobs 2"
 )
 
 

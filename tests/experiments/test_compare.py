@@ -95,7 +95,7 @@ def test_what_makes_another_arm(make):
     runs = [make("a", 2.0, micro_batch_size=4), make("b", 2.5, norm="batchnorm")]
     assert "| run | seed | norm | step |" in compared(*runs)
     assert "| batchnorm | 4 |" in compared(*runs, make("c", 2.5, norm="batchnorm", micro_batch_size=4))
-    imports = [{"file": "p.py", "sha256": "1" * 8, "norms": [], "placements": [], "changes": ["SwiGLU.forward"]}]
+    imports = [{"file": "p.py", "sha256": "1" * 8, "norms": [], "placements": [], "changes": ["MLP.forward"]}]
     assert "| run | seed | imports | step |" in compared("a", make("d", 2.0, imports=imports))
     path = Path(make("e", 2.0), "run.json")
     run = read_run_file(path)

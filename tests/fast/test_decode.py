@@ -20,7 +20,7 @@ from config import ModelConfig, option
 from fast import decode
 from fast.decode import FastDecoder, accelerate
 from generate import cast_matrices, generate
-from model import LayerCache, Llama, SwiGLU
+from model import MLP, LayerCache, Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from tests.random_values import randomize
@@ -180,13 +180,13 @@ def extend_with_window(size: int) -> Any:
 def test_edited_code_runs_plain(monkeypatch):
     """Of model.py, which people copy, and of what a placement does to the embedding."""
     edits: list[tuple[Any, str, Any]] = [
-        (SwiGLU, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))),
+        (MLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))),
         (model_file, "rotate", lambda x, rope: x),
         (LayerCache, "extend", extend_with_window(3)),
         (LayerCache, "extend", extend_with_window(99)),
         (Llama, "logits", lambda self, x: 3 * self.lm_head(x / 3).tanh()),
-        (SwiGLU, "forward", lambda self, x: self.down_proj(F.silu(1.01 * self.gate_proj(x)) * self.up_proj(x))),
-        (SwiGLU, "forward", lambda self, x: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)[..., :48])),
+        (MLP, "forward", lambda self, x: self.down_proj(F.silu(1.01 * self.gate_proj(x)) * self.up_proj(x))),
+        (MLP, "forward", lambda self, x: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)[..., :48])),
     ]
     for edit in edits:
         monkeypatch.setattr(*edit)
@@ -220,7 +220,7 @@ def transpose(model: Any) -> None:
 
 def widen(model: Any) -> None:
     """C would read an MLP of the width in the configuration."""
-    model.layers[0].mlp = SwiGLU(replace(model.config, hidden_dim=32))
+    model.layers[0].mlp = MLP(replace(model.config, hidden_dim=32))
 
 
 VARIANTS: list[dict[str, Any]] = [

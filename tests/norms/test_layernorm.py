@@ -37,6 +37,13 @@ def test_normalized_shapes(shape, normalized_shape):
     torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-13)
 
 
+def test_a_zero_centered_gain_is_one_more():
+    norm, x = randomize(LayerNorm(8, zero_centered=True).double()), 3 * normal(5, 6, 8).double() + 1
+    expected = oracle(x, {"weight": 1 + norm.weight, "bias": norm.bias})
+    torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-13)
+    assert torch.equal(LayerNorm(8, zero_centered=True).state_dict()["weight"], torch.zeros(8))
+
+
 def test_bias_and_gain_are_optional():
     x, one = 3 * normal(5, 6, 8).double() + 1, torch.ones(())
     assert list(LayerNorm(8).state_dict()) == ["weight", "bias"]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig
-from model import Llama, matrices
+from model import Llama
 from norms.placement import PLACEMENTS, PostNorm, PreNorm
+from roles import matrices
 from tests.random_values import randomize
 
 CONFIG = ModelConfig(dim=16, layers=8, heads=2, kv_heads=1, hidden_dim=24, context=12, vocab_size=19)

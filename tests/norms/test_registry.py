@@ -30,8 +30,8 @@ def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
     monkeypatch.setitem(KINDS, "mine", Mine)
     check_norm("mine", read_pairs("--norm-arg", ["eps=1e-5", "kind=b", "size=3"]))
     check_norm("mine", {"eps": 1})
-    wrong = {"kind=c": "kind takes a or b, not 'c'", "eps=b": "eps takes a number, not 'b'"}
-    wrong |= {"size=3.5": "size takes an integer, not 3.5", "eps=true": "eps takes a number, not True"}
+    wrong = {"kind=c": "kind of norm 'mine' takes a or b, not 'c'", "eps=b": "takes a number, not 'b'"}
+    wrong |= {"size=3.5": "takes an integer, not 3.5", "eps=true": "takes a number, not True"}
     wrong |= {"dim=3": "no argument 'dim'; it takes eps, kind, size", "site=mlp": "no argument 'site'"}
     for text, message in wrong.items():
         with pytest.raises(ValueError, match=message):

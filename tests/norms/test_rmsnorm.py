@@ -45,6 +45,17 @@ def test_llama_cast_order_is_bit_identical_to_transformers(dtype, gain_dtype):
     assert torch.equal(norm(x), theirs(x).to(dtype))  # theirs leaves the dtype of the gain where that is wider
 
 
+@pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_zero_centered_gain_is_bit_identical_to_gemmas(gain_dtype):
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    assert torch.equal(RMSNorm(4, zero_centered=True).state_dict()["weight"], torch.zeros(4))
+    norm, x = norm_and_input(torch.bfloat16, zero_centered=True)
+    theirs = GemmaRMSNorm(512, eps=1e-6)
+    theirs.load_state_dict(norm.state_dict(), strict=True)
+    assert torch.equal(norm.to(gain_dtype)(x), theirs.to(gain_dtype)(x))
+
+
 @pytest.mark.parametrize("cast_order", ["fp32", "llama"])
 def test_without_gain(cast_order):
     norm = RMSNorm(512, elementwise_affine=False, cast_order=cast_order)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
@@ -75,7 +75,7 @@ def test_checkpoint_contents(tmp_path):
 
 def test_numbers_of_optimizers_come_back(tmp_path):
     models = [Llama(CONFIG, seed) for seed in range(2)]
-    optimizers = [AdamW(model.parameters()) for model in models]
+    optimizers: list[Optimizer] = [AdamW(model.parameters()) for model in models]
     optimizers[0].state[models[0].embed_tokens.weight] |= {"scale": 0.1 + 0.2, "steps": 7, "mean": torch.ones(3)}
     checkpoint = save_checkpoint(tmp_path, 3, models[0], ByteTokenizer(), optimizers[:1], {"seconds": 1.5}, 1)
     load_checkpoint(checkpoint, models[1], optimizers[1:])

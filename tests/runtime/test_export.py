@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from config import ModelConfig, option
 from data.tokenizer import ByteTokenizer
 from machine.distributed import full_tensor, shard_weights
-from model import ROLES, Attention, Linear, Llama, Role, SwiGLU
+from model import MLP, Attention, Linear, Llama
+from roles import ROLES, Role
 from runtime.huggingface.directory import stored_state, write_model
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
@@ -53,7 +54,7 @@ class Capped(Llama):
         return super().logits(x).tanh()
 
 
-class Squared(SwiGLU):
+class Squared(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square()
 
@@ -79,10 +80,10 @@ def test_a_weight_that_model_py_has_and_no_architecture(monkeypatch, tmp_path):
     class Gated(Attention):
         def __init__(self, config: ModelConfig):
             super().__init__(config)
-            self.gate = Linear(config.dim, config.dim, role="attention_gate")
+            self.gate = Linear(config.dim, config.dim, role="extra_gate")
 
     monkeypatch.setattr("model.Attention", Gated)
-    monkeypatch.setattr("model.ROLES", [*ROLES, Role("attention_gate")])
+    monkeypatch.setattr("roles.ROLES", [*ROLES, Role("extra_gate")])
     expected = "no Hugging Face architecture has model.layers.0.self_attn.gate.weight"
     assert described(Llama(**SIZES), tmp_path) == expected
 

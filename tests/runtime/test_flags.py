@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_origin
 
 import pytest
@@ -52,6 +53,7 @@ def test_every_field_has_a_flag_in_the_help(capsys):
 def another(field: dataclasses.Field) -> Any:
     """A value of this option that is not its default."""
     values: dict[Any, Any] = {bool: field.default is not True, int: 7, float: 0.25, str: "a b", list: ["a b", "c"]}
+    values[UnionType] = "sqrt"
     values[dict] = {"eps": 1e-05, "bias": False, "cast_order": "llama", "groups": 3}
     choices = [choice for choice in field.metadata.get("choices", ()) if choice != field.default]
     return choices[-1] if choices else values[get_origin(field.type) or field.type]
@@ -100,7 +102,7 @@ def test_an_option_is_one_field(monkeypatch, capsys, tmp_path):
     run: dict[str, Any] = {"asked": {"steps": 9}, "resolved": {**DEFAULTS}, "imports": []}
     copied: Any
     new: list[tuple[Any, str, type, Any]] = [(ModelConfig, "gated", bool, option(False, "gate attention"))]
-    new += [(TrainConfig, "z_loss", float, option(0.25, "a term"))]
+    new += [(TrainConfig, "router_loss", float, option(0.25, "a term"))]
     for original, name, kind, default in new:
         fields = [*((each.name, each.type, each) for each in dataclasses.fields(original)), (name, kind, default)]
         checks = {"__post_init__": original.__post_init__}
@@ -110,12 +112,12 @@ def test_an_option_is_one_field(monkeypatch, capsys, tmp_path):
         monkeypatch.setitem(FIELDS, name, copied.__dataclass_fields__[name])
         monkeypatch.setitem(DEFAULTS, name, default.default)
     text = help_text(capsys)
-    assert "--gated, --no-gated gate attention" in text and "--z-loss FLOAT a term (default: 0.25)" in text
+    assert "--gated, --no-gated gate attention" in text and "--router-loss FLOAT a term (default: 0.25)" in text
     here = ["--device", "cpu", "--dtype", "float32", "--no-compile"]
-    for line, expected in (("", (False, 0.25)), ("--gated --z-loss 1", (True, 1.0)), ("--lr 1", (True, 1.0))):
+    for line, expected in (("", (False, 0.25)), ("--gated --router-loss 1", (True, 1.0)), ("--lr 1", (True, 1.0))):
         settings = resolve(read_train([*here, *line.split()]), run)
         run |= {"asked": settings.asked, "resolved": fields_of(settings.model, settings.training)}
         write_run_file(tmp_path / "run.json", run)
         run = read_run_file(tmp_path / "run.json")
-        assert (run["resolved"]["gated"], run["resolved"]["z_loss"]) == expected
-    assert (run["asked"]["gated"], run["asked"]["z_loss"], run["asked"]["steps"]) == (True, 1.0, 9)
+        assert (run["resolved"]["gated"], run["resolved"]["router_loss"]) == expected
+    assert (run["asked"]["gated"], run["asked"]["router_loss"], run["asked"]["steps"]) == (True, 1.0, 9)

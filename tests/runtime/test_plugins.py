@@ -134,17 +134,17 @@ def test_what_a_file_changes_in_the_model_is_recorded(monkeypatch):
     """A function, a module, a method, one that torch's class had before, a norm and a placement."""
     monkeypatch.setitem(KINDS, "dyt", KINDS["dyt"])  # and so they come back
     monkeypatch.setitem(PLACEMENTS, "lns", PLACEMENTS["lns"])
-    parts = "model.F model.Linear.forward model.SwiGLU.forward model.rotate norms.placement.PreNorm.forward"
+    parts = "model.F model.Linear.forward model.MLP.forward model.rotate norms.placement.PreNorm.forward"
     lines = [f"{part} = lambda *args: args[-1]" for part in (*parts.split(), "norms.rmsnorm.RMSNorm.forward")]
     lines += [f"norms.{table} = norms.KINDS['derf']" for table in ("KINDS['dyt']", "placement.PLACEMENTS['lns']")]
     Path("patch.py").write_text("\n".join(["import model, norms", *lines, NORM]))
     forget()
     plugins.import_files(["patch.py"])
-    changes = ["Linear.forward", "PreNorm.forward", "RMSNorm.forward", "SwiGLU.forward", "model.F", "model.rotate"]
-    assert plugins.import_records()[0]["changes"] == ["KINDS.dyt", changes[0], "PLACEMENTS.lns", *changes[1:]]
+    changes = ["Linear.forward", "MLP.forward", "PreNorm.forward", "RMSNorm.forward", "model.F", "model.rotate"]
+    assert plugins.import_records()[0]["changes"] == ["KINDS.dyt", *changes[:2], "PLACEMENTS.lns", *changes[2:]]
 
 
-@pytest.mark.parametrize("patch", ["", "import model\nmodel.SwiGLU.forward = lambda mlp, x: x\n"])
+@pytest.mark.parametrize("patch", ["", "import model\nmodel.MLP.forward = lambda mlp, x: x\n"])
 def test_a_file_whose_norm_is_not_used_is_asked_for_again(patch, capsys, refused):
     """In a line. If it changes the model, as an error, and the checkpoint does not claim the architecture of others."""
     shutil.rmtree("run")
@@ -152,7 +152,7 @@ def test_a_file_whose_norm_is_not_used_is_asked_for_again(patch, capsys, refused
     call(f"train.py --import extra.py --out run {TOY}")
     shutil.copytree("run/checkpoints/step-000003", "copy")
     reason = json.loads(Path("copy/config.json").read_text()).get("not_in_transformers")
-    assert reason == ("extra.py changes SwiGLU.forward" if patch else None)
+    assert reason == ("extra.py changes MLP.forward" if patch else None)
     line = "this run was trained with extra.py, which is not imported now: add --import PATH/extra.py"
     for command in COMMANDS:
         if patch:
@@ -163,7 +163,7 @@ def test_a_file_whose_norm_is_not_used_is_asked_for_again(patch, capsys, refused
             assert capsys.readouterr().err.splitlines().count(f"warning: {line}") == 1
     call(f"train.py --out plain {TOY}")
     call("train.py --eval-only --out plain --import extra.py")
-    line = "warning: this run was trained without extra.py, which changes SwiGLU.forward\n"
+    line = "warning: this run was trained without extra.py, which changes MLP.forward\n"
     assert (line in capsys.readouterr().err) == bool(patch)
 
 

@@ -8,7 +8,7 @@ import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, UnionType
 from typing import Any, get_origin
 
 import pytest
@@ -35,12 +35,16 @@ ARM, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt"))
 
 @pytest.fixture
 def resolve(tmp_path):
-    """An ablation with more flags in one string. Nothing is trained."""
+    """An ablation with more flags in one string, of ARM if they name no others. Nothing is trained."""
     (tmp_path / "text.txt").write_text(TEXT)
     common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'out'}"
-    return lambda flags="", rest="--dtype float32 --context 16": resolve_ablation(
-        *ablate.parse(f"{common} {rest} {flags}".split())
-    )
+
+    def resolve(flags: str = "", rest: str = "--dtype float32 --context 16") -> Ablation:
+        own = {"--norms": "rmsnorm", "--placements": "pre"} if "recipe" not in flags else {}
+        rest += "".join(f" {flag} {value}" for flag, value in own.items() if flag not in flags)
+        return resolve_ablation(*ablate.parse(f"{common} {rest} {flags}".split()))
+
+    return resolve
 
 
 def finish(ablation: Ablation, cell: Cell, bpb: float) -> None:
@@ -79,9 +83,30 @@ def test_arms_are_the_product_of_all_factors(resolve):
     assert read_train(ablation.grid.command(cell)[2:])["watch"] == 3
 
 
+def test_arms_of_recipes_are_single_runs(resolve):
+    """At the same sizes, with a norm or a placement only if it is asked for, then also over the recipe's."""
+    ablation = resolve("--factor recipe=llama,gemma2,olmo,nanochat --factor clip=1,2")
+    assert [arm.name for arm in ablation.grid.settings][2:4] == ["gemma2 clip=1", "gemma2 clip=2"]
+    for arm, configs in ablation.grid.settings.items():
+        recipe, clip = (value for _, value in arm.factors)
+        flags = f"{FLAGS} --recipe {recipe} --clip {clip} --context 16 --dtype float32"
+        single = runtime.run.fields_of(*runtime.run.resolve(read_train(flags.split()))[1:])
+        found = runtime.run.fields_of(*configs)
+        assert {name for name in single if single[name] != found[name]} == {"data", "cache_dir"}
+        command = ablation.grid.command(Cell(arm, 0.01, 0))
+        assert read_train(command[2:]).items() >= {"recipe": recipe, "clip": float(clip)}.items()
+    for flags, norms in (("", {"rmsnorm", "layernorm"}), ("--norms dyt", {"dyt"}), ("--norms rmsnorm", {"rmsnorm"})):
+        models = [model for model, _ in resolve(f"--factor recipe=gemma2,olmo {flags}").grid.settings.values()]
+        assert {model.norm for model in models} == norms
+        assert [bool(model.norm_args) for model in models] == [not flags] * 2
+        assert [model.placement for model in models] == ["sandwich", "pre"]
+
+
 @pytest.mark.parametrize(
     "flags, named",
     [
+        ("--factor recipe=llama,gema", "--factor recipe: unknown 'gema'; choose from llama, mistral"),
+        ("--factor recipe=llama,gemma --recipe gemma", "--recipe is for a single run; list all values with --factor"),
         ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
         ("--norms rmsnorm,layernorm", "prmsnorm, rmsnorm, scalenorm, separated by spaces"),
         ("--norms rmsnorm rmsnorm", "--norms needs distinct values"),
@@ -271,6 +296,7 @@ def test_every_option_but_eight_must_be_that_of_the_run(resolve):
     run = {"corpus": {"hash": grid.data.corpus_hash}, "imports": []}
     for name, value in resolved.items():
         others: dict[Any, Any] = {bool: not value, int: 77, float: 0.77, str: "other", list: ["x"], dict: {"eps": 1}}
+        others[UnionType] = 3.0
         other = others[get_origin(FIELDS[name].type) or FIELDS[name].type]
         write_run_file(file, run | {"resolved": resolved | {name: other}})
         may = name in ("out", "cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")

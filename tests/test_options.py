@@ -1,0 +1,103 @@
+"""Options of attention, MLP, embedding and loss: off by default, and what holds for each in training and generation.
+
+What they compute is compared with released models in test_recipes.py, and here with formulas where no recipe has it.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from config import ModelConfig
+from fast.compiled import CompiledDecoder
+from fast.decode import unsupported
+from model import Llama, capped_attention
+from roles import matrices
+from runtime.huggingface.architectures import to_theirs
+from runtime.watch import measure
+
+SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=48, context=16, vocab_size=29)
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
+OPTIONS: list[dict[str, Any]] = [
+    {"mlp": "plain"},
+    {"activation": "relu2"},
+    {"activation": "gelu_tanh"},
+    {"attention_gate": "head"},
+    {"attention_gate": "element", "gate_activation": "softplus"},
+    {"attention_cap": 0.5},
+    {"logit_cap": 2.0},
+    {"embedding_norm": "plain"},
+    {"embedding_norm": "gain"},
+    {"embedding_scale": "sqrt"},
+    {"qk_norm_args": {"elementwise_affine": False}, "qk_norm": "head"},
+    {"qk_norm_after_rope": True, "qk_norm": "full"},
+    {"v_norm": True},
+    {"inner_norm": True},
+    {"norm_args": {"zero_centered": True}},
+    {"z_loss": 0.1},
+]
+NAMES = [next(iter(option)) for option in OPTIONS]
+
+
+def random_weights_model(**options: Any) -> Llama:
+    """A model in float64 in which every weight matters."""
+    model, generator = Llama(dataclasses.replace(SMALL, **{"qk_norm": "head"} | options)).double(), torch.Generator()
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape, generator=generator.manual_seed(weight.numel()), dtype=torch.float64)
+        weight.data = noise * 1.5 / math.sqrt(weight.shape[-1]) if weight.ndim == 2 else 1 + 0.3 * noise
+    return model
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
+def test_an_option_is_off_by_default_and_changes_no_initial_weight(option):
+    """And it changes what is computed, so no other architecture and no decoder in C has it."""
+    plain, other = Llama(SMALL, seed=3), Llama(dataclasses.replace(SMALL, **option), seed=3)
+    before = {name: weight for _, name, weight in matrices(plain)}
+    after = {name: weight for _, name, weight in matrices(other)}
+    assert all(torch.equal(weight, before[name]) for name, weight in after.items() if "self_attn.gate" not in name)
+    assert all("mlp.gate" in name for name in before.keys() - after.keys())
+    name = next(iter(option))
+    if name == "z_loss":  # of training only
+        assert to_theirs(other.config)["model_type"] == "llama" and unsupported(other.config) is None
+        return
+    assert not torch.equal(random_weights_model(**option)(TOKENS), random_weights_model()(TOKENS))
+    named = "zero_centered" if name == "norm_args" else name
+    with pytest.raises(ValueError, match=f"no Hugging Face architecture computes this: .*{named}"):
+        to_theirs(dataclasses.replace(SMALL, **option))
+    assert named in str(unsupported(dataclasses.replace(SMALL, **{"qk_norm": "none"} | option))) or "qk" in name
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
+def test_generation_with_a_cache_is_that_without(option, monkeypatch):
+    """Several tokens at a time, with a cache that grows and one of fixed size. And --watch sees the model."""
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    model = random_weights_model(**option).eval()
+    for decoder in (model, CompiledDecoder(model)):
+        cache: Any = decoder.new_cache()
+        ends = [4, 7, 8]
+        for part, end in zip(TOKENS.split([4, 3, 1], dim=1), ends, strict=True):
+            with torch.no_grad():
+                found, expected = decoder.next_logits(part, cache), model(TOKENS[:, :end])[:, -1]
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # the table of RoPE is in fp32
+    rows = measure(model, TOKENS)
+    assert len(rows) == 6 and all(math.isfinite(row["max_logit"]) for row in rows if row["site"] == "attention")
+
+
+@pytest.mark.parametrize("causal, masked", [(True, False), (False, True), (False, False)])
+def test_a_high_cap_is_no_cap(causal, masked):
+    q, k, v = torch.randn(3, 2, 4, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril(2) if masked else None
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    torch.testing.assert_close(capped_attention(q, k, v, mask, 0.0, causal, 1e6), expected, rtol=1e-9, atol=1e-9)
+    assert not torch.equal(capped_attention(q, k, v, mask, 0.5, causal, 1e6), expected)
+
+
+def test_the_gain_of_the_embeddings_norm_and_its_scale():
+    model: Any = random_weights_model(embedding_norm="gain", embedding_scale=3.0)
+    rows = model.embed_tokens.weight[TOKENS]
+    expected = 3 * rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * model.embed_tokens.norm.weight
+    torch.testing.assert_close(model.embed_tokens(TOKENS), expected, rtol=1e-12, atol=0)
