@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -11,13 +10,16 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import cycle, islice
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from data.corpus import SPLITS, Corpus, progress_bar
+from data.corpus import Corpus, progress_bar
+from data.token_files import SPLITS
 from data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from files import explained, read_json, sync, write_atomically
 
@@ -168,35 +170,38 @@ def _join(encoded: Iterator[Encoded], tokenizer: Tokenizer) -> Iterator[dict[str
 
 def _encode_all(batches: Iterator[list[Piece]], tokenizer: Tokenizer, size: int) -> Iterator[Encoded]:
     """Pairs of each batch and what it encodes to, in order. For much text there is a process for each CPU."""
-    if tokenizer.kind == ByteTokenizer.kind or size < WORKERS_FROM:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # Windows passes no pipes
+    if tokenizer.kind == ByteTokenizer.kind or size < WORKERS_FROM or count == 1:
         yield from ((batch, _encode(batch, tokenizer)) for batch in batches)
         return
     # Processes of `multiprocessing` would import train.py with torch, and outlive this one if it is killed.
     command, root = [sys.executable, "-m", "data.encoding"], Path(__file__).parents[1]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = [
-        subprocess.Popen(command, cwd=root, env=environment, start_new_session=True, **pipes) for _ in range(count)
-    ]
-    busy = deque[tuple[list[Piece], Any]]()
+    processes, workers, busy = [], [], deque[tuple[list[Piece], Connection]]()
     try:
-        for worker in workers:
-            _send(tokenizer, worker.stdin)
+        for _ in range(count):
+            worker, theirs = Pipe()
+            workers.append(worker)
+            with theirs:
+                process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), cwd=root, env=environment, start_new_session=True
+                )
+            processes.append(process)
+            worker.send(tokenizer)
         for batch, worker in zip(batches, cycle(workers), strict=False):
             if len(busy) == count:
-                earlier, pipe = busy.popleft()
-                yield earlier, pickle.load(pipe)
-            _send(batch, worker.stdin)
-            busy.append((batch, worker.stdout))
-        for batch, pipe in busy:
-            yield batch, pickle.load(pipe)
-    except (EOFError, ConnectionError, pickle.UnpicklingError):
+                earlier, first = busy.popleft()
+                yield earlier, first.recv()
+            worker.send(batch)
+            busy.append((batch, worker))
+        for batch, worker in busy:
+            yield batch, worker.recv()
+    except (EOFError, ConnectionError):
         raise OSError("a process that encodes text was killed; run the command again, it goes on from there") from None
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _encode(batch: list[Piece], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -206,14 +211,10 @@ def _encode(batch: list[Piece], tokenizer: Tokenizer) -> list[tuple[np.ndarray, 
     return [(np.asarray(next(texts)), NO_STARTS) if piece.whole else next(windows) for piece in batch]
 
 
-def _send(what: Any, pipe: Any) -> None:
-    pickle.dump(what, pipe)
-    pipe.flush()
-
-
 if __name__ == "__main__":  # encodes the batches that come, with the tokenizer that comes first
     with suppress(EOFError, ConnectionError):
-        ours = pickle.load(sys.stdin.buffer)
+        others = Connection(sys.stdin.fileno())
+        ours = others.recv()
         ours.threads = 1
         while True:
-            _send(_encode(pickle.load(sys.stdin.buffer), ours), sys.stdout.buffer)
+            others.send(_encode(others.recv(), ours))

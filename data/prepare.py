@@ -16,17 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus import SPLITS, Corpus
+from data.corpus import Corpus
 from data.encoding import PROGRESS, token_dtype, write_tokens
-from data.token_files import TokenFiles, find_token_files, map_tokens
-from data.tokenizer import (
-    ByteTokenizer,
-    NoTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from data.token_files import SPLITS, map_tokens
+from data.tokenizer import KINDS, NoTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import lock_file, read_json, require, sha256, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
@@ -69,14 +62,14 @@ def prepare(
     Text and token files whose sizes and times are those of an earlier run are not read again unless `verify` is true.
     """
     tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
-    corpus = find_corpus(names, cache_dir, val_names, column, verify)
-    if isinstance(corpus, TokenFiles):
+    corpus = Corpus(names, cache_dir, val_names, column, verify)
+    _check_lengths(corpus, corpus.sizes, context)  # early: the size of text in bytes is an upper bound on the tokens
+    if corpus.tokens:
         if not tokenizer:
             raise ValueError("token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
-        _check_lengths(corpus, {"train": len(corpus.train), "val": len(corpus.val)}, context)
-        return Prepared(corpus.train, corpus.val, None, tokenizer, corpus.name, corpus.hash)
+        train, val = corpus.tokens
+        return Prepared(train, val, None, tokenizer, corpus.name, corpus.hash)
     require(not isinstance(tokenizer, NoTokenizer), "--tokenizer none is for token files; text needs another")
-    _check_lengths(corpus, corpus.sizes, context)  # early: the size in bytes is an upper bound on the tokens
     if tokenizer:
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
     made_from = (FORMAT_VERSION, corpus.hash, kind, vocab_size, tokenizer and tokenizer.hash)
@@ -92,20 +85,11 @@ def prepare(
     return prepared
 
 
-def find_corpus(
-    names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text", verify: bool = False
-) -> Corpus | TokenFiles:
-    """What is behind `names`: text, or token files of others."""
-    if find_token_files([*names, *val_names]):
-        return TokenFiles(names, cache_dir, val_names, verify)
-    return Corpus(names, cache_dir, val_names, column, verify)
-
-
 def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
     """The tokenizer of this kind, or in this directory. None for sentencepiece, which is trained on the text."""
     if kind == SentencePieceTokenizer.kind:
         return None
-    if kind in (ByteTokenizer.kind, NoTokenizer.kind):
+    if kind in KINDS:
         return load_tokenizer(kind, Path(), vocab_size)
     from data.pretrained import read_directory  # imported here because few runs need it
 
@@ -115,7 +99,7 @@ def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
-def _check_lengths(corpus: Corpus | TokenFiles, tokens: dict[str, int], context: int) -> None:
+def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
     if not corpus.names:  # text to evaluate on, for which shorter windows do
         return
     for split in SPLITS:
@@ -184,7 +168,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: boo
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
                 _write_record(folder, record)
         dtype = token_dtype(tokenizer)
-        train, val = (map_tokens(folder / f"{split}.bin", dtype, random=split == "train") for split in SPLITS)
+        train, val = (map_tokens(folder / f"{split}.bin", dtype) for split in SPLITS)
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash)
     except (OSError, ValueError, KeyError):
         return None

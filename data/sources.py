@@ -67,24 +67,20 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
     if name in ("python", "shakespeare"):
         return files
     if path.is_dir():
-        return _text_files(path, files, flag)
+        taken: list[Path] = []
+        left_out: dict[str, list[Path]] = defaultdict(list)
+        for file in files:
+            problem = "hidden" if file.name.startswith(".") else _not_text(file)
+            (left_out[problem] if problem else taken).append(file)
+        parts = [f"{len(paths)} {why} ({_first(path, paths)})" for why, paths in left_out.items()]
+        warn(one_line(f"{flag} {path}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
+        return taken
     if (problem := _not_text(path)) in CONVERT:
         advice = CONVERT[problem].replace("FILE", name).replace("NAME", path.name)
         raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8: {advice}")
     if _stem(path).endswith(".json") and not _is_json_lines(path):
         warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
     return files
-
-
-def _text_files(root: Path, files: list[Path], flag: str) -> list[Path]:
-    taken: list[Path] = []
-    left_out: dict[str, list[Path]] = defaultdict(list)
-    for path in files:
-        problem = "hidden" if path.name.startswith(".") else _not_text(path)
-        (left_out[problem] if problem else taken).append(path)
-    parts = [f"{len(paths)} {why} ({_first(root, paths)})" for why, paths in left_out.items() if paths]
-    warn(one_line(f"{flag} {root}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
-    return taken
 
 
 def _first(root: Path, paths: list[Path]) -> str:

@@ -190,6 +190,9 @@ class NoTokenizer(Tokenizer):
         """There is nothing to write."""
 
 
+KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # tokenizers that need no files of others
+
+
 def piece_bytes(piece: str) -> bytes:
     """The UTF-8 bytes of a SentencePiece piece of text, or of a byte piece such as <0x0A>."""
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
