@@ -31,7 +31,7 @@ def training_batch(
     count = batch_size or rows.stop
     if order == "random":
         draws = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(count)
-        starts = draws % (len(tokens) - context)
+        starts: np.ndarray = draws % (len(tokens) - context)
     else:
         windows = (len(tokens) - 1) // context
         positions = (divmod(step * count + row, windows) for row in range(count))

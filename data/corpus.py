@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -70,21 +71,18 @@ class Corpus:
             return
         self._files, self._key = self._find()
         index = cache_dir / f"{self.name}-{self._key[:12]}.index"
-        record = None if verify else _stored(index)
-        if record is None:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            with lock_file(index.with_suffix(".lock"), wait=True):  # ranks and runs start together
-                record = (None if verify else _stored(index)) or self._store(index)
+        if verify:
+            index.unlink(missing_ok=True)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # Ranks and runs start together.
+        with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
+            record = self._record(index)
         self.hash, self.sizes = record["hash"], record["sizes"]
-
-    def check_unchanged(self) -> None:
-        """Raise ValueError unless the files are those that were found first, with the same sizes and times."""
-        require(self._find()[1] == self._key, CHANGED.format(self.name))
 
     def parts(self) -> Iterator[tuple[str, bool, Iterator[str]]]:
         """All text in the order of the documents: its split, whether it is the beginning of a document, its chunks.
 
-        Chunks that were not read are passed over.
+        Chunks that were not read are passed over. Raises ValueError, at the latest at the end, if a file has changed.
         """
         record, files, *ends = self._read
         require(record["hash"] == self.hash, CHANGED.format(self.name))
@@ -97,6 +95,7 @@ class Corpus:
             if val_start < length:
                 yield "val", val_start == 0, after
             deque(after, maxlen=0)
+        require(self._find()[1] == self._key, CHANGED.format(self.name))
 
     def chunks(self, split: str) -> Iterator[str]:
         """The text of a split, without the borders of its documents."""
@@ -112,7 +111,13 @@ class Corpus:
     def _documents(self, files: list[Path]) -> Iterator[Iterator[str]]:
         return chain.from_iterable(read_documents(file, self.column) for file in files)
 
-    def _store(self, index: Path) -> dict[str, Any]:
+    def _record(self, index: Path) -> dict[str, Any]:
+        """What was read when the index was written, or now. Lines that were printed then are printed again."""
+        with suppress(ValueError):
+            record = read_json(index, dict)
+            for line in record["said"]:
+                warn(line)
+            return record
         before = len(said)
         record = self._read[0]
         write_atomically(index, json.dumps(record | {"said": said[before:]}))
@@ -156,17 +161,6 @@ def stat_key(what: Any, files: Iterable[Path]) -> str:
         stat = os.stat(file) if os.path.exists(file) else os.lstat(file)  # a broken link
         digest.update(b"%b %d %d\n" % (file, stat.st_size, stat.st_mtime_ns))
     return digest.hexdigest()
-
-
-def _stored(index: Path) -> dict[str, Any] | None:
-    """What an index holds, if there is one. Lines that were printed when the text was read are printed again."""
-    try:
-        record = read_json(index, dict)
-        for line in record["said"]:
-            warn(line)
-        return record
-    except (ValueError, KeyError):
-        return None
 
 
 def progress_bar(name: str, total: int | None = None) -> tqdm:

@@ -30,7 +30,6 @@ WORKERS_FROM = 1 << 26  # bytes of text; less is encoded in this process, by the
 SAVE_EVERY = 30  # seconds between records of what is done
 PROGRESS = "progress.json"
 NO_STARTS = np.empty(0, np.int64)
-Encoded = tuple[list["Piece"], list[tuple[np.ndarray, np.ndarray]]]  # a batch, and what `_encode` makes of it
 
 
 def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
@@ -134,7 +133,7 @@ def _pieces(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[Piece]:
         yield Piece(split, begins and not offset, True, offset, text)
 
 
-def _join(encoded: Iterator[Encoded], tokenizer: Tokenizer) -> Iterator[dict[str, list[Ids]]]:
+def _join(encoded: Iterator[tuple[list[Piece], list]], tokenizer: Tokenizer) -> Iterator[dict[str, list[Ids]]]:
     """What comes next in each split, batch by batch.
 
     One window gives way to the next where both begin a token. That is in the middle of their overlap, far from both
@@ -168,7 +167,7 @@ def _join(encoded: Iterator[Encoded], tokenizer: Tokenizer) -> Iterator[dict[str
 # --- encoding, in this process or in several -------------------------------------------------------------------------
 
 
-def _encode_all(batches: Iterator[list[Piece]], tokenizer: Tokenizer, size: int) -> Iterator[Encoded]:
+def _encode_all(batches: Iterator[list[Piece]], tokenizer: Tokenizer, size: int) -> Iterator[tuple[list[Piece], list]]:
     """Pairs of each batch and what it encodes to, in order. For much text there is a process for each CPU."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # Windows passes no pipes
     if tokenizer.kind == ByteTokenizer.kind or size < WORKERS_FROM or count == 1:

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.corpus import Corpus
 from data.encoding import PROGRESS, token_dtype, write_tokens
 from data.token_files import SPLITS, map_tokens
-from data.tokenizer import KINDS, NoTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import KINDS, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import lock_file, read_json, require, sha256, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
+RECORD = "record.json"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ def prepare(
             raise ValueError("token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
         train, val = corpus.tokens
         return Prepared(train, val, None, tokenizer, corpus.name, corpus.hash)
-    require(not isinstance(tokenizer, NoTokenizer), "--tokenizer none is for token files; text needs another")
     if tokenizer:
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
     made_from = (FORMAT_VERSION, corpus.hash, kind, vocab_size, tokenizer and tokenizer.hash)
@@ -120,16 +119,19 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e3:,.0f} kB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir(exist_ok=True)
+    with suppress(ValueError):
+        tokenizer = tokenizer or load_tokenizer("sentencepiece", part)
     try:
         if tokenizer is None:
-            tokenizer = _own_tokenizer(part, corpus, vocab_size)
+            print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
+            tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
+            tokenizer.save(part)
         val_gzip_bpb = write_tokens(part, corpus, tokenizer)
-        corpus.check_unchanged()
     except ValueError:
         shutil.rmtree(part)
         raise
     (part / PROGRESS).unlink(missing_ok=True)
-    _write_record(part, {"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb, "sha256": _hashes(part)})
+    write_atomically(part / RECORD, json.dumps({"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb}))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
     prepared = _open(folder, corpus, tokenizer)
@@ -137,48 +139,25 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     return prepared
 
 
-def _own_tokenizer(part: Path, corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """The tokenizer of the training text: that in `part`, if one is there, or a new one."""
-    try:
-        return load_tokenizer("sentencepiece", part)
-    except ValueError:
-        print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
-        tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
-        tokenizer.save(part)
-        return tokenizer
-
-
-def _write_record(folder: Path, record: dict[str, Any]) -> None:
-    write_atomically(folder / "record.json", json.dumps(record | {"stat": _stat(folder)}))
-
-
 def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: bool = False) -> Prepared | None:
     """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact.
 
-    Token files are hashed if `verify`, and if they have another size or modification time than when they were written.
+    Token files are hashed if `verify`, and if they have another size or modification time than when they were hashed.
     """
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
-        record = read_json(folder / "record.json", dict)
+        record = read_json(folder / RECORD, dict)
         if record["tokenizer"] != tokenizer.hash:
             return None
-        if verify or record["stat"] != _stat(folder):
-            if record["sha256"] != _hashes(folder):
+        files = {split: folder / f"{split}.bin" for split in SPLITS}
+        stat = [[stat.st_size, stat.st_mtime_ns] for stat in map(Path.stat, files.values())]
+        if verify or record.get("stat") != stat:
+            hashes = {split: sha256(file) for split, file in files.items()}
+            if record.get("sha256", hashes) != hashes:
                 return None
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
-                _write_record(folder, record)
-        dtype = token_dtype(tokenizer)
-        train, val = (map_tokens(folder / f"{split}.bin", dtype) for split in SPLITS)
+                write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
+        train, val = (map_tokens(file, token_dtype(tokenizer)) for file in files.values())
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash)
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _stat(folder: Path) -> list[list[int]]:
-    """Size and modification time of the token files."""
-    stats = [(folder / f"{split}.bin").stat() for split in SPLITS]
-    return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    return {split: sha256(folder / f"{split}.bin") for split in SPLITS}

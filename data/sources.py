@@ -152,12 +152,16 @@ def read_documents(path: Path, column: str = "text") -> Iterator[Iterator[str]]:
     Raises ValueError that names the file and the line, the row or the byte offset of the error, counted in the
     decompressed text.
     """
-    if _is_json_lines(path):
-        yield from map(_chunks, _read_json_lines(path, column))
-    elif path.suffix.lower() == ".parquet":
-        yield from map(_chunks, _read_parquet(path, column))
-    else:
+    parquet, empty = path.suffix.lower() == ".parquet", 0
+    if not parquet and not _is_json_lines(path):
         yield _read_text(path)
+        return
+    for text in _read_parquet(path, column) if parquet else _read_json_lines(path, column):
+        if text is not None:
+            yield _chunks(text)
+        empty += text is None
+    if empty:
+        warn(f"{path}: rows left out, because their text is null: {empty}")
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -196,8 +200,7 @@ def _read_text(path: Path) -> Iterator[str]:
             yield _decode(rest, path, offset)
 
 
-def _read_json_lines(path: Path, column: str) -> Iterator[str]:
-    empty = 0
+def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
@@ -214,19 +217,14 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
                     keys = ", ".join(f"{key} ({type(value).__name__})" for key, value in [*row.items()][:9])
                     problem = f'line {number} has no string under "{column}", but {keys}; {OTHER_COLUMN}'
                 raise ValueError(f"{path}: {problem}") from None
-            if text is None:
-                empty += 1
-            else:
-                yield text
-    _print_empty(path, empty)
+            yield text
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def _read_parquet(path: Path, column: str) -> Iterator[str | None]:
     try:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"{path}: Parquet files need the package pyarrow: pip install pyarrow") from None
-    empty = 0
     try:
         # With a buffer it reads a page at a time, not a whole row group.
         with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
@@ -234,19 +232,9 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
             if not re.match(r"(dictionary<values=)?(large_)?string|null", columns.get(column, "")):
                 raise ValueError(f'{path}: no column "{column}" of strings, but {columns}; {OTHER_COLUMN}')
             batches = file.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
-            for text in chain.from_iterable(batch[column].to_pylist() for batch in batches):
-                if text is None:
-                    empty += 1
-                else:
-                    yield text
+            yield from chain.from_iterable(batch[column].to_pylist() for batch in batches)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError, KeyError) as error:  # a key that two columns have
         raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
-    _print_empty(path, empty)
-
-
-def _print_empty(path: Path, rows: int) -> None:
-    if rows:
-        warn(f"{path}: rows left out, because their text is null: {rows}")
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:

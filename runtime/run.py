@@ -195,7 +195,7 @@ def find_options(asked: Asked) -> Asked:
         return asdict(open_model(directory)[0].config) | {"tokenizer": read_tokenizer(directory).kind}
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
         return {"tokenizer": NoTokenizer.kind}
-    kind = asked.get("tokenizer", NoTokenizer.kind)
+    kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
     tokenizer = None if kind in KINDS else given_tokenizer(kind, MAX_SIZE)
     return {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
 
