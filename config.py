@@ -161,10 +161,7 @@ class TrainConfig:
     val_data: list[str] = option([], "validation text, named like --data (default: a tenth of --data is held out)")
     text_column: str = option("text", "key or column of the text in JSON lines and .parquet files", metavar="NAME")
     tokenizer: str = option(
-        "sentencepiece",
-        "sentencepiece, which is trained; bytes; or a directory of Hugging Face or SentencePiece that holds one. With "
-        "--init-from, the model's own is used",
-        metavar="KIND|DIR",
+        "sentencepiece", "sentencepiece (is trained), bytes, or a directory; or that of --init-from", metavar="KIND|DIR"
     )
     init_from: str = option(
         "",

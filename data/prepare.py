@@ -76,7 +76,6 @@ def prepare(
     folder = cache_dir / f"{corpus.name}-{kind}-{vocab_size}-{key[:12]}"
     prepared = _open(folder, corpus, tokenizer, verify)
     if prepared is None:
-        cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
             # Another process may have built it while this one waited.
             prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
@@ -150,7 +149,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: boo
         if record["tokenizer"] != tokenizer.hash:
             return None
         files = {split: folder / f"{split}.bin" for split in SPLITS}
-        stat = [[stat.st_size, stat.st_mtime_ns] for stat in map(Path.stat, files.values())]
+        stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files.values())]
         if verify or record.get("stat") != stat:
             hashes = {split: sha256(file) for split, file in files.items()}
             if record.get("sha256", hashes) != hashes:
