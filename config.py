@@ -155,14 +155,11 @@ class TrainConfig:
 
     data: list[str] = option(
         ["python"],
-        "python, shakespeare, or paths: text or .jsonl files, also gzipped, .parquet files, and folders; or a folder "
-        "with the ids of nanoGPT or llm.c, train.bin and val.bin, and their --tokenizer, or --vocab-size alone",
+        "python, shakespeare, or paths: text, .jsonl (also .gz), .parquet, folders, or one with train.bin and val.bin",
     )
     val_data: list[str] = option([], "validation text, named like --data (default: a tenth of --data is held out)")
     text_column: str = option("text", "key or column of the text in JSON lines and .parquet files", metavar="NAME")
-    tokenizer: str = option(
-        "sentencepiece", "sentencepiece (is trained), bytes, or a directory; or that of --init-from", metavar="KIND|DIR"
-    )
+    tokenizer: str = option("sentencepiece", "sentencepiece, bytes, or a directory with one", metavar="KIND|DIR")
     init_from: str = option(
         "",
         "fine-tune: take weights, model and tokenizer from this run, checkpoint or Hugging Face directory "
@@ -256,9 +253,8 @@ PRESETS: dict[str, Asked] = {
 def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf) -> tuple[ModelConfig, TrainConfig]:
     """The configurations that follow from what was `asked`: defaults, then the preset, then what was asked.
 
-    found: options that follow from files that were asked for, which come after the preset. Those of the model in
-        --init-from, and its kind of tokenizer: what is asked may only repeat them, or change the context or the
-        dropout. Or the ids of --tokenizer DIR, or that token files have no tokenizer.
+    found: options that follow from files, which come after the preset. Those of the model and the tokenizer in
+        --init-from may only be repeated by what is asked, except context and dropout. Or those of other data files.
     memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
     What was asked never gives way. A value of the preset does if it does not fit: `hidden_dim` to another `dim`,

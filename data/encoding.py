@@ -7,7 +7,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle, islice
 from multiprocessing import Pipe
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from data.corpus import Corpus, progress_bar
 from data.token_files import SPLITS
@@ -38,7 +37,8 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
     A document is the ids that begin a prompt (unless only its end is in this split), those of its text, and the
     end-of-document id. The ids depend neither on the number of processes nor on where an earlier one was stopped.
     """
-    dtype, total, gzip = token_dtype(tokenizer), sum(corpus.sizes.values()), Gzip()
+    dtype, total = token_dtype(tokenizer), sum(corpus.sizes.values())
+    gzip, sizes = zlib.compressobj(9, wbits=31), np.zeros(2)  # of the validation text, before and after
     paths = {split: folder / f"{split}.bin" for split in SPLITS}
     try:
         progress = read_json(folder / PROGRESS, dict[str, int])  # batches that are done, and the bytes of each file
@@ -49,7 +49,13 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
             file.truncate(progress[split])
     saved = time.monotonic()
     with progress_bar("encoding", total) as bar:
-        batches = _batches(corpus, gzip, bar)
+
+        def count(split: str, data: bytes) -> None:
+            bar.update(len(data))
+            if split == "val":
+                sizes[:] += len(data), len(gzip.compress(data))
+
+        batches = _batches(corpus, count)
         first = max(progress["done"] - 1, 0)  # the last one is encoded again, for the window at its end
         deque(islice(batches, first), maxlen=0)
         bar.initial = bar.n
@@ -66,26 +72,12 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
                     sync(path)
                 write_atomically(folder / PROGRESS, json.dumps(progress))
                 saved = time.monotonic()
-    return gzip.bits_per_byte()
+    size, compressed = sizes.tolist()
+    return 8 * (compressed + len(gzip.flush())) / max(size, 1)
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-
-
-class Gzip:
-    """The size of text after `gzip -9`."""
-
-    def __init__(self) -> None:
-        self.compressor = zlib.compressobj(9, wbits=31)
-        self.size = self.compressed = 0
-
-    def add(self, data: bytes) -> None:
-        self.size += len(data)
-        self.compressed += len(self.compressor.compress(data))
-
-    def bits_per_byte(self) -> float:
-        return 8 * (self.compressed + len(self.compressor.flush())) / max(self.size, 1)
 
 
 # --- what is encoded at a time ---------------------------------------------------------------------------------------
@@ -105,9 +97,9 @@ class Piece(NamedTuple):
         return self.ends and not self.offset
 
 
-def _batches(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[list[Piece]]:
+def _batches(corpus: Corpus, count: Callable[[str, bytes], None]) -> Iterator[list[Piece]]:
     batch, chars = list[Piece](), 0
-    for piece in _pieces(corpus, gzip, bar):
+    for piece in _pieces(corpus, count):
         batch.append(piece)
         chars += len(piece.text)
         if chars >= BATCH_CHARS:
@@ -116,15 +108,12 @@ def _batches(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[list[Piece]]:
     yield batch
 
 
-def _pieces(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[Piece]:
-    """The corpus in order. All validation text goes to `gzip`."""
+def _pieces(corpus: Corpus, count: Callable[[str, bytes], None]) -> Iterator[Piece]:
+    """The corpus in order. All of its text goes to `count`, too."""
     for split, begins, chunks in corpus.parts():
         offset, text = 0, ""
         for chunk in chunks:
-            data = chunk.encode()
-            bar.update(len(data))
-            if split == "val":
-                gzip.add(data)
+            count(split, chunk.encode())
             text += chunk
             while len(text) > (WINDOW + OVERLAP if offset else WHOLE):
                 yield Piece(split, begins and not offset, False, offset, text[: WINDOW + OVERLAP])

@@ -57,18 +57,16 @@ def prepare(
     `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says which: one
     of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none. Raises ValueError for an
     invalid corpus or vocabulary size and for a split shorter than one window of `context` + 1 tokens, and OSError,
-    naming the file and its size, if the disk is full.
-
-    Text and token files whose sizes and times are those of an earlier run are not read again unless `verify` is true.
+    naming the file and its size, if the disk is full. Text and token files whose sizes and times are those of an
+    earlier run are not read again unless `verify` is true.
     """
     tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
     corpus = Corpus(names, cache_dir, val_names, column, verify)
     _check_lengths(corpus, corpus.sizes, context)  # early: the size of text in bytes is an upper bound on the tokens
-    if corpus.tokens:
-        if not tokenizer:
-            raise ValueError("token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
+    if corpus.tokens and tokenizer:
         train, val = corpus.tokens
         return Prepared(train, val, None, tokenizer, corpus.name, corpus.hash)
+    require(not corpus.tokens, "token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
     if tokenizer:
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
     made_from = (FORMAT_VERSION, corpus.hash, kind, vocab_size, tokenizer and tokenizer.hash)
@@ -100,14 +98,12 @@ def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
 def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
     if not corpus.names:  # text to evaluate on, for which shorter windows do
         return
-    for split in SPLITS:
-        if tokens[split] <= context:
-            named = split == "val" and corpus.val_names
-            source = " ".join(["--val-data", *corpus.val_names] if named else ["--data", *corpus.names])
-            text = "training" if split == "train" else "validation"
-            part = f"{source}: the {text} text has at most {tokens[split]} tokens"
-            advice = f"--context {context} needs {context + 1}; add text or lower --context"
-            raise ValueError(f"{part}, but {advice}")
+    for split, text in zip(SPLITS, ("training", "validation"), strict=True):
+        own = split == "val" and corpus.val_names
+        source = " ".join(["--val-data", *corpus.val_names] if own else ["--data", *corpus.names])
+        advice = f"--context {context} needs {context + 1}; add text or lower --context"
+        problem = f"{source}: the {text} text has at most {tokens[split]} tokens, but {advice}"
+        require(tokens[split] > context, problem)
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared:

@@ -60,8 +60,7 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
 def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]:
     """Those of the files behind `name` that are text.
 
-    Of a folder, a line says how many these are, and which are left out. Raises ValueError, naming the `flag`, if a file
-    is not text.
+    A line says what is left out of a folder. Raises ValueError, naming the `flag`, if a file is not text.
     """
     path = Path(name)
     if name in ("python", "shakespeare"):

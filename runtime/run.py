@@ -174,10 +174,8 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
     if not previous:
         asked = {"preset": default_preset(device)} | asked
     everything = combine(before, asked)
-    found = {}
-    if not continues:
-        found = find_options(everything)
-    elif everything.get("init_from"):  # DIR may be gone by now
+    found = {} if continues else find_options(everything)
+    if continues and everything.get("init_from"):  # DIR may be gone by now
         found = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model, training = follow(asked, previous, found, memory)

@@ -493,7 +493,7 @@ def test_token_files_need_no_tokenizer(command, tmp_path, text, capsys):
     data = token_folder(tmp_path / "ids", ByteTokenizer(), text)
     for flags, error in {
         "": "error: token files need --tokenizer DIR or bytes, or --vocab-size\n",
-        "--vocab-size 100": "train.bin has the id 116, but --vocab-size is 100\n",
+        "--vocab-size 100": "train.bin has the id 114, but --vocab-size is 100\n",
     }.items():
         with pytest.raises(SystemExit) as exit:
             command(f"--steps 2 {flags}", "refused", "", data)
