@@ -26,6 +26,7 @@ from files import sha256, write_atomically
 
 JSON = ("record.json", "tokenizer_config.json")
 TEXTS = [f"def f{number}(x):\n    return x + {number}  # é \u2581 <s>\n" * 3 for number in range(200)]
+LONG = "".join(sorted(TEXTS)) + "no line end, 日本語 " * 90_000 + "\n\n\nx" * 90_000 + "the end"  # 2.5 MB, in chunks
 
 
 @pytest.fixture
@@ -51,9 +52,12 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("sentencepiece", 1), ("sentencepiece", 1 << 20), ("bytes", 1000)])
-def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch, kind, batch):
-    """However much is encoded at a time, and with how many threads, by a tokenizer of the training text."""
+@pytest.mark.parametrize("name", ["code.jsonl", "code.txt"])
+def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch, kind, batch, name):
+    """However much is encoded at a time, with line ends or not, without marks of the chunks in which text is read."""
     monkeypatch.setattr(encoding, "BATCH_CHARS", batch)
+    source = source.with_name(name)
+    source.with_suffix(".txt").write_text(LONG, newline="")
     prepared = prepare_from(source, kind)
     corpus, tokenizer = Corpus([str(source)], source.parent), prepared.tokenizer
     expected = ByteTokenizer() if kind == "bytes" else train_tokenizer(corpus.chunks("train"), 350)
@@ -66,21 +70,6 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     val = "".join(texts).encode()
     assert prepared.val_gzip_bpb == 8 * len(gzip.compress(val, 9)) / len(val)
     assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
-
-
-LONG = "".join(sorted(TEXTS)) + "no line end, 日本語 " * 90_000 + "\n\n\nx" * 90_000 + "the end"  # 2.5 MB, in chunks
-
-
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_the_ids_of_a_document_are_those_of_its_text(tmp_path, kind):
-    """Without marks of the chunks in which it is read, whether it has line ends or not. Its tail is held out."""
-    (tmp_path / "a.txt").write_text(LONG, newline="")
-    tokenizer = ByteTokenizer() if kind == "bytes" else train_tokenizer([LONG[:100_000]], 400)
-    prepared = prepare([str(tmp_path / "a.txt")], kind, 0, tmp_path / "cache", 16, tokenizer)
-    corpus = Corpus([str(tmp_path / "a.txt")], tmp_path)
-    for split, tokens in zip(SPLITS, (prepared.train, prepared.val), strict=True):
-        text = "".join(corpus.chunks(split))
-        assert tokens.tolist() == [*tokenizer.encode(text), tokenizer.end_of_document], split
 
 
 def test_large_vocabularies_use_uint32(source, tmp_path):

@@ -151,12 +151,10 @@ def test_the_sample_is_bounded_and_spread_evenly(monkeypatch):
     monkeypatch.setattr(tokenizers, "SAMPLE_BYTES", 100_000)
     monkeypatch.setattr(tokenizers, "SAMPLE_CHARS", 100)
     lines = [f"{number:07}\n" for number in range(100_000)]
-    texts = ("".join(lines[start : start + 1000]) for start in range(0, 100_000, 1000))
-    kept = "".join(tokenizers._sample(texts)).split()
+    kept = "".join(tokenizers._sample(["".join(lines)])).split()
     assert 50_000 < 8 * len(kept) <= 100_000 and kept[0] == "0000000"
     tenths = [sum(int(line) // 10_000 == tenth for line in kept) for tenth in range(10)]
     assert max(tenths) < 1.2 * min(tenths)
-    assert tokenizers._sample(["a\nb", "c"]) == ["a\nb", "c"]
 
 
 def test_the_ids_of_a_text_are_those_of_this_format():
