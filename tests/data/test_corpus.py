@@ -147,7 +147,6 @@ def test_a_source_without_text_is_refused(tmp_path, content):
     (tmp_path / "empty.jsonl").write_text(content)
     (tmp_path / "full.txt").write_text("text")
     full, empty = str(tmp_path / "full.txt"), str(tmp_path / "empty.jsonl")
-    with pytest.raises(ValueError, match=r"^--data .*empty.jsonl: contains no text$"):
-        Corpus([full, empty], tmp_path)
-    with pytest.raises(ValueError, match=r"^--val-data .*empty.jsonl: contains no text$"):
-        Corpus([full], tmp_path, [empty])
+    for flag, names, val_names in (("--data", [full, empty], []), ("--val-data", [full], [empty])):
+        with pytest.raises(ValueError, match=f"^{flag} .*empty.jsonl: contains no text$"):
+            Corpus(names, tmp_path, val_names)

@@ -72,15 +72,9 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
 
 
-def test_large_vocabularies_use_uint32(source, tmp_path):
-    class Wide(ByteTokenizer):
-        vocab_size = 70_000
-
-        def encode_batch(self, texts):
-            return [np.array([69_000 + byte for byte in text.encode()]) for text in texts]
-
-    prepared = prepare([str(source)], "bytes", 0, tmp_path, 16, tokenizer=Wide())
-    assert prepared.val.dtype == np.uint32 and prepared.val.max() > 69_000
+def test_large_vocabularies_use_uint32(source, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", 70_000)
+    assert prepare_from(source, "bytes").val.dtype == np.uint32
 
 
 def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
@@ -112,7 +106,7 @@ def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
         lambda folder: train_tokenizer(TEXTS[:50], 350).save(folder),
     ],
 )
-def test_a_damaged_or_unfinished_folder_is_rebuilt(source, damage, capsys):
+def test_a_damaged_folder_is_rebuilt(source, damage, capsys):
     prepare_from(source)
     (folder,) = folders(source)
     expected = content(folder)
@@ -120,9 +114,6 @@ def test_a_damaged_or_unfinished_folder_is_rebuilt(source, damage, capsys):
     prepare_from(source)
     assert content(folder) == expected and folders(source) == [folder]
     assert capsys.readouterr().err.count("preparing") == 2
-    os.truncate(folder.rename(f"{folder}.part") / "train.bin", 100)  # as a process that was killed leaves it
-    prepare_from(source)
-    assert content(folder) == expected and folders(source) == [folder]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])

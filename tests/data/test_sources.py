@@ -50,8 +50,6 @@ def test_long_files_are_chunked_without_splitting_characters(tmp_path, unit):
     chunks = [chunk for document in read_documents(write(tmp_path / "long", text)) for chunk in document]
     assert "".join(chunks) == text
     assert len(chunks) > 2 and max(len(chunk.encode()) for chunk in chunks) <= 2 * CHUNK
-    if unit.endswith("x\n"):
-        assert all(chunk.endswith("\n") for chunk in chunks)
 
 
 def test_jsonl_has_one_document_per_line_and_parquet_one_per_row(tmp_path):
