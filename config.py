@@ -207,17 +207,11 @@ class TrainConfig:
 
     data: list[str] = option(
         ["python"],
-        "python, shakespeare, or paths: text or .jsonl files, also gzipped, .parquet files, and folders; or a folder "
-        "with the ids of nanoGPT or llm.c, train.bin and val.bin, and their --tokenizer, or --vocab-size alone",
+        "python, shakespeare, or paths: text, .jsonl (also .gz), .parquet, folders, or one with train.bin and val.bin",
     )
     val_data: list[str] = option([], "validation text, named like --data (default: a tenth of --data is held out)")
     text_column: str = option("text", "key or column of the text in JSON lines and .parquet files", metavar="NAME")
-    tokenizer: str = option(
-        "sentencepiece",
-        "sentencepiece, which is trained; bytes; or a directory of Hugging Face or SentencePiece that holds one. With "
-        "--init-from, the model's own is used",
-        metavar="KIND|DIR",
-    )
+    tokenizer: str = option("sentencepiece", "sentencepiece, bytes, or a directory with one", metavar="KIND|DIR")
     init_from: str = option(
         "",
         "fine-tune: take weights, model and tokenizer from this run, checkpoint or Hugging Face directory "
@@ -246,11 +240,7 @@ class TrainConfig:
     momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
-    order: str = option(
-        "random",
-        "training windows: each from a random token, or all of them once an epoch",
-        choices=["random", "epochs"],
-    )
+    order: str = option("random", "windows from random tokens, or each once an epoch", choices=["random", "epochs"])
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     tf32: bool = option(False, "allow TF32 in float32 matrix products on a GPU: faster, with 10 bits of mantissa")
@@ -321,9 +311,8 @@ PRESETS: dict[str, Asked] = {
 def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf) -> tuple[ModelConfig, TrainConfig]:
     """The configurations that follow from what was `asked`: defaults, preset, recipe, then what was asked.
 
-    found: options that follow from files that were asked for, which come after the preset. Those of the model in
-        --init-from, and its kind of tokenizer: what is asked may only repeat them, or change the context or the
-        dropout. Or the ids of --tokenizer DIR, or that token files have no tokenizer.
+    found: options that follow from files, which come after the preset. Those of the model and the tokenizer in
+        --init-from may only be repeated by what is asked, except context and dropout. Or those of other data files.
     memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
 
     What was asked for always wins. A value of the preset gives way if it does not fit: `hidden_dim` to another `dim`,

@@ -452,8 +452,7 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float | None]:
     context, rank = run.model_config.context, distributed.rank()
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
     most, vocab_size = run.config.eval_tokens, run.model_config.vocab_size
-    token_bytes = np.zeros(vocab_size, int)  # the model may have more ids than its tokenizer, or fewer
-    token_bytes[: run.data.tokenizer.vocab_size] = run.data.tokenizer.token_bytes[:vocab_size]
+    token_bytes = np.pad(run.data.tokenizer.token_bytes, (0, vocab_size))  # the model may have more ids
     batches = evaluation_batches(run.data.val, context, batch_size, most, vocab_size)
     while turn := list(islice(batches, distributed.world_size())):
         inputs, targets = turn[min(rank, len(turn) - 1)]  # with --shard, ranks without a batch have to help

@@ -31,12 +31,13 @@ def training_batch(
     count = batch_size or rows.stop
     if order == "random":
         draws = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(count)
-        starts = draws % (len(tokens) - context)
+        starts: np.ndarray = draws % (len(tokens) - context)
     else:
         windows = (len(tokens) - 1) // context
         positions = (divmod(step * count + row, windows) for row in range(count))
-        starts = np.array([int(_order(windows, seed, epoch)[number]) for epoch, number in positions]) * context
-    return _pairs(_windows(tokens, starts, context, vocab_size)[rows.start : rows.stop])
+        starts = np.array([_order(windows, seed, epoch)[number] for epoch, number in positions], np.int64) * context
+    inputs, targets = _windows(tokens, starts, context, vocab_size)
+    return inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
 
 
 def evaluation_batches(
@@ -55,25 +56,20 @@ def evaluation_batches(
         used, remainder = max(1, max_tokens // context), 0
     for first in range(0, used, batch_size):
         numbers = np.arange(first, min(first + batch_size, used))
-        yield _pairs(_windows(tokens, numbers * windows // used * context, context, vocab_size))
+        yield _windows(tokens, numbers * windows // used * context, context, vocab_size)
     if remainder:
-        yield _pairs(_windows(tokens, np.array([windows * context]), remainder, vocab_size))
+        yield _windows(tokens, np.array([windows * context]), remainder, vocab_size)
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: int | None) -> np.ndarray:
-    """Ids, (starts, length + 1)."""
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[starts]  # only these are copied
-    if vocab_size and not 0 <= windows.min() <= windows.max() < vocab_size:
-        wrong = windows.max() if windows.max() >= vocab_size else windows.min()
+def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64 (starts, length)."""
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)
+    ids = windows[starts].astype(np.int64)  # only these are copied
+    wrong = ids[(ids < 0) | (ids >= vocab_size)] if vocab_size else []
+    if len(wrong):
         file = getattr(tokens, "filename", "token file")
-        raise BadInput(f"{file} has the id {wrong}, but --vocab-size is {vocab_size}")
-    return windows
-
-
-def _pairs(windows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 (windows, length)."""
-    ids = torch.from_numpy(windows.astype(np.int64))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        raise BadInput(f"{file} has the id {wrong[0]}, but --vocab-size is {vocab_size}")
+    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
 
 
 @lru_cache(maxsize=2)  # a batch may be in two epochs

@@ -6,10 +6,13 @@ memory grows with file paths and by 32 bytes per document.
 """
 
 import hashlib
+import json
+import os
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -18,11 +21,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.index import indexed, stat_key
 from data.sources import find_files, read_documents, short_name, text_files
-from files import require, warn
+from data.token_files import SPLITS, find_token_files, identify, map_tokens
+from files import lock_file, read_json, require, said, warn, write_atomically
 
-SPLITS = ("train", "val")
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
 MOST_HELD_OUT = 100_000_000  # bytes
@@ -37,12 +39,13 @@ class Corpus:
     the order of their SHA-256, until that is a tenth of their bytes. Copies of a text count together and are treated
     alike; where they are too large for that, they give their last tenths too. So the split does not depend on the order
     of the documents. With `val_names`, those texts are the validation text; their copies in the other text are left
-    out.
+    out. Token files of others are taken as they are.
 
     name: safe in folder names, at most 80 bytes long.
     hash: SHA-256 of the rules, the documents' hashes, and which are named for validation, in hex.
     sizes: UTF-8 bytes of each split, plus one per document for its end. If a document is split, the size may be off
-    by one character.
+    by one character. Of token files, the ids.
+    tokens: the ids of each split; none unless they are token files.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Corpus:
         column: str = "text",
         verify: bool = False,
     ):
-        """Find the text behind `names` (`python`, `shakespeare`, or paths), and read it unless the index has it.
+        """Find what is behind `names` (`python`, `shakespeare`, or paths), and read text unless the index has it.
 
         Downloads and the index are kept in `cache_dir`. `column` is the key or column of the text in JSON lines and
         .parquet files. With `verify`, the text is read in any case. Raises ValueError, in one line, for text that is
@@ -61,19 +64,25 @@ class Corpus:
         """
         self.names, self.val_names, self.column, self.cache_dir = names, val_names, column, cache_dir
         self.name = "+".join(map(short_name, names or val_names)).encode()[:80].decode(errors="ignore")
+        paths = find_token_files([*names, *val_names])
+        self.tokens = [map_tokens(path) for path in paths]
+        if paths:
+            self.hash, self.sizes = identify(paths), dict(zip(SPLITS, map(len, self.tokens), strict=True))
+            return
         self._files, self._key = self._find()
-        record = indexed(cache_dir / f"{self.name}-{self._key[:12]}.index", lambda: self._read[0], verify)
-        self.hash: str = record["hash"]
-        self.sizes: dict[str, int] = record["sizes"]
-
-    def check_unchanged(self) -> None:
-        """Raise ValueError unless the files are those that were found first, with the same sizes and times."""
-        require(self._find()[1] == self._key, CHANGED.format(self.name))
+        index = cache_dir / f"{self.name}-{self._key[:12]}.index"
+        if verify:
+            index.unlink(missing_ok=True)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # Ranks and runs start together.
+        with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
+            record = self._record(index)
+        self.hash, self.sizes = record["hash"], record["sizes"]
 
     def parts(self) -> Iterator[tuple[str, bool, Iterator[str]]]:
         """All text in the order of the documents: its split, whether it is the beginning of a document, its chunks.
 
-        Chunks that were not read are passed over.
+        Chunks that were not read are passed over. Raises ValueError, at the latest at the end, if a file has changed.
         """
         record, files, *ends = self._read
         require(record["hash"] == self.hash, CHANGED.format(self.name))
@@ -86,6 +95,7 @@ class Corpus:
             if val_start < length:
                 yield "val", val_start == 0, after
             deque(after, maxlen=0)
+        require(self._find()[1] == self._key, CHANGED.format(self.name))
 
     def chunks(self, split: str) -> Iterator[str]:
         """The text of a split, without the borders of its documents."""
@@ -100,6 +110,18 @@ class Corpus:
 
     def _documents(self, files: list[Path]) -> Iterator[Iterator[str]]:
         return chain.from_iterable(read_documents(file, self.column) for file in files)
+
+    def _record(self, index: Path) -> dict[str, Any]:
+        """What was read when the index was written, or now. Lines that were printed then are printed again."""
+        with suppress(ValueError):
+            record = read_json(index, dict)
+            for line in record["said"]:
+                warn(line)
+            return record
+        before = len(said)
+        record = self._read[0]
+        write_atomically(index, json.dumps(record | {"said": said[before:]}))
+        return record
 
     @cached_property
     def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray, np.ndarray, np.ndarray]:
@@ -130,6 +152,15 @@ class Corpus:
         parts = {"train": train, "val": sizes - val}
         split_sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
         return {"hash": corpus_hash.hexdigest(), "sizes": split_sizes}, read, train, val, sizes
+
+
+def stat_key(what: Any, files: Iterable[Path]) -> str:
+    """The SHA-256, in hex, of `what` is read from files, and of the path, size and modification time of each."""
+    digest = hashlib.sha256(repr(what).encode())
+    for file in map(os.fsencode, files):
+        stat = os.stat(file) if os.path.exists(file) else os.lstat(file)  # a broken link
+        digest.update(b"%b %d %d\n" % (file, stat.st_size, stat.st_mtime_ns))
+    return digest.hexdigest()
 
 
 def progress_bar(name: str, total: int | None = None) -> tqdm:

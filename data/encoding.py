@@ -7,21 +7,20 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import cycle, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from data.corpus import SPLITS, Corpus, progress_bar
+from data.corpus import Corpus, progress_bar
+from data.token_files import SPLITS
 from data.tokenizer import ByteTokenizer, Ids, Tokenizer
-from files import explained, read_json, write_atomically
+from files import explained, read_json, sync, write_atomically
 
 # Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
 WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
@@ -29,6 +28,7 @@ BATCH_CHARS = 1 << 20  # that are encoded at a time; at least two windows
 WORKERS_FROM = 1 << 26  # bytes of text; less is encoded in this process, by the threads of the tokenizer's library
 SAVE_EVERY = 30  # seconds between records of what is done
 PROGRESS = "progress.json"
+NO_STARTS = np.empty(0, np.int64)
 
 
 def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
@@ -37,61 +37,47 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
     A document is the ids that begin a prompt (unless only its end is in this split), those of its text, and the
     end-of-document id. The ids depend neither on the number of processes nor on where an earlier one was stopped.
     """
-    dtype, total, gzip = token_dtype(tokenizer), sum(corpus.sizes.values()), Gzip()
-    progress, saved = _read_progress(folder), time.monotonic()
-    with ExitStack() as stack:
-        files = {split: stack.enter_context(open(folder / f"{split}.bin", "ab", buffering=0)) for split in SPLITS}
-        for split, file in files.items():
+    dtype, total = token_dtype(tokenizer), sum(corpus.sizes.values())
+    gzip, sizes = zlib.compressobj(9, wbits=31), np.zeros(2)  # of the validation text, before and after
+    paths = {split: folder / f"{split}.bin" for split in SPLITS}
+    try:
+        progress = read_json(folder / PROGRESS, dict[str, int])  # batches that are done, and the bytes of each file
+    except ValueError:
+        progress = dict.fromkeys(("done", *SPLITS), 0)
+    for split, path in paths.items():
+        with open(path, "ab") as file:
             file.truncate(progress[split])
-        bar = stack.enter_context(progress_bar("encoding", total))
-        batches = _batches(corpus, gzip, bar)
+    saved = time.monotonic()
+    with progress_bar("encoding", total) as bar:
+
+        def count(split: str, data: bytes) -> None:
+            bar.update(len(data))
+            if split == "val":
+                sizes[:] += len(data), len(gzip.compress(data))
+
+        batches = _batches(corpus, count)
         first = max(progress["done"] - 1, 0)  # the last one is encoded again, for the window at its end
         deque(islice(batches, first), maxlen=0)
         bar.initial = bar.n
-        for number, parts in enumerate(_join(_encode_all(batches, tokenizer, total), tokenizer), first + 1):
-            if number <= progress["done"]:
-                continue
-            for split, file in files.items():
+        joined = _join(_encode_all(batches, tokenizer, total), tokenizer)
+        for parts in islice(joined, progress["done"] - first, None):
+            for split, path in paths.items():
                 data = np.concatenate([[], *parts[split]], dtype=dtype, casting="unsafe").tobytes()
                 progress[split] += len(data)
-                with explained(Path(file.name), corpus.sizes[split] * dtype.itemsize):
-                    while data:
-                        data = data[file.write(data) :]
-            progress["done"] = number
+                with explained(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
+                    file.write(data)
+            progress["done"] += 1
             if time.monotonic() - saved >= SAVE_EVERY:
-                for file in files.values():
-                    os.fsync(file.fileno())
+                for path in paths.values():
+                    sync(path)
                 write_atomically(folder / PROGRESS, json.dumps(progress))
                 saved = time.monotonic()
-    return gzip.bits_per_byte()
+    size, compressed = sizes.tolist()
+    return 8 * (compressed + len(gzip.flush())) / max(size, 1)
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-
-
-def _read_progress(folder: Path) -> dict[str, int]:
-    """How many batches are done, and the bytes that each token file had then."""
-    with suppress(OSError, ValueError, KeyError):
-        progress = read_json(folder / PROGRESS, dict[str, int])
-        if all((folder / f"{split}.bin").stat().st_size >= progress[split] for split in SPLITS):
-            return progress
-    return dict.fromkeys(("done", *SPLITS), 0)
-
-
-class Gzip:
-    """The size of text after `gzip -9`."""
-
-    def __init__(self) -> None:
-        self.compressor = zlib.compressobj(9, wbits=31)
-        self.size = self.compressed = 0
-
-    def add(self, data: bytes) -> None:
-        self.size += len(data)
-        self.compressed += len(self.compressor.compress(data))
-
-    def bits_per_byte(self) -> float:
-        return 8 * (self.compressed + len(self.compressor.flush())) / max(self.size, 1)
 
 
 # --- what is encoded at a time ---------------------------------------------------------------------------------------
@@ -111,10 +97,9 @@ class Piece(NamedTuple):
         return self.ends and not self.offset
 
 
-def _batches(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    chars = 0
-    for piece in _pieces(corpus, gzip, bar):
+def _batches(corpus: Corpus, count: Callable[[str, bytes], None]) -> Iterator[list[Piece]]:
+    batch, chars = list[Piece](), 0
+    for piece in _pieces(corpus, count):
         batch.append(piece)
         chars += len(piece.text)
         if chars >= BATCH_CHARS:
@@ -123,15 +108,12 @@ def _batches(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[list[Piece]]:
     yield batch
 
 
-def _pieces(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[Piece]:
-    """The corpus in order. All validation text goes to `gzip`."""
+def _pieces(corpus: Corpus, count: Callable[[str, bytes], None]) -> Iterator[Piece]:
+    """The corpus in order. All of its text goes to `count`, too."""
     for split, begins, chunks in corpus.parts():
         offset, text = 0, ""
         for chunk in chunks:
-            data = chunk.encode()
-            bar.update(len(data))
-            if split == "val":
-                gzip.add(data)
+            count(split, chunk.encode())
             text += chunk
             while len(text) > (WINDOW + OVERLAP if offset else WHOLE):
                 yield Piece(split, begins and not offset, False, offset, text[: WINDOW + OVERLAP])
@@ -141,43 +123,34 @@ def _pieces(corpus: Corpus, gzip: Gzip, bar: tqdm) -> Iterator[Piece]:
 
 
 def _join(encoded: Iterator[tuple[list[Piece], list]], tokenizer: Tokenizer) -> Iterator[dict[str, list[Ids]]]:
-    """What comes next in each split, batch by batch."""
-    none = np.empty(0, np.int64)
-    ids, starts = none, none  # of the last window, and the byte at which each of them begins
+    """What comes next in each split, batch by batch.
+
+    One window gives way to the next where both begin a token. That is in the middle of their overlap, far from both
+    ends, where a text that goes on may have other tokens.
+    """
+    ids = starts = NO_STARTS  # of the last window, and the byte at which each of them begins
     for batch, found in encoded:
         parts: dict[str, list[Ids]] = {split: [] for split in SPLITS}
-        for piece, new in zip(batch, found, strict=True):
-            part = parts[piece.split]
+        for piece, (new, new_starts) in zip(batch, found, strict=True):
+            part, first = parts[piece.split], 0
             if piece.begins:
                 part.append(tokenizer.prompt_start)
-            if piece.whole:
-                ids = new
-            else:
-                before, ids, starts = _next_window(ids, starts, piece, new[0], new[1], tokenizer)
-                part += before
+            if piece.offset:
+                new_starts = new_starts + piece.offset
+                overlap = starts[starts >= piece.offset]
+                common = np.intersect1d(overlap, new_starts[: 4 * OVERLAP])  # at most 4 bytes a character
+                if len(common):
+                    end = start = common[len(common) // 2]
+                else:  # text that repeats itself: what is between two tokens is encoded alone
+                    end = [*overlap, piece.offset][0]
+                    start = [*new_starts[new_starts >= end], piece.offset + len(piece.text.encode())][0]
+                between = piece.text.encode()[end - piece.offset : start - piece.offset].decode(errors="ignore")
+                part += [ids[: np.searchsorted(starts, end)], tokenizer.encode(between)]
+                first = np.searchsorted(new_starts, start)
+            ids, starts = new[first:], new_starts[first:]
             if piece.ends:
                 part += [ids, [tokenizer.end_of_document]]
-                ids, starts = none, none
         yield parts
-
-
-def _next_window(
-    ids: np.ndarray, starts: np.ndarray, piece: Piece, new_ids: np.ndarray, new_starts: np.ndarray, tokenizer: Tokenizer
-) -> tuple[list[Ids], np.ndarray, np.ndarray]:
-    """The ids before the next window, and what follows: one gives way to the other where both begin a token.
-
-    That is in the middle of their overlap, far from both ends, where a text that goes on may have other tokens.
-    """
-    new_starts, between = new_starts + piece.offset, list[int]()
-    overlap = starts[starts >= piece.offset]
-    common = np.intersect1d(overlap, new_starts[: 4 * OVERLAP])  # at most 4 bytes a character
-    end = start = common[len(common) // 2] if len(common) else piece.offset
-    if len(overlap) and not len(common):  # text that repeats itself: what is between two tokens is encoded alone
-        data, end = piece.text.encode(), overlap[0]
-        start = min([*new_starts[new_starts >= end], piece.offset + len(data)])
-        between = tokenizer.encode(data[end - piece.offset : start - piece.offset].decode(errors="ignore"))
-    kept = np.searchsorted(new_starts, start)
-    return [ids[: np.searchsorted(starts, end)], between], new_ids[kept:], new_starts[kept:]
 
 
 # --- encoding, in this process or in several -------------------------------------------------------------------------
@@ -190,47 +163,46 @@ def _encode_all(batches: Iterator[list[Piece]], tokenizer: Tokenizer, size: int)
         yield from ((batch, _encode(batch, tokenizer)) for batch in batches)
         return
     # Processes of `multiprocessing` would import train.py with torch, and outlive this one if it is killed.
-    workers, busy = [], deque[tuple[Any, list[Piece]]]()
-    start = partial(subprocess.Popen, cwd=Path(__file__).parents[1], start_new_session=True)
+    command, root = [sys.executable, "-m", "data.encoding"], Path(__file__).parents[1]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    processes, workers, busy = [], [], deque[tuple[list[Piece], Connection]]()
     try:
         for _ in range(count):
             worker, theirs = Pipe()
-            command = [sys.executable, "-m", "data.encoding", str(theirs.fileno())]
-            workers.append((worker, start(command, pass_fds=[theirs.fileno()], env=environment)))
-            theirs.close()
+            workers.append(worker)
+            with theirs:
+                process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), cwd=root, env=environment, start_new_session=True
+                )
+            processes.append(process)
             worker.send(tokenizer)
-        for batch, (worker, _) in zip(batches, cycle(workers), strict=False):
+        for batch, worker in zip(batches, cycle(workers), strict=False):
             if len(busy) == count:
-                yield busy[0][1], busy.popleft()[0].recv()
+                earlier, first = busy.popleft()
+                yield earlier, first.recv()
             worker.send(batch)
-            busy.append((worker, batch))
-        for worker, batch in busy:
+            busy.append((batch, worker))
+        for batch, worker in busy:
             yield batch, worker.recv()
     except (EOFError, ConnectionError):
         raise OSError("a process that encodes text was killed; run the command again, it goes on from there") from None
     finally:
-        for worker, process in workers:
-            worker.close()
+        for process in processes:
             process.kill()
             process.wait()
 
 
-def _encode(batch: list[Piece], tokenizer: Tokenizer) -> list:
-    """The ids of each piece, and the byte at which each of them begins if it is a window."""
+def _encode(batch: list[Piece], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ids of each piece and, if it is a window, the byte at which each of them begins."""
     texts = iter(tokenizer.encode_batch([piece.text for piece in batch if piece.whole]))
     windows = iter(tokenizer.encode_with_starts([piece.text for piece in batch if not piece.whole]))
-    return [np.asarray(next(texts)) if piece.whole else next(windows) for piece in batch]
+    return [(np.asarray(next(texts)), NO_STARTS) if piece.whole else next(windows) for piece in batch]
 
 
-def _serve(connection: Connection) -> None:
-    """Encode the batches that come, with the tokenizer that comes first, until the other process ends."""
+if __name__ == "__main__":  # encodes the batches that come, with the tokenizer that comes first
     with suppress(EOFError, ConnectionError):
-        tokenizer = connection.recv()
-        tokenizer.threads = 1
+        others = Connection(sys.stdin.fileno())
+        ours = others.recv()
+        ours.threads = 1
         while True:
-            connection.send(_encode(connection.recv(), tokenizer))
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+            others.send(_encode(others.recv(), ours))

@@ -12,24 +12,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from data.corpus import SPLITS, Corpus
+from data.corpus import Corpus
 from data.encoding import PROGRESS, token_dtype, write_tokens
-from data.token_files import TokenFiles, find_token_files, map_tokens
-from data.tokenizer import (
-    ByteTokenizer,
-    NoTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from data.token_files import SPLITS, map_tokens
+from data.tokenizer import KINDS, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import lock_file, read_json, require, sha256, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
+RECORD = "record.json"
 
 
 @dataclass(frozen=True)
@@ -64,19 +57,16 @@ def prepare(
     `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says which: one
     of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none. Raises ValueError for an
     invalid corpus or vocabulary size and for a split shorter than one window of `context` + 1 tokens, and OSError,
-    naming the file and its size, if the disk is full.
-
-    Text and token files whose sizes and times are those of an earlier run are not read again unless `verify` is true.
+    naming the file and its size, if the disk is full. Text and token files whose sizes and times are those of an
+    earlier run are not read again unless `verify` is true.
     """
     tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
-    corpus = find_corpus(names, cache_dir, val_names, column, verify)
-    if isinstance(corpus, TokenFiles):
-        if not tokenizer:
-            raise ValueError("token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
-        _check_lengths(corpus, {"train": len(corpus.train), "val": len(corpus.val)}, context)
-        return Prepared(corpus.train, corpus.val, None, tokenizer, corpus.name, corpus.hash)
-    require(not isinstance(tokenizer, NoTokenizer), "--tokenizer none is for token files; text needs another")
-    _check_lengths(corpus, corpus.sizes, context)  # early: the size in bytes is an upper bound on the tokens
+    corpus = Corpus(names, cache_dir, val_names, column, verify)
+    _check_lengths(corpus, corpus.sizes, context)  # early: the size of text in bytes is an upper bound on the tokens
+    if corpus.tokens and tokenizer:
+        train, val = corpus.tokens
+        return Prepared(train, val, None, tokenizer, corpus.name, corpus.hash)
+    require(not corpus.tokens, "token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
     if tokenizer:
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
     made_from = (FORMAT_VERSION, corpus.hash, kind, vocab_size, tokenizer and tokenizer.hash)
@@ -84,7 +74,6 @@ def prepare(
     folder = cache_dir / f"{corpus.name}-{kind}-{vocab_size}-{key[:12]}"
     prepared = _open(folder, corpus, tokenizer, verify)
     if prepared is None:
-        cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
             # Another process may have built it while this one waited.
             prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
@@ -92,20 +81,11 @@ def prepare(
     return prepared
 
 
-def find_corpus(
-    names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text", verify: bool = False
-) -> Corpus | TokenFiles:
-    """What is behind `names`: text, or token files of others."""
-    if find_token_files([*names, *val_names]):
-        return TokenFiles(names, cache_dir, val_names, verify)
-    return Corpus(names, cache_dir, val_names, column, verify)
-
-
 def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
     """The tokenizer of this kind, or in this directory. None for sentencepiece, which is trained on the text."""
     if kind == SentencePieceTokenizer.kind:
         return None
-    if kind in (ByteTokenizer.kind, NoTokenizer.kind):
+    if kind in KINDS:
         return load_tokenizer(kind, Path(), vocab_size)
     from data.pretrained import read_directory  # imported here because few runs need it
 
@@ -115,17 +95,15 @@ def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
-def _check_lengths(corpus: Corpus | TokenFiles, tokens: dict[str, int], context: int) -> None:
+def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
     if not corpus.names:  # text to evaluate on; shorter windows are enough
         return
-    for split in SPLITS:
-        if tokens[split] <= context:
-            named = split == "val" and corpus.val_names
-            source = " ".join(["--val-data", *corpus.val_names] if named else ["--data", *corpus.names])
-            text = "training" if split == "train" else "validation"
-            part = f"{source}: the {text} text has at most {tokens[split]} tokens"
-            advice = f"--context {context} needs {context + 1}; add text or lower --context"
-            raise ValueError(f"{part}, but {advice}")
+    for split, text in zip(SPLITS, ("training", "validation"), strict=True):
+        own = split == "val" and corpus.val_names
+        source = " ".join(["--val-data", *corpus.val_names] if own else ["--data", *corpus.names])
+        advice = f"--context {context} needs {context + 1}; add text or lower --context"
+        problem = f"{source}: the {text} text has at most {tokens[split]} tokens, but {advice}"
+        require(tokens[split] > context, problem)
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared:
@@ -136,16 +114,19 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e3:,.0f} kB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir(exist_ok=True)
+    with suppress(ValueError):
+        tokenizer = tokenizer or load_tokenizer("sentencepiece", part)
     try:
         if tokenizer is None:
-            tokenizer = _own_tokenizer(part, corpus, vocab_size)
+            print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
+            tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
+            tokenizer.save(part)
         val_gzip_bpb = write_tokens(part, corpus, tokenizer)
-        corpus.check_unchanged()
     except ValueError:
         shutil.rmtree(part)
         raise
     (part / PROGRESS).unlink(missing_ok=True)
-    _write_record(part, {"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb, "sha256": _hashes(part)})
+    write_atomically(part / RECORD, json.dumps({"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb}))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
     prepared = _open(folder, corpus, tokenizer)
@@ -153,48 +134,25 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     return prepared
 
 
-def _own_tokenizer(part: Path, corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """The tokenizer of the training text: that in `part`, if one is there, or a new one."""
-    try:
-        return load_tokenizer("sentencepiece", part)
-    except ValueError:
-        print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
-        tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
-        tokenizer.save(part)
-        return tokenizer
-
-
-def _write_record(folder: Path, record: dict[str, Any]) -> None:
-    write_atomically(folder / "record.json", json.dumps(record | {"stat": _stat(folder)}))
-
-
 def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: bool = False) -> Prepared | None:
     """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact.
 
-    Token files are hashed if `verify`, and if they have another size or modification time than when they were written.
+    Token files are hashed if `verify`, and if they have another size or modification time than when they were hashed.
     """
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
-        record = read_json(folder / "record.json", dict)
+        record = read_json(folder / RECORD, dict)
         if record["tokenizer"] != tokenizer.hash:
             return None
-        if verify or record["stat"] != _stat(folder):
-            if record["sha256"] != _hashes(folder):
+        files = {split: folder / f"{split}.bin" for split in SPLITS}
+        stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files.values())]
+        if verify or record.get("stat") != stat:
+            hashes = {split: sha256(file) for split, file in files.items()}
+            if record.get("sha256", hashes) != hashes:
                 return None
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
-                _write_record(folder, record)
-        dtype = token_dtype(tokenizer)
-        train, val = (map_tokens(folder / f"{split}.bin", dtype, random=split == "train") for split in SPLITS)
+                write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
+        train, val = (map_tokens(file, token_dtype(tokenizer)) for file in files.values())
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash)
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _stat(folder: Path) -> list[list[int]]:
-    """Size and modification time of the token files."""
-    stats = [(folder / f"{split}.bin").stat() for split in SPLITS]
-    return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    return {split: sha256(folder / f"{split}.bin") for split in SPLITS}

@@ -60,31 +60,26 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
 def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]:
     """Those of the files behind `name` that are text.
 
-    Of a folder, a line says how many these are, and which are left out. Raises ValueError, naming the `flag`, if a file
-    is not text.
+    A line says what is left out of a folder. Raises ValueError, naming the `flag`, if a file is not text.
     """
     path = Path(name)
     if name in ("python", "shakespeare"):
         return files
     if path.is_dir():
-        return _text_files(path, files, flag)
+        taken: list[Path] = []
+        left_out: dict[str, list[Path]] = defaultdict(list)
+        for file in files:
+            problem = "hidden" if file.name.startswith(".") else _not_text(file)
+            (left_out[problem] if problem else taken).append(file)
+        parts = [f"{len(paths)} {why} ({_first(path, paths)})" for why, paths in left_out.items()]
+        warn(one_line(f"{flag} {path}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
+        return taken
     if (problem := _not_text(path)) in CONVERT:
         advice = CONVERT[problem].replace("FILE", name).replace("NAME", path.name)
         raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8: {advice}")
     if _stem(path).endswith(".json") and not _is_json_lines(path):
         warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
     return files
-
-
-def _text_files(root: Path, files: list[Path], flag: str) -> list[Path]:
-    taken: list[Path] = []
-    left_out: dict[str, list[Path]] = defaultdict(list)
-    for path in files:
-        problem = "hidden" if path.name.startswith(".") else _not_text(path)
-        (left_out[problem] if problem else taken).append(path)
-    parts = [f"{len(paths)} {why} ({_first(root, paths)})" for why, paths in left_out.items() if paths]
-    warn(one_line(f"{flag} {root}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
-    return taken
 
 
 def _first(root: Path, paths: list[Path]) -> str:
@@ -156,12 +151,16 @@ def read_documents(path: Path, column: str = "text") -> Iterator[Iterator[str]]:
     Raises ValueError that names the file and the line, the row or the byte offset of the error, counted in the
     decompressed text.
     """
-    if _is_json_lines(path):
-        yield from map(_chunks, _read_json_lines(path, column))
-    elif path.suffix.lower() == ".parquet":
-        yield from map(_chunks, _read_parquet(path, column))
-    else:
+    parquet, empty = path.suffix.lower() == ".parquet", 0
+    if not parquet and not _is_json_lines(path):
         yield _read_text(path)
+        return
+    for text in _read_parquet(path, column) if parquet else _read_json_lines(path, column):
+        if text is not None:
+            yield _chunks(text)
+        empty += text is None
+    if empty:
+        warn(f"{path}: rows left out, because their text is null: {empty}")
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -200,8 +199,7 @@ def _read_text(path: Path) -> Iterator[str]:
             yield _decode(rest, path, offset)
 
 
-def _read_json_lines(path: Path, column: str) -> Iterator[str]:
-    empty = 0
+def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
@@ -218,19 +216,14 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
                     keys = ", ".join(f"{key} ({type(value).__name__})" for key, value in [*row.items()][:9])
                     problem = f'line {number} has no string under "{column}", but {keys}; {OTHER_COLUMN}'
                 raise ValueError(f"{path}: {problem}") from None
-            if text is None:
-                empty += 1
-            else:
-                yield text
-    _print_empty(path, empty)
+            yield text
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def _read_parquet(path: Path, column: str) -> Iterator[str | None]:
     try:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"{path}: Parquet files need the package pyarrow: pip install pyarrow") from None
-    empty = 0
     try:
         # With a buffer it reads a page at a time, not a whole row group.
         with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
@@ -238,19 +231,9 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
             if not re.match(r"(dictionary<values=)?(large_)?string|null", columns.get(column, "")):
                 raise ValueError(f'{path}: no column "{column}" of strings, but {columns}; {OTHER_COLUMN}')
             batches = file.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
-            for text in chain.from_iterable(batch[column].to_pylist() for batch in batches):
-                if text is None:
-                    empty += 1
-                else:
-                    yield text
+            yield from chain.from_iterable(batch[column].to_pylist() for batch in batches)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError, KeyError) as error:  # a key that two columns have
         raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
-    _print_empty(path, empty)
-
-
-def _print_empty(path: Path, rows: int) -> None:
-    if rows:
-        warn(f"{path}: rows left out, because their text is null: {rows}")
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:

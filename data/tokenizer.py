@@ -102,8 +102,7 @@ class Tokenizer:
         return b"".join([self.pieces[token] for token in ids if token < len(self.pieces)])
 
     def save(self, directory: Path) -> None:
-        """Write the files from which transformers makes a tokenizer with the same ids."""
-        raise NotImplementedError
+        """Write the files from which transformers makes a tokenizer with the same ids, if it can."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -184,10 +183,10 @@ class NoTokenizer(Tokenizer):
         self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        raise ValueError("the model was trained on token files without a tokenizer: generate(model, ids) takes ids")
+        raise ValueError("text needs a tokenizer, and token files came without one: generate(model, ids) takes ids")
 
-    def save(self, directory: Path) -> None:
-        """There is nothing to write."""
+
+KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # tokenizers that need no files of others
 
 
 def piece_bytes(piece: str) -> bytes:

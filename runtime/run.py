@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, fields_of, follow
-from data.prepare import Prepared, find_corpus, given_tokenizer, prepare
+from data.corpus import Corpus
+from data.prepare import Prepared, given_tokenizer, prepare
 from data.token_files import find_token_files
-from data.tokenizer import ByteTokenizer, NoTokenizer, SentencePieceTokenizer
+from data.tokenizer import KINDS, NoTokenizer
 from files import require, warn
 from machine import distributed
 from machine.device import check_compile, compiling_pays, describe, has_device, pick_device, pick_dtype
@@ -38,8 +39,6 @@ from runtime.run_dir import (
     read_rows,
     read_run_file,
 )
-
-TRAINED = (SentencePieceTokenizer.kind, ByteTokenizer.kind)  # tokenizers that need no files of others
 
 
 @dataclass
@@ -95,10 +94,10 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     cache, column = Path(config.cache_dir), config.text_column
     if earlier and other_text == config.data and not config.val_data:
-        own_text = find_corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
+        own_text = Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
         other_text = [] if own_text else other_text
     tokenizer = saved = None
-    if earlier and folder and (config.init_from or other_text or config.tokenizer not in TRAINED):
+    if earlier and folder and (config.init_from or other_text or config.tokenizer not in KINDS):
         saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
     if saved or config.init_from or other_text:
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or folder))
@@ -176,7 +175,9 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
     if not previous:
         asked = {"preset": default_preset(device)} | asked
     everything = combine(before, asked)
-    found = find_options(everything, kept if continues else None)
+    found = {} if continues else find_options(everything)
+    if continues and everything.get("init_from"):  # DIR may be gone by now
+        found = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     model, training = follow(asked, previous, found, memory)
     if everything.get("init_from") and not continues:
@@ -186,21 +187,15 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
     return Settings(everything, model, decide(model, training, device, asked))
 
 
-def find_options(asked: Asked, kept: Asked | None) -> Asked:
-    """The options that follow from the files that were asked for; see `configure`.
-
-    They are taken from `kept`, the options of the run that continues, if there is one: the files may be gone by now.
-    """
-    start, kind = asked.get("init_from"), asked.get("tokenizer") or DEFAULTS["tokenizer"]
-    if kept:
-        names = [*ModelConfig.__annotations__] if start else ["vocab_size"]
-        return {name: kept[name] for name in (*names, "tokenizer") if start or kept["tokenizer"] not in TRAINED}
-    if start:
-        directory = find_checkpoint(start)
+def find_options(asked: Asked) -> Asked:
+    """The options that follow from the files that were asked for; see `configure`."""
+    if asked.get("init_from"):
+        directory = find_checkpoint(asked["init_from"])
         return asdict(open_model(directory)[0].config) | {"tokenizer": read_tokenizer(directory).kind}
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
         return {"tokenizer": NoTokenizer.kind}
-    tokenizer = given_tokenizer(kind, MAX_SIZE) if kind != NoTokenizer.kind else None
+    kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
+    tokenizer = None if kind in KINDS else given_tokenizer(kind, MAX_SIZE)
     return {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
 
 

@@ -52,8 +52,9 @@ ROOT = Path(__file__).parents[1]
 def command(text: Path, tmp_path: Path):
     """Run train.py on `text` in this process, with additional flags in one string."""
 
-    def run(flags: str, out: str = "run") -> Path:
-        common = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / out}"
+    def run(flags: str, out: str = "run", tokenizer: str = "--tokenizer bytes", data: Path = text) -> Path:
+        sizes = SIZES.replace("--tokenizer bytes", tokenizer)
+        common = f"{sizes} --data {data} --cache-dir {tmp_path / 'cache'} --out {tmp_path / out}"
         train.main(f"{common} {flags}".split())
         return tmp_path / out
 
@@ -489,13 +490,6 @@ def test_a_run_continues_with_its_text_at_another_place(command, text, capsys):
     assert f"{run}, from step 1\n" in capsys.readouterr().out and read_metrics(run)[-1]["step"] == 2
 
 
-def train_on(data: Path, flags: str, out: str) -> Path:
-    """Like `command`, on other data and with another tokenizer."""
-    sizes = SIZES.replace("--tokenizer bytes ", "")
-    train.main(f"{sizes} --data {data} --cache-dir {data.parent / 'cache'} --out {data.parent / out} {flags}".split())
-    return data.parent / out
-
-
 def token_folder(folder: Path, tokenizer: Any, text: Path) -> Path:
     """As nanoGPT writes it."""
     folder.mkdir()
@@ -505,15 +499,18 @@ def token_folder(folder: Path, tokenizer: Any, text: Path) -> Path:
     return folder
 
 
-def test_token_files_need_no_tokenizer(tmp_path, text, capsys):
+def test_token_files_need_no_tokenizer(command, tmp_path, text, capsys):
     """Then there is only val_loss. It is that of the same ids with a tokenizer, which also gives bits per byte."""
     data = token_folder(tmp_path / "ids", ByteTokenizer(), text)
-    with pytest.raises(SystemExit) as exit:
-        train_on(data, "--steps 2", "a")
-    needs = "token files need --tokenizer DIR or bytes, or --vocab-size"
-    assert exit.value.code == 2 and capsys.readouterr().err == f"error: {needs}\n"
-    without = train_on(data, "--steps 4 --eval-every 2 --vocab-size 257", "a")
-    with_bytes = train_on(data, "--steps 4 --eval-every 2 --tokenizer bytes", "b")
+    for flags, error in {
+        "": "error: token files need --tokenizer DIR or bytes, or --vocab-size\n",
+        "--vocab-size 100": "train.bin has the id 114, but --vocab-size is 100\n",
+    }.items():
+        with pytest.raises(SystemExit) as exit:
+            command(f"--steps 2 {flags}", "refused", "", data)
+        assert exit.value.code == 2 and capsys.readouterr().err.endswith(error)
+    without = command("--steps 4 --eval-every 2 --vocab-size 257", "a", "", data)
+    with_bytes = command("--steps 4 --eval-every 2", "b", data=data)
     rows, others = ([row for row in read_metrics(run) if "val_loss" in row] for run in (without, with_bytes))
     assert [row["val_loss"] for row in rows] == [row["val_loss"] for row in others]
     assert [row["val_bpb"] for row in rows] == [None, None] and not read_samples(without)
@@ -523,25 +520,22 @@ def test_token_files_need_no_tokenizer(tmp_path, text, capsys):
     assert "gzip" not in (with_bytes / "report.html").read_text("utf-8")
     train.main(f"--eval-only --out {without}".split())
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["val_bpb"] is None
-    with pytest.raises(ValueError, match="trained on token files without a tokenizer"):
+    with pytest.raises(ValueError, match="token files came without one: "):
         load_pretrained(without)[1].encode("text")
-    with pytest.raises(SystemExit) as exit:
-        train_on(data, "--steps 2 --vocab-size 100", "c")
-    assert exit.value.code == 2 and "train.bin has the id 116, but --vocab-size is 100\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tokens", [True, False])
-def test_a_tokenizer_of_ones_own_is_only_needed_for_the_start(tmp_path, text, fingerprint, tokens, capsys):
+def test_a_tokenizer_of_ones_own_is_only_needed_for_the_start(command, tmp_path, text, fingerprint, tokens, capsys):
     """In an order of epochs, a resumed run ends with the same bits. The checkpoint has the tokenizer."""
-    tokenizer = train_tokenizer([text.read_text()], 300)
-    (tmp_path / "own").mkdir()
-    tokenizer.save(tmp_path / "own")
+    tokenizer, own = train_tokenizer([text.read_text()], 300), tmp_path / "own"
+    own.mkdir()
+    tokenizer.save(own)
     data = token_folder(tmp_path / "ids", tokenizer, text) if tokens else text
-    flags = f"--steps 6 --save-every 3 --dropout 0.1 --order epochs --tokenizer {tmp_path / 'own'}"
-    whole, run = train_on(data, flags, "whole"), train_on(data, flags, "run")
+    flags = "--steps 6 --save-every 3 --dropout 0.1 --order epochs"
+    whole, run = (command(flags, out, f"--tokenizer {own}", data) for out in ("whole", "run"))
     assert opened(f"--eval-only --out {run}").model_config.vocab_size == 300
     shutil.rmtree(run / "checkpoints/step-000006")
-    shutil.rmtree(tmp_path / "own")
+    shutil.rmtree(own)
     train.main(f"--resume --out {run}".split())
     assert fingerprint(run) == fingerprint(whole) and load_pretrained(run)[1].hash == tokenizer.hash
     with pytest.raises(SystemExit):

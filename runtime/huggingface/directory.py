@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig, check_fields
-from data.tokenizer import ByteTokenizer, NoTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import KINDS, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
@@ -28,7 +28,7 @@ DTYPES = ("F32", "BF16", "F16")
 TENSORS_PER_LAYER = 7  # at least: the matrices
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
-TOKENIZERS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind, PRETRAINED)
+TOKENIZERS = (*KINDS, PRETRAINED)
 
 
 def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:

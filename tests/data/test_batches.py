@@ -1,12 +1,10 @@
 """The windows of a batch are functions of seed, step and row, and an evaluation covers the same tokens every time."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 
-from data.batches import _order, evaluation_batches, training_batch
+from data.batches import evaluation_batches, training_batch
 from files import BadInput
 
 
@@ -55,19 +53,9 @@ def test_every_window_is_trained_on_once_an_epoch(length, batch_size):
     seen = [start for step in range(3 * windows) for start in starts(0, step, range(batch_size))]
     epochs = [seen[first : first + windows] for first in range(0, 3 * windows, windows)]
     assert all(sorted(epoch) == list(range(0, 16 * windows, 16)) for epoch in epochs)
-    orders = {tuple(epoch) for epoch in epochs}
-    assert len(orders) == 3 or windows < 5
     assert starts(0, 5, range(1, batch_size)) == seen[5 * batch_size + 1 : 6 * batch_size]
-    assert windows < 5 or starts(1, 0, range(batch_size)) != seen[:batch_size]
-
-
-def test_an_epoch_mixes_the_windows():
-    """Neighbours are apart, no place is preferred, and an order of 4 takes all 24 forms about equally often."""
-    place = _order(10**5, 0, 0).astype(float)
-    assert abs(np.corrcoef(place[1:], place[:-1])[0, 1]) < 0.015  # 5 standard errors
-    assert abs(np.abs(np.diff(place)).mean() / 1e5 - 1 / 3) < 0.005
-    forms = Counter(tuple(_order(4, seed, 7).tolist()) for seed in range(2400))
-    assert len(forms) == 24 and min(forms.values()) > 50 and max(forms.values()) < 160
+    if windows > 5:
+        assert len({tuple(epoch) for epoch in epochs}) == 3 and starts(1, 0, range(batch_size)) != seen[:batch_size]
 
 
 @pytest.mark.parametrize(("wrong", "dtype"), [(300, np.uint16), (256, np.uint32), (-1, np.int32)])

@@ -5,11 +5,11 @@ import gzip
 import json
 import os
 import tracemalloc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from files import sha256, write_atomically
 
 JSON = ("record.json", "tokenizer_config.json")
 TEXTS = [f"def f{number}(x):\n    return x + {number}  # é \u2581 <s>\n" * 3 for number in range(200)]
+LONG = "".join(sorted(TEXTS)) + "no line end, 日本語 " * 90_000 + "\n\n\nx" * 90_000 + "the end"  # 2.5 MB, in chunks
 
 
 @pytest.fixture
@@ -44,15 +45,19 @@ def folders(source: Path) -> list[Path]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Its files. The record has their modification times."""
+    """Its files, without the times in its record."""
     assert {path.name for path in folder.iterdir()} <= {"train.bin", "val.bin", "tokenizer.model", *JSON}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "record.json"}
+    record = json.loads((folder / "record.json").read_bytes()) | {"stat": None}
+    return {path.name: path.read_bytes() for path in folder.iterdir()} | {"record.json": repr(record).encode()}
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("sentencepiece", 1), ("sentencepiece", 1 << 20), ("bytes", 1000)])
-def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch, kind, batch):
-    """However much is encoded at a time, and with how many threads, by a tokenizer of the training text."""
+@pytest.mark.parametrize("name", ["code.jsonl", "code.txt"])
+def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch, kind, batch, name):
+    """However much is encoded at a time, with line ends or not, without marks of the chunks in which text is read."""
     monkeypatch.setattr(encoding, "BATCH_CHARS", batch)
+    source = source.with_name(name)
+    source.with_suffix(".txt").write_text(LONG, newline="")
     prepared = prepare_from(source, kind)
     corpus, tokenizer = Corpus([str(source)], source.parent), prepared.tokenizer
     expected = ByteTokenizer() if kind == "bytes" else train_tokenizer(corpus.chunks("train"), 350)
@@ -67,58 +72,9 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
 
 
-LONG = "".join(sorted(TEXTS)) + "no line end, 日本語 " * 90_000 + "\n\n\nx" * 90_000 + "the end"  # 2.5 MB, in chunks
-
-
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_the_ids_of_a_document_are_those_of_its_text(tmp_path, kind):
-    """Without marks of the chunks in which it is read, whether it has line ends or not. Its tail is held out."""
-    write(tmp_path / "a.txt", LONG)
-    tokenizer = ByteTokenizer() if kind == "bytes" else train_tokenizer([LONG[:100_000]], 400)
-    prepared = prepare([str(tmp_path / "a.txt")], kind, 0, tmp_path / "cache", 16, tokenizer)
-    corpus = Corpus([str(tmp_path / "a.txt")], tmp_path)
-    for split, tokens in zip(SPLITS, (prepared.train, prepared.val), strict=True):
-        text = "".join(corpus.chunks(split))
-        assert tokens.tolist() == [*tokenizer.encode(text), tokenizer.end_of_document], split
-
-
-@pytest.mark.parametrize("whole", [100, 1 << 14])
-def test_a_document_too_long_for_one_text_is_encoded_in_windows_that_overlap(tmp_path, monkeypatch, whole):
-    for name, size in {"WHOLE": whole, "WINDOW": 1 << 13, "OVERLAP": 1 << 9}.items():
-        monkeypatch.setattr(encoding, name, size)
-    text = LONG[:300_000] + LONG[-300_000:]
-    write(tmp_path / "a.txt", text)
-    tokenizer = train_tokenizer([LONG], 400)
-    prepared = prepare([str(tmp_path / "a.txt")], "", 0, tmp_path / "cache", 16, tokenizer)
-    train, val = prepared.train[:-1], prepared.val[:-1]
-    assert tokenizer.decode(train) + tokenizer.decode(val) == text
-    expected = tokenizer.encode(tokenizer.decode(train))
-    assert len(train) < 1.001 * len(expected), "windows add nothing where they meet"
-
-
-def write(path: Path, text: str) -> None:
-    path.write_text(text, newline="")
-
-
-def test_large_vocabularies_use_uint32(source, tmp_path):
-    class Wide(ByteTokenizer):
-        vocab_size = 70_000
-
-        def encode_batch(self, texts):
-            return [np.array([69_000 + byte for byte in text.encode()]) for text in texts]
-
-    prepared = prepare([str(source)], "bytes", 0, tmp_path, 16, tokenizer=Wide())
-    assert prepared.val.dtype == np.uint32 and prepared.val.max() > 69_000
-
-
-def test_a_prepared_corpus_is_reused(source, capfd):
-    first = prepare_from(source)
-    (folder,) = folders(source)
-    assert capfd.readouterr().err.startswith(f"preparing {folder} from 27 kB of text\ntraining a tokenizer")
-    second = prepare_from(source, context=32)  # token files do not depend on it
-    assert folders(source) == [folder] and capfd.readouterr() == ("", "")
-    assert np.array_equal(first.val, second.val)
-    assert first.tokenizer.hash == second.tokenizer.hash and first.val_gzip_bpb == second.val_gzip_bpb
+def test_large_vocabularies_use_uint32(source, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", 70_000)
+    assert prepare_from(source, "bytes").val.dtype == np.uint32
 
 
 def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
@@ -150,7 +106,7 @@ def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
         lambda folder: train_tokenizer(TEXTS[:50], 350).save(folder),
     ],
 )
-def test_a_damaged_or_unfinished_folder_is_rebuilt(source, damage, capsys):
+def test_a_damaged_folder_is_rebuilt(source, damage, capsys):
     prepare_from(source)
     (folder,) = folders(source)
     expected = content(folder)
@@ -158,9 +114,6 @@ def test_a_damaged_or_unfinished_folder_is_rebuilt(source, damage, capsys):
     prepare_from(source)
     assert content(folder) == expected and folders(source) == [folder]
     assert capsys.readouterr().err.count("preparing") == 2
-    os.truncate(folder.rename(f"{folder}.part") / "train.bin", 100)  # as a process that was killed leaves it
-    prepare_from(source)
-    assert content(folder) == expected and folders(source) == [folder]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
@@ -171,33 +124,31 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
         monkeypatch.setattr(encoding, name, size)
     texts = [*TEXTS[:100], LONG[:100_000], *TEXTS[100:], LONG[-90_000:]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    arguments = [str(tmp_path / "a.jsonl")], kind, 400 if kind == "sentencepiece" else 257
+    vocab_size = 400 if kind == "sentencepiece" else 257
 
-    def prepare_in(name: str) -> tuple[Path, Prepared]:
-        prepared = prepare(*arguments, tmp_path / name, 16)
-        (folder,) = (path for path in (tmp_path / name).iterdir() if path.is_dir())
-        return folder, prepared
+    def prepare_in(cache: Path) -> dict[str, bytes]:
+        prepare([str(tmp_path / "a.jsonl")], kind, vocab_size, cache, 16)
+        (folder,) = (path for path in cache.iterdir() if path.is_dir())
+        return content(folder)
 
-    folder, whole = prepare_in("whole")
+    whole = prepare_in(tmp_path / "whole")
     done: list[int] = []
 
     def write_and_stop(path: Path, content: str) -> None:
         write_atomically(path, content)
-        if path.name == encoding.PROGRESS:
-            done.append(json.loads(content)["done"])
-            if len(done) in (1, 3, 6, 7, 10, 12):
-                raise KeyboardInterrupt
+        done.append(json.loads(content)["done"])
+        if len(done) in (1, 3, 6, 7, 10, 12):
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(encoding, "write_atomically", write_and_stop)
     for _ in range(6):  # each goes on where the one before was stopped
         with pytest.raises(KeyboardInterrupt):
-            prepare_in("stopped")
+            prepare_in(tmp_path / "stopped")
     (part,) = (tmp_path / "stopped").glob("*.part")
     with open(part / "train.bin", "ab") as file:
         file.write(b"what was not recorded")
-    stopped, again = prepare_in("stopped")
+    assert prepare_in(tmp_path / "stopped") == whole
     assert done == [*range(1, len(done) + 1)]
-    assert content(stopped) == content(folder) and again.val_gzip_bpb == whole.val_gzip_bpb
     assert capsys.readouterr().err.count("training a tokenizer") == 2 * (kind == "sentencepiece")
 
 
@@ -206,10 +157,8 @@ def test_processes_encode_what_one_does(source, monkeypatch):
     monkeypatch.setattr(encoding, "WORKERS_FROM", 0)
     monkeypatch.setattr(encoding, "BATCH_CHARS", 500)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    assert len(folders(source)) == 1
     several = prepare([str(source)], "sentencepiece", 350, source.parent / "other", 16)
     assert several.train.tobytes() == one.train.tobytes() and several.val.tobytes() == one.val.tobytes()
-    monkeypatch.setattr(one.tokenizer, "threads", "many")  # which a process replaces
     with pytest.raises(OSError, match=r"^a process that encodes text was killed; run the command again"):
         monkeypatch.setattr(encoding.sys, "executable", "/bin/false")
         prepare([str(source)], "sentencepiece", 350, source.parent / "third", 16)
@@ -222,39 +171,35 @@ def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capsys
     source = source.rename(folder / source.name)
     (folder / "image.png").write_bytes(b"\0")
     first = prepare_from(folder)
-    files.said.clear()
-    left_out = capsys.readouterr().err.splitlines()[0]
+    left_out, preparation, training = capsys.readouterr().err.splitlines()
+    assert preparation == f"preparing {folders(folder)[0]} from 27 kB of text" and training.startswith("training a tok")
     assert left_out.endswith("folder: 1 files; left out: 1 binary (image.png)")
-    prepared_at = Path(str(cast(np.memmap, first.train).filename)).parent
-    assert json.loads((prepared_at / "record.json").read_text())["stat"] == preparing._stat(prepared_at)
-    read: list[Any] = []
+    files.said.clear()
+    read = Mock(side_effect=read_documents), Mock(side_effect=sha256)
+    monkeypatch.setattr(splitting, "read_documents", read[0])
+    monkeypatch.setattr(preparing, "sha256", read[1])
 
-    def counting(function: Callable) -> Callable:
-        def counted(*given):
-            read.append(given)
-            return function(*given)
+    def counts_of(corpus_hash: str, **options: Any) -> list[int]:
+        for mock in read:
+            mock.reset_mock()
+        prepared = prepare([str(folder)], "sentencepiece", 350, folder.parent / "cache", 32, **options)
+        assert prepared.corpus_hash == corpus_hash and prepared.val_gzip_bpb
+        return [mock.call_count for mock in read]
 
-        return counted
-
-    monkeypatch.setattr(splitting, "read_documents", counting(read_documents))
-    monkeypatch.setattr(preparing, "sha256", counting(sha256))
-    second = prepare_from(folder)
-    assert not read and second.corpus_hash == first.corpus_hash and capsys.readouterr().err == left_out + "\n"
+    assert counts_of(first.corpus_hash) == [0, 0] and capsys.readouterr().err == left_out + "\n"
     os.utime(source)
-    assert prepare_from(folder).corpus_hash == first.corpus_hash and len(read) == 1
-    os.utime(prepared_at / "train.bin")
-    prepare_from(folder)
-    prepare_from(folder)
-    assert len(read) == 3, "two token files are hashed, and their new times recorded"
+    assert counts_of(first.corpus_hash) == [1, 0]
+    os.utime(next(folders(folder)[0].glob("train.bin")))
+    assert counts_of(first.corpus_hash) == [0, 2] and counts_of(first.corpus_hash) == [0, 0], "hashed once"
+    assert counts_of(first.corpus_hash, verify=True) == [1, 2]
     stat, text = source.stat(), source.read_text()
     source.write_text(text.replace("return", "delete"))
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert prepare_from(folder).corpus_hash == first.corpus_hash, "this is not seen"
+    assert counts_of(first.corpus_hash) == [0, 0], "this is not seen"
     with pytest.raises(ValueError, match=r"^the text of folder changed; run the command again, with --verify if sizes"):
         prepare_from(folder, vocab_size=351)
     changed = prepare([str(folder)], "sentencepiece", 350, folder.parent / "cache", 16, verify=True)
-    assert "delete" in changed.tokenizer.decode(changed.train)
-    assert prepare_from(folder).corpus_hash == changed.corpus_hash
+    assert "delete" in changed.tokenizer.decode(changed.train) and counts_of(changed.corpus_hash) == [0, 0]
 
 
 def test_two_preparations_of_the_same_text_build_it_once(source, capfd):

@@ -57,20 +57,7 @@ def test_awkward_strings_every_character_and_long_lines_round_trip(tokenizer):
 
 
 # Texts of one kind of character, without spaces, without line ends; of marks that SentencePiece takes for its own.
-ODD = [
-    "GATTACA\n",
-    "a",
-    " ",
-    "\t",
-    "\u2581",
-    "\u2585",
-    "今天天气很好",
-    "▁▂▃▄▅▆▇█\n",
-    "load ▅▅ ok\n",
-    "one\ntwo\n",
-    "a\0b",
-    "😀😃",
-]
+ODD = ["GATTACA\n", *"a \t\u2581\u2585", "今天天气很好", "▁▂▃▄▅▆▇█\n", "load ▅▅ ok\n", "one\ntwo\n", "a\0b", "😀😃"]
 ODD += ["\ufeffabc", "\ufffd x", "a\xa0b", "CC(=O)OC1=CC\n", "<0x0A><s></s>", " ⁇ ", "x\r\n", "\n\n\n\na"]
 
 
@@ -164,12 +151,10 @@ def test_the_sample_is_bounded_and_spread_evenly(monkeypatch):
     monkeypatch.setattr(tokenizers, "SAMPLE_BYTES", 100_000)
     monkeypatch.setattr(tokenizers, "SAMPLE_CHARS", 100)
     lines = [f"{number:07}\n" for number in range(100_000)]
-    texts = ("".join(lines[start : start + 1000]) for start in range(0, 100_000, 1000))
-    kept = "".join(tokenizers._sample(texts)).split()
+    kept = "".join(tokenizers._sample(["".join(lines)])).split()
     assert 50_000 < 8 * len(kept) <= 100_000 and kept[0] == "0000000"
     tenths = [sum(int(line) // 10_000 == tenth for line in kept) for tenth in range(10)]
     assert max(tenths) < 1.2 * min(tenths)
-    assert tokenizers._sample(["a\nb", "c"]) == ["a\nb", "c"]
 
 
 def test_the_ids_of_a_text_are_those_of_this_format():
@@ -178,7 +163,6 @@ def test_the_ids_of_a_text_are_those_of_this_format():
     rare = "αβγ\n" * 1100 + "ö" * 10 + "é"  # a block of more than 4 kB, and a letter that is left to its bytes
     ids = "294 299 298 321 327 313 260 320 289 293 301 316 308 308 3 274 280 287 279 322 263 3 199 173 303 243 "
     ids += "176 133 230 154 133 262 329"
-    found = train_tokenizer([unit * 600 + rare], 330).encode(
-        "    return self.x1  # of the characters\n\n\tif a == 100:\té ﬁ▁αβγö"
-    )
+    text = "    return self.x1  # of the characters\n\n\tif a == 100:\té ﬁ▁αβγö"
+    found = train_tokenizer([unit * 600 + rare], 330).encode(text)
     assert (FORMAT_VERSION, " ".join(map(str, found))) == (7, ids)

@@ -120,6 +120,7 @@ def test_arms_of_recipes_are_single_runs(resolve):
         ("--seeds 0", "--seeds must be at least 1, not 0"),
         ("--lrs 0.1 nan", "--lrs must be positive numbers"),
         ("--device cpu:0,1", "--device 'cpu:0'"),
+        ("--tokenizer none --vocab-size 300", "an ablation compares val_bpb, so token files need their tokenizer"),
     ],
 )
 def test_bad_input_names_the_flag(flags, named, resolve, tmp_path):
@@ -129,18 +130,14 @@ def test_bad_input_names_the_flag(flags, named, resolve, tmp_path):
 
 
 def test_arms_share_a_tokenizer_of_ones_own(resolve, tmp_path):
-    """Token files without one give no val_bpb."""
     tokenizer = train_tokenizer([TEXT], 280)
-    (tmp_path / "own").mkdir()
-    tokenizer.save(tmp_path / "own")
-    grid = resolve(f"--norms rmsnorm dyt --tokenizer {tmp_path / 'own'}").grid
+    tokenizer.save(tmp_path)
+    grid = resolve(f"--norms rmsnorm dyt --tokenizer {tmp_path}").grid
     assert grid.data.tokenizer.hash == tokenizer.hash
     assert {model.vocab_size for model, _ in grid.settings.values()} == {tokenizer.vocab_size}
-    assert f"--tokenizer={tmp_path / 'own'}" in grid.command(Cell(ARM, 0.01, 0))
-    with pytest.raises(ValueError, match=r"^--vocab-size 100 is too small: --tokenizer .*own has 280 ids$"):
-        resolve(f"--tokenizer {tmp_path / 'own'} --vocab-size 100")
-    with pytest.raises(ValueError, match=r"^an ablation compares val_bpb, so token files need their tokenizer"):
-        resolve("--tokenizer none --vocab-size 300")
+    assert f"--tokenizer={tmp_path}" in grid.command(Cell(ARM, 0.01, 0))
+    with pytest.raises(ValueError, match=r"^--vocab-size 100 is too small: --tokenizer .* has 280 ids$"):
+        resolve(f"--tokenizer {tmp_path} --vocab-size 100")
 
 
 def test_unsupported_arms_are_skipped_with_the_reason(capsys):
