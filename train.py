@@ -432,7 +432,8 @@ class Trainer:
             print(f"the best {name} was {best:.4f}, at step {best_step}; more --dropout or fewer --steps may help")
         print(f"done in {self.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
-        print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")
+        if run.data.tokenizer.kind != NoTokenizer.kind:
+            print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")
 
 
 # --- what the loop calls ---------------------------------------------------------------------------------------------

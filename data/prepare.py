@@ -97,6 +97,7 @@ def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
 
 def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
     if not corpus.names:  # text to evaluate on; shorter windows are enough
+        require(tokens["val"] > 1, f"--data {' '.join(corpus.val_names)}: an evaluation needs at least 2 tokens")
         return
     for split, text in zip(SPLITS, ("training", "validation"), strict=True):
         own = split == "val" and corpus.val_names

@@ -82,6 +82,10 @@ def test_token_files_are_not_mixed_with_text_and_need_to_know_their_ids(tmp_path
         prepare(paths, kind, 257, tmp_path, 16, val_names=val_names)
     prepared = prepare([], "none", 500, tmp_path, 16, val_names=[str(tmp_path / "ids")])  # to evaluate on
     assert prepared.val.tolist() == U2.tolist() and prepared.val_gzip_bpb is None and prepared.corpus_name == "ids"
+    for size in (0, 1):
+        write(tmp_path / "few", "train.bin", U2), write(tmp_path / "few", "val.bin", U2[:size])
+        with pytest.raises(ValueError, match=r"few: an evaluation needs at least 2 tokens$"):
+            prepare([], "none", 500, tmp_path, 16, val_names=[str(tmp_path / "few")])
 
 
 def test_sizes_and_ends_identify_token_files_and_nothing_else_of_them_is_read(tmp_path):
