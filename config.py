@@ -265,6 +265,7 @@ class TrainConfig:
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(self.tokenizer != "pretrained" or self.init_from, "--tokenizer pretrained needs --init-from")
         require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
+        require(all(self.val_data), "--val-data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
         for name in ("warmup", "weight_decay", "clip", "seed", "watch", "save_minutes", "max_minutes"):
             value = getattr(self, name)
@@ -335,6 +336,9 @@ def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf
     }
     preset = {name: value for name, value in preset.items() if kept.get(name, True)}
     if pretrained:
+        if "recipe" in asked:  # what another recipe would set is at its default
+            others = {name: DEFAULTS[name] for options in RECIPES.values() for name in options}
+            asked = others | asked
         if asked.get("embedding_scale") == "sqrt":
             asked["embedding_scale"] = math.sqrt(pretrained["dim"])
         asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # no repetitions
@@ -402,11 +406,11 @@ def changed_options(before: Asked, model: ModelConfig, training: TrainConfig) ->
     changed, fixed = [], []
     for name, here in fields_of(model, training).items():
         there = before.get(name, DEFAULTS[name])
-        was = f"{flag_name(name)} {as_text(there)}"
+        was = f"{flag_name(name)} {as_text(there) or 'nothing'}"
         if there != here and (name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME):
-            fixed.append(f"{was}, not {as_text(here)}")
+            fixed.append(f"{was}, not {as_text(here) or 'nothing'}")
         elif there != here:
-            changed.append(f"{was} -> {as_text(here)}")
+            changed.append(f"{was} -> {as_text(here) or 'nothing'}")
     return changed, fixed
 
 

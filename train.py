@@ -254,7 +254,8 @@ class Trainer:
             if self.due(config.save_every) or request > GO_ON:
                 self.save()
             if request > SAVE:
-                raise Stopped(request, command_to_type("train.py", "--resume", "--out", str(folder)))
+                by = "--max-minutes" if self.out_of_time() else ""
+                raise Stopped(request, command_to_type("train.py", "--resume", "--out", str(folder)), by)
             if self.due(config.eval_every):
                 self.log_evaluation()
 
@@ -264,13 +265,13 @@ class Trainer:
 
     def request(self, stop: list[int]) -> int:
         """What this rank wants after a step: the number of the signal to stop with, SAVE, or GO_ON."""
-        config, now = self.run.config, time.perf_counter()
-        if not stop and 0 < config.max_minutes * 60 <= now - self.began:
-            stop.append(signal.SIGTERM)
-            if self.bar:
-                self.bar.write(f"--max-minutes {config.max_minutes:g} have passed")
-        save = 0 < config.save_minutes * 60 <= now - self.saved
-        return stop[0] if stop else SAVE if save else GO_ON
+        if stop or self.out_of_time():
+            return stop[0] if stop else signal.SIGTERM
+        save = 0 < self.run.config.save_minutes * 60 <= time.perf_counter() - self.saved
+        return SAVE if save else GO_ON
+
+    def out_of_time(self) -> bool:
+        return 0 < self.run.config.max_minutes * 60 <= time.perf_counter() - self.began
 
     def train_step(self) -> None:
         """One optimizer step, on the batch of this step."""

@@ -28,7 +28,7 @@ def find_token_files(names: Sequence[str]) -> list[Path]:
         if any(found):
             require(len(names) == 1, f"{folder} holds token files, which are not mixed with other data; name it alone")
             for split, paths in zip(SPLITS, found, strict=True):
-                require(len(paths) == 1, f"{folder} needs one of {split}.bin and {split}.npy, and has {len(paths)}")
+                require(len(paths) == 1, f"{folder} needs either {split}.bin or {split}.npy")
             return [path for (path,) in found]
     return []
 

@@ -131,10 +131,10 @@ class NotFinite(ValueError):
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and it has saved."""
+    """A signal, or what is named in `by`, asked the run to stop, and it has saved."""
 
-    def __init__(self, signum: int, resume_with: str):
-        super().__init__(f"stopped by {signal.Signals(signum).name}; continue with {resume_with}")
+    def __init__(self, signum: int, resume_with: str, by: str = ""):
+        super().__init__(f"stopped by {by or signal.Signals(signum).name}; continue with {resume_with}")
         self.code = 128 + signum
 
 

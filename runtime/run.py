@@ -81,6 +81,8 @@ def open_run(asked: Asked, command: list[str]) -> Run:
 def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     """Resolve the run without writing anything. Cheap checks run first."""
     eval_only = asked.get("eval_only", False)
+    both = eval_only and asked.get("val_data") and asked.get("data")
+    require(not both, "--eval-only takes --data or --val-data, not both")
     other_text = (asked.get("val_data") or asked.get("data") or []) if eval_only else []
     if asked.get("init_from") and (asked.get("resume") or (eval_only and not other_text)):
         raise ValueError("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")

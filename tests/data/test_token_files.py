@@ -41,8 +41,8 @@ def test_ids_are_those_of_the_file(tmp_path, name, dtype, header):
 
 
 BAD: dict[str, list[tuple]] = {
-    "needs one of val.bin and val.npy, and has 0": [("train.bin", U2)],
-    "needs one of train.bin and train.npy, and has 2": [("train.bin", U2), ("train.npy", U2), ("val.bin", U2)],
+    "ids needs either val.bin or val.npy": [("train.bin", U2)],
+    "ids needs either train.bin or train.npy": [("train.bin", U2), ("train.npy", U2), ("val.bin", U2)],
     "train.bin: 6,001 bytes are not 3,000 uint16 ids": [("train.bin", bytes(6001))],
     "train.bin: 7,024 bytes are not 2,999 uint16 ids and a header": [("train.bin", U2, (20240520, 1, 2999))],
     "train.npy: ids are a row of integers, not float32 of shape (3000,)": [("train.npy", IDS.astype("f4"))],
@@ -56,7 +56,7 @@ BAD: dict[str, list[tuple]] = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_wrong_is_one_line(tmp_path, message):
     written = [write(tmp_path / "ids", *each).name for each in BAD[message]]
-    for split in () if "needs one" in message else {"train", "val"} - {name[:-4] for name in written}:
+    for split in () if "needs either" in message else {"train", "val"} - {name[:-4] for name in written}:
         write(tmp_path / "ids", f"{split}.bin", U2)
     with pytest.raises(ValueError) as error:
         prepare([str(tmp_path / "ids")], "none", 500, tmp_path / "cache", 16)

@@ -88,7 +88,7 @@ def test_minutes_of_a_run(command, undisturbed, capsys, same, tmp_path):
         with pytest.raises(SystemExit) as ended:
             train.main([*command, "--max-minutes", "1e-9", *flags])
         assert ended.value.code == 143 and find_checkpoint(tmp_path / "run").name == newest
-        assert re.findall("^error: stopped by SIGTERM; continue", capsys.readouterr().err, re.M)
+        assert re.findall("^error: stopped by --max-minutes; continue", capsys.readouterr().err, re.M)
     with patch.object(train, "save_checkpoint", wraps=train.save_checkpoint) as save:
         train.main([*command, "--resume", "--max-minutes", "0", "--save-minutes", "1e-9"])
     saved = [call.args[1] for call in save.call_args_list]
