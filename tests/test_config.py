@@ -62,6 +62,7 @@ BAD_VALUES = {
     **{f"--{name} 0": f"--{name} must be at least 1, not 0" for name in SIZES},
     **{f"--{name} {10**20}": f"--{name} must be at most 2147483647, not {10**20}" for name in SIZES},
     "--data=": "--data must not be empty; name python, shakespeare, or a path",
+    "--val-data=": "--val-data must not be empty",
     "--cache-dir=": "--cache-dir must not be empty",
     **{f"--{name} -1": f"--{name} must be 0 or more and finite, not -1" for name in ("warmup", "seed")},
     "--weight-decay nan": "--weight-decay must be 0 or more and finite, not nan",
