@@ -54,7 +54,8 @@ from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
-COLUMNS = ("step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bpb")  # of the log
+# Columns of metrics.jsonl. Terms of the objective need other names.
+COLUMNS = ("step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bpb")
 GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
@@ -191,7 +192,9 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.step = 0  # steps that are done
-        self.started = self.began = self.saved = self.printed = self.lap_started = time.perf_counter()
+        now = time.perf_counter()
+        self.started = now  # less the seconds before a resume
+        self.began = self.saved = self.printed = self.lap_started = now
         # The terms and the gradient norm of each step since `read_pending`, on the device.
         self.pending: list[dict[str, Tensor]] = []
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
@@ -450,7 +453,7 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float | None]:
     """
     training = model.training
     model.eval()
-    losses, counts = [], []  # of tokens and of bytes
+    losses, counts = [], []  # a count is tokens and bytes
     context, rank = run.model_config.context, distributed.rank()
     batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
     most, vocab_size = run.config.eval_tokens, run.model_config.vocab_size

@@ -24,7 +24,7 @@ from files import explained, read_json, sync, write_atomically
 
 # Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
 WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
-BATCH_CHARS = 1 << 20  # that are encoded at a time; at least two windows
+BATCH_CHARS = 1 << 20  # encoded at a time; at least two windows
 WORKERS_FROM = 1 << 26  # bytes of text; less is encoded in this process, by the threads of the tokenizer's library
 SAVE_EVERY = 30  # seconds between records of what is done
 PROGRESS = "progress.json"
@@ -38,7 +38,7 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
     end-of-document id. The ids depend neither on the number of processes nor on where an earlier one was stopped.
     """
     dtype, total = token_dtype(tokenizer), sum(corpus.sizes.values())
-    gzip, sizes = zlib.compressobj(9, wbits=31), np.zeros(2)  # of the validation text, before and after
+    gzip, sizes = zlib.compressobj(9, wbits=31), np.zeros(2)  # bytes of validation text, before and after
     paths = {split: folder / f"{split}.bin" for split in SPLITS}
     try:
         progress = read_json(folder / PROGRESS, dict[str, int])  # batches that are done, and the bytes of each file
@@ -128,7 +128,7 @@ def _join(encoded: Iterator[tuple[list[Piece], list]], tokenizer: Tokenizer) -> 
     One window gives way to the next where both begin a token. That is in the middle of their overlap, far from both
     ends, where a text that goes on may have other tokens.
     """
-    ids = starts = NO_STARTS  # of the last window, and the byte at which each of them begins
+    ids = starts = NO_STARTS  # ids of the last window, and the byte where each begins
     for batch, found in encoded:
         parts: dict[str, list[Ids]] = {split: [] for split in SPLITS}
         for piece, (new, new_starts) in zip(batch, found, strict=True):

@@ -62,6 +62,8 @@ def prepare(
     """
     tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
     corpus = Corpus(names, cache_dir, val_names, column, verify)
+    if tokenizer and not corpus.tokens:
+        tokenizer.encode("")  # an error if it only stands for token files
     _check_lengths(corpus, corpus.sizes, context)  # early: the size of text in bytes is an upper bound on the tokens
     if corpus.tokens and tokenizer:
         train, val = corpus.tokens

@@ -84,8 +84,9 @@ class PretrainedTokenizer(Tokenizer):
         vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
         self.end_of_document = vocabulary.get(end, end)  # by its name, or its id
         if self.end_of_document not in vocabulary.values():
-            source = f"eos_token in {CONFIG}, or else eos_token_id in config.json,"
-            raise ValueError(f"no end-of-document token: {source} is {end!r}, which the vocabulary lacks")
+            source = f"eos_token in {CONFIG}, or else eos_token_id in config.json"
+            problem = "are missing" if end is None else f"is {end!r}, which the vocabulary lacks"
+            raise ValueError(f"no end-of-document token: {source}, {problem}")
         special = {name for name, token in vocabulary.items() if token == self.end_of_document}
         special |= {token["content"] for token in added if token["special"]}
         for token in added:
@@ -119,7 +120,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._tokenizer.encode_special_tokens = True  # which the library forgets
+        self._tokenizer.encode_special_tokens = True  # the library forgets it
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

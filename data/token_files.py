@@ -14,7 +14,7 @@ from files import require
 
 SPLITS = ("train", "val")
 SUFFIXES = (".bin", ".npy")
-HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # of llm.c: dtype of the ids by magic number and version
+HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # llm.c: the dtype of ids, by magic number and version
 HEADER_BYTES = 1024  # 256 int32; the third is the number of ids
 EDGE = 1 << 20  # bytes at each end of a file that identify it, together with its size
 

@@ -57,7 +57,7 @@ class Tokenizer:
     prompt_start: Sequence[int] = ()
     token_ids: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
-    threads = -1  # that encode a batch; -1 is one per CPU
+    threads = -1  # number of threads for a batch; -1 is one per CPU
 
     @property
     def vocab_size(self) -> int:
@@ -183,7 +183,9 @@ class NoTokenizer(Tokenizer):
         self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        raise ValueError("text needs a tokenizer, and token files came without one: generate(model, ids) takes ids")
+        raise ValueError(
+            "text needs a tokenizer, and the token files came without one; generate(model, ids) takes ids"
+        )
 
 
 KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # tokenizers that need no files of others

@@ -288,7 +288,7 @@ def test_a_pretrained_model_comes_after_the_preset_and_flags_may_repeat_it():
         model, _ = configure(asked | {"context": context, "dropout": 0.5}, pretrained)
         expected: dict[str, Any] = {"context": context, "trained_context": trained, "dropout": 0.5}
         assert model == dataclasses.replace(base, **expected)
-    for context in (64, 128, 256):  # of a model that had more before it was fine-tuned
+    for context in (64, 128, 256):  # the model had more before it was fine-tuned
         model, _ = configure(asked | {"context": context}, pretrained | {"trained_context": 512})
         assert (model.context, model.trained_context) == (context, 512)
     for change in ({"heads": 8}, {"tokenizer": "bytes"}, {"norm": "rmsnorm"}, {"norm_args": {"eps": 0.5}}):

@@ -398,7 +398,7 @@ def test_dropout_of_the_embedding():
             weight.data.zero_()
     whole, dropped = model.hidden(TOKENS), model.train().hidden(TOKENS)
     kept = dropped != 0
-    assert 0.35 < kept.float().mean() < 0.65  # of 384 values; the standard deviation is 0.026
+    assert 0.35 < kept.float().mean() < 0.65  # 384 values; the standard deviation is 0.026
     torch.testing.assert_close(dropped[kept], 2 * whole[kept])
 
 

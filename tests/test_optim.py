@@ -127,7 +127,7 @@ def test_decayed_gains(placement, which, named, optimizer):
 
 
 @pytest.mark.parametrize(
-    "schedule, step, steps, lr, rates",  # of a run of 100 steps at a rate of 0.015, which is resumed with others
+    "schedule, step, steps, lr, rates",  # a run of 100 steps at a rate of 0.015 is resumed with these
     [
         ("linear", 50, 200, 0.015, "0.00789 to 0.0118"),
         ("linear", 50, 100, 0.001, "0.00789 to 0.000526"),

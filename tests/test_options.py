@@ -60,7 +60,7 @@ def test_an_option_is_off_by_default_and_changes_no_initial_weight(option):
     assert all(torch.equal(weight, before[name]) for name, weight in after.items() if "self_attn.gate" not in name)
     assert all("mlp.gate" in name for name in before.keys() - after.keys())
     name = next(iter(option))
-    if name == "z_loss":  # of training only
+    if name == "z_loss":  # training only
         assert to_theirs(other.config)["model_type"] == "llama" and unsupported(other.config) is None
         return
     assert not torch.equal(random_weights_model(**option)(TOKENS), random_weights_model()(TOKENS))

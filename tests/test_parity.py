@@ -106,7 +106,7 @@ def assert_as_exact(directory: Path, dtype: torch.dtype, exact: Tensor) -> None:
     logits = ours(TOKENS), theirs(TOKENS).logits
     assert all(each.dtype == dtype for each in logits)
     our_error, their_error = (float((each - exact).square().mean().sqrt()) for each in logits)
-    rounding = torch.finfo(dtype).eps / 2 * float(exact.square().mean().sqrt())  # of the logits alone
+    rounding = torch.finfo(dtype).eps / 2 * float(exact.square().mean().sqrt())  # rounding of the logits alone
     assert our_error <= 1.5 * their_error + rounding
 
 
@@ -167,7 +167,7 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
 # The files of each family, with small sizes. The vocabulary of a tokenizer has its special tokens only; pieces follow.
 FAMILIES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
 PIECES, MERGES = FAMILIES.pop("pieces"), FAMILIES.pop("merges")
-for name, (family, fields) in FAMILIES.pop("variants").items():  # which compute the same
+for name, (family, fields) in FAMILIES.pop("variants").items():  # the variants compute the same
     FAMILIES[name] = FAMILIES[family] | {"config.json": FAMILIES[family]["config.json"] | fields}
 TEXTS = ["def f(x):\n    return 1.5 * x  # é 漢字 😀", "Hello world's 1234 <s> ok", "<think>no</think>\t\tz"]
 

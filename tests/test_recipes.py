@@ -91,7 +91,7 @@ CONTROLS: list[tuple[str, dict[str, Any]]] = [  # two recipes for each option, w
     ("gemma2 nanochat", {"logit_cap": 15.0}),
     ("glm4 exaone4", {"placement": "pre"}),
 ]
-WITHOUT_HEAD = {"step3p7": "Step3p7TextModel", "muse_glimmer": "MuseGlimmerTextModel"}  # which ours adds
+WITHOUT_HEAD = {"step3p7": "Step3p7TextModel", "muse_glimmer": "MuseGlimmerTextModel"}  # ours adds the head
 RENAMED: dict[str, dict[str, str]] = {
     "glm4": {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
     | {"post_attention_layernorm": "pre_feedforward_layernorm"},
@@ -124,7 +124,7 @@ def their_model(name: str) -> Any:
     """With random weights: sharp attention, gains far from 1 and biases of norms far from 0; others are 0."""
     config = transformers.AutoConfig.for_model(**BASE | {"model_type": name} | THEIRS.get(name, {}))
     config._attn_implementation = config._experts_implementation = "eager"
-    if name == "olmo_hybrid":  # whose checks ask for a layer that is not attention
+    if name == "olmo_hybrid":  # its checks ask for a layer that is not attention
         config.layer_types = FULL
     if name in WITHOUT_HEAD:
         model = getattr(import_module(f"transformers.models.{name}.modeling_{name}"), WITHOUT_HEAD[name])(config).eval()
@@ -171,7 +171,7 @@ def to_ours(name: str, state: State) -> State:
             state[path] = even_odd(weight)
         if name == "nanochat" and turned:  # it rotates the other way
             state[path] = weight.unflatten(0, (-1, 2, 4)).flip(1).flatten(0, 2)
-        if name in ("qwen3_next", "qwen3_5") and "q_proj" in path:  # of each head, the query and the gate
+        if name in ("qwen3_next", "qwen3_5") and "q_proj" in path:  # for each head, the query and the gate
             query, gate = weight.unflatten(0, (4, 2, 8)).unbind(1)
             state |= {path: query.flatten(0, 1), path.replace("q_proj", "gate_proj"): gate.flatten(0, 1)}
         if name == "gemma4" and "q_norm" in path:  # its scores are not divided by √D

@@ -275,7 +275,7 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch
 
     monkeypatch.setattr(train, "learning_rate", lambda *args: record() or 1e-3)
     monkeypatch.setattr(train, "sample_text", lambda *args: record() or "")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # which the run leaves alone
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the run leaves it alone
     before = torch.get_float32_matmul_precision()
     command(f"--steps 2 --eval-every 1 {flags}")
     torch.set_float32_matmul_precision(before)
@@ -520,7 +520,7 @@ def test_token_files_need_no_tokenizer(command, tmp_path, text, capsys):
     assert "gzip" not in (with_bytes / "report.html").read_text("utf-8")
     train.main(f"--eval-only --out {without}".split())
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["val_bpb"] is None
-    with pytest.raises(ValueError, match="token files came without one: "):
+    with pytest.raises(ValueError, match="token files came without one; "):
         load_pretrained(without)[1].encode("text")
 
 
@@ -583,7 +583,7 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
     options |= {"norm": "dyt", "norm_args": {"alpha": 0.25}, "tie_embeddings": False, "steps": 3, "seed": 4}
     monkeypatch.chdir(tmp_path)
     first = train.train(**options)
-    with ThreadPoolExecutor(1) as thread:  # which gets no signals
+    with ThreadPoolExecutor(1) as thread:  # its thread gets no signals
         second = thread.submit(train.train, **options, out="mine", resume=False).result()
     assert (first.folder.name, second.folder) == ("text-dyt-pre", Path("mine"))
     assert fingerprint(by_command) == fingerprint(first.folder) == fingerprint(second.folder)

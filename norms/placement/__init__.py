@@ -52,7 +52,8 @@ class Placement:
     without_norm: bool = False  # supported with --norm none
     own_norm: bool = False  # N is built in: --norm and --norm-arg must keep their defaults
     extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
-    constrain: Callable[[Tensor, Any], None] | None = None  # of a matrix and its role, at the start and after each step
+    # Called with each matrix and its role, after it is drawn and after each step.
+    constrain: Callable[[Tensor, Any], None] | None = None
 
 
 # Depth-scaled init is off if the placement scales all streams by depth, or if a norm after the sublayer undoes it.

@@ -145,7 +145,7 @@ def fake_card() -> Iterator[Waits]:
         yield waits
 
 
-Tensor.numpy = on_real_data(Tensor.numpy)  # type: ignore[method-assign]  # of a real tensor; it would become fake
+Tensor.numpy = on_real_data(Tensor.numpy)  # type: ignore[method-assign]  # a real tensor would become fake
 FakeTensor.tolist = read_list  # type: ignore[method-assign,assignment]
 nn.Module.to = move  # type: ignore[method-assign,assignment]
 torch.cuda.is_available = lambda: True

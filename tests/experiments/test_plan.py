@@ -104,7 +104,7 @@ def test_parts_are_counted_and_ranks_share_them():
     assert four["tokens/s"] > 2 * one["tokens/s"] and four["MFU"] < one["MFU"]
     sharded = plan(f"{SMALL} --micro-batch-size 2 --ranks 4 --shard")
     assert all(sharded[part] == four[part] / 4 for part in ("weights", "gradients", "optimizer"))
-    block = 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) / GIB  # of two, gradients are whole, and weights in bf16
+    block = 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) / GIB  # two blocks' gradients are whole, and weights in bf16
     assert sharded["gathered"] == pytest.approx(one["weights"] - block + 3 * block) and four["gathered"] == 0
     assert sharded["activations"] == pytest.approx(four["activations"] - block / 2)
     full = plan(f"{SMALL} --micro-batch-size 2 --ranks 4 --shard --dtype float32")

@@ -116,7 +116,7 @@ def test_a_row_is_the_same_alone_and_on_any_number_of_threads(settings, dtype, b
         alike = torch.equal(again([0, 1, 2, 3, 4]), together)
         torch.set_num_threads(before)
         assert alike
-    assert by_c == [True] * (2 + 5 + 8 * 12)  # of `accelerate`, `steps`, and `again`
+    assert by_c == [True] * (2 + 5 + 8 * 12)  # from `accelerate`, `steps`, and `again`
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -38,7 +38,7 @@ def test_peak_memory_is_in_bytes():
 
 
 def test_one_of_several_gpus(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)  # of a build for CUDA, without a driver
+    monkeypatch.setattr(torch.version, "cuda", None)  # a build for CUDA, without a driver
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("auto") == pick_device("cuda") == CUDA and pick_device("cuda:1") == torch.device("cuda", 1)

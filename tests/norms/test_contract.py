@@ -480,7 +480,7 @@ def test_compiled_matches_eager(kind, training, backend, device):
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler for Inductor")
 def test_rmsnorm_compiles_with_inductor(device):
-    known = {"cpp.vec_isa_ok": True}  # that the compiler supports this CPU: to find out takes longer than the rest
+    known = {"cpp.vec_isa_ok": True}  # the compiler supports this CPU; finding out takes longer than the rest
     assert_compiled_matches_eager("rmsnorm", True, "inductor", device, options=known)
 
 

@@ -63,7 +63,7 @@ def run_spoiled(monkeypatch: pytest.MonkeyPatch, ends: Callable) -> Callable[...
 def test_the_run_ends_and_saves_nothing_bad(what, value, at, dtype, flags, tmp_path, run_spoiled):
     """It names the step. In float16 the scaler first reduces the loss scale until it is 1."""
     if what == "running statistic":
-        flags = [*flags, "--norm", "batchnorm"]  # whose output in training does not depend on them
+        flags = [*flags, "--norm", "batchnorm"]  # its output in training does not depend on them
     steps = "60" if (what, dtype) == ("gradient", "float16") else "20"
     error = run_spoiled([*flags, *EVERY.split(), "--steps", steps, "--dtype", dtype], what, value, at)
     if (what, dtype) == ("gradient", "float16"):

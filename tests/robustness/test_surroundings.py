@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
 PLACES = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "PATH"), "/dev/null/missing")
 ODD = PLACES | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONWARNINGS": "error"}
-ODD |= {"MPLBACKEND": "missing"}  # of a notebook, as for !python train.py
+ODD |= {"MPLBACKEND": "missing"}  # a notebook's, as for !python train.py
 
 
 def test_a_run_in_odd_surroundings(tmp_path):

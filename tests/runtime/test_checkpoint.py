@@ -54,7 +54,7 @@ def test_checkpoint_contents(tmp_path):
     checkpoint = save_checkpoint(tmp_path, 600, model, ByteTokenizer(), [optimizer], {"seconds": 2.5}, 1)
     assert checkpoint == tmp_path / "checkpoints/step-000600" and names(tmp_path) == ["step-000600"]
     assert sorted(path.name for path in checkpoint.iterdir()) == FILES
-    assert len({path.stat().st_mode for path in checkpoint.iterdir()}) == 1  # that of the umask
+    assert len({path.stat().st_mode for path in checkpoint.iterdir()}) == 1  # the umask's mode
     described = json.loads((checkpoint / "config.json").read_text())
     own = {"format": 1, "model": dataclasses.asdict(config), "tokenizer": "bytes", "imports": []}
     assert described["normal_llama"] == own

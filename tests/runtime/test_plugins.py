@@ -189,7 +189,7 @@ def test_a_file_that_changes_while_python_runs_is_refused():
     }.items(),
 )
 def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
-    traits = ", causal_in_training=False" if "if not self.training" in forward else ""  # which allows nothing else
+    traits = ", causal_in_training=False" if "if not self.training" in forward else ""  # it allows nothing else
     Path("bad.py").write_text(NORM.replace('"mynorm"', f'"mynorm"{traits}').replace("return x * self.factor", forward))
     for command in (f"train.py --norm mynorm {TOY}", f"ablate.py --norms rmsnorm mynorm {TOY}"):
         assert refused(call, f"{command} --import bad.py").endswith(f"--norm mynorm {message}\n")
@@ -198,7 +198,7 @@ def test_a_norm_that_cannot_be_one_is_refused(forward, message, refused):
 @pytest.mark.parametrize(
     "tensor",
     [
-        "torch.nn.Parameter(torch.ones(dim, dim).T)",  # which safetensors refuses
+        "torch.nn.Parameter(torch.ones(dim, dim).T)",  # safetensors refuses it
         "torch.nn.Buffer(torch.ones(dim), persistent=False)",
         "torch.nn.Buffer(torch.ones(dim, dtype=torch.float64))",
         "torch.rand(dim)",

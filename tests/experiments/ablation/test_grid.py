@@ -371,7 +371,7 @@ def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code_and_reason(
 
 def test_several_cards(monkeypatch, resolve):
     """A run resumes on the card that is free."""
-    monkeypatch.setattr(torch.version, "cuda", None)  # of a build for CUDA, without a driver
+    monkeypatch.setattr(torch.version, "cuda", None)  # a build for CUDA, without a driver
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_devices("cuda:0,1") == ("cuda:0", "cuda:1") and resolve_devices("cuda:1") == ("cuda:1",)

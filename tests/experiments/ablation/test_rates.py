@@ -37,7 +37,7 @@ def test_the_optimum_is_the_vertex_and_its_regret_what_its_error_costs():
     noise = math.sqrt(np.polyfit(x, y, 2, full=True)[1][0] / (15 - 3))
     found = find_optimum(losses)
     expected = math.exp(fit[0]), fit[1], fit[2], fit[2] * covariance[0, 0], noise
-    assert found.lr == pytest.approx(expected[0], rel=0.005)  # of three digits
+    assert found.lr == pytest.approx(expected[0], rel=0.005)  # three digits are kept
     assert (found.loss, found.curvature, found.regret, found.noise) == pytest.approx(expected[1:], rel=1e-4)
 
 
