@@ -183,9 +183,7 @@ class NoTokenizer(Tokenizer):
         self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        raise ValueError(
-            "text needs a tokenizer, and the token files came without one; generate(model, ids) takes ids"
-        )
+        raise ValueError("text needs a tokenizer, and the token files came without one; generate(model, ids) takes ids")
 
 
 KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # tokenizers that need no files of others
