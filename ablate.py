@@ -49,7 +49,8 @@ def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:
         "published claim. Each has its own --help.",
     )
     add_options(parser.add_argument_group("comparison"), AblationConfig)
-    add_flags(parser, hidden=("norm", "placement", "norm_args", "init_from"))  # refused later: they are for single runs
+    # Refused later: they are for single runs.
+    add_flags(parser, hidden=("norm", "placement", "norm_args", "placement_args", "init_from"))
     import_first(parser, arguments)
     asked = parser.read(arguments)
     return take(asked, AblationConfig), asked

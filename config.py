@@ -24,7 +24,7 @@ DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "order", "optimizer")  # The model is fixed as well.
-NORM_ARGS = ("norm_args", "qk_norm_args")
+ARGUMENTS = {"norm_args": "norm", "qk_norm_args": "norm", "placement_args": "placement"}  # and what they are for
 # Options about a part of the model, and the option that adds the part, unless it is "none".
 NEEDS = {"qk_norm_args": "qk_norm", "qk_norm_after_rope": "qk_norm", "gate_activation": "attention_gate"}
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
@@ -49,7 +49,7 @@ def carried(default: Any, help: str) -> Any:
 
 def flag_name(option_name: str) -> str:
     """The flag that sets an option, such as "--norm-arg"."""
-    return "--" + (option_name[:-1] if option_name in NORM_ARGS else option_name).replace("_", "-")
+    return "--" + (option_name[:-1] if option_name in ARGUMENTS else option_name).replace("_", "-")
 
 
 def as_text(value: Any) -> str:
@@ -92,6 +92,7 @@ class ModelConfig:
     qk_norm: str = option("none", "norm on queries and keys", choices=["none", "head", "full"])
     norm_args: dict[str, Any] = option({}, "argument of the norm, such as eps=1e-5; may be repeated")
     qk_norm_args: dict[str, Any] = option({}, "argument of the norm on queries and keys, if not that of --norm-arg")
+    placement_args: dict[str, Any] = option({}, "argument of the placement, such as streams=2; may be repeated")
     qk_norm_after_rope: bool = option(False, "the norm on queries and keys comes after RoPE, not before it")
     v_norm: bool = option(False, "RMSNorm without gain on the values of each head")
     inner_norm: bool = option(False, "also a norm inside each sublayer, before its last matrix")
@@ -182,7 +183,7 @@ class ModelConfig:
         require(normed or not self.qk_norm_args, "--qk-norm-arg needs a norm on queries and keys, as --qk-norm head")
         gated = self.attention_gate != "none" or self.gate_activation == "sigmoid"
         require(gated, f"--gate-activation {self.gate_activation} needs --attention-gate head or element")
-        check_placement(self.placement, self.norm, self.norm_args)
+        check_placement(self.placement, self.norm, self.norm_args, self.placement_args)
         with torch.device("meta"):  # allocates nothing; only checks the arguments
             build_norm(self.norm, self.dim, **self.norm_args)
             if self.inner_norm:
@@ -222,6 +223,9 @@ class TrainConfig:
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int = option(None, "maximum sequences per forward pass; must divide --batch-size (default: all)")
     lr: float = option(0.015, "peak learning rate")
+    vector_lr: float = option(
+        1.0, "learning rate of vectors and scalars, which norms and placements own, relative to the embedding's"
+    )
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     min_lr: float = option(0.0, "learning rate at which the schedules linear, cosine and wsd end")
     warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
@@ -267,7 +271,7 @@ class TrainConfig:
         require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(all(self.val_data), "--val-data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        for name in ("warmup", "weight_decay", "clip", "seed", "watch", "save_minutes", "max_minutes"):
+        for name in ("warmup", "vector_lr", "weight_decay", "clip", "seed", "watch", "save_minutes", "max_minutes"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
@@ -380,7 +384,7 @@ def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:
 
 
 def combine(*sources: Asked) -> Asked:
-    """Later sources override earlier ones. One that sets `norm` drops earlier arguments; others add to them.
+    """Later sources override earlier ones. One that sets a norm or placement drops its arguments; others add to them.
 
     One that turns off `qk_norm` or `attention_gate` drops what earlier ones say about it.
     """
@@ -388,8 +392,8 @@ def combine(*sources: Asked) -> Asked:
     for source in sources:
         before = {name: value for name, value in combined.items() if source.get(NEEDS.get(name, "")) != "none"}
         combined = before | source
-        for name in combined.keys() & set(NORM_ARGS):
-            earlier = {} if "norm" in source else before.get(name, {})
+        for name in combined.keys() & ARGUMENTS.keys():
+            earlier = {} if ARGUMENTS[name] in source else before.get(name, {})
             combined[name] = earlier | source.get(name, {})
     return combined
 

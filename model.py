@@ -55,10 +55,12 @@ class Llama(nn.Module):
         self.embed_tokens = Embedding(config)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config)
-        self.init_stream = placement.init_stream  # the embedding -> the residual stream, or a pair of streams
+        # the embedding -> the residual stream, which may be a tuple
+        self.init_stream = partial(placement.init_stream, **config.placement_args)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
-        self.final_norm = placement.final_norm(make_norm)  # nn.Identity where the placement has none
+        site = Site("final", config.layers, config.layers, config.dim, make_norm, Linear)
+        self.final_norm = placement.final_norm(site, **config.placement_args)  # nn.Identity if there is none
         self.lm_head = Linear(config.dim, config.vocab_size, role="head")
         self.tie_weights()
         self.register_load_state_dict_pre_hook(check_tie)
@@ -145,11 +147,11 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        connection = PLACEMENTS[config.placement].connection
+        connection = partial(PLACEMENTS[config.placement].connection, **config.placement_args)
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
-        self.attention_residual = connection(Site("attention", layer, config.layers, config.dim, make_norm))
+        self.attention_residual = connection(Site("attention", layer, config.layers, config.dim, make_norm, Linear))
         self.self_attn = Attention(config)
-        self.mlp_residual = connection(Site("mlp", layer, config.layers, config.dim, make_norm))
+        self.mlp_residual = connection(Site("mlp", layer, config.layers, config.dim, make_norm, Linear))
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:

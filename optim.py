@@ -29,15 +29,14 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     and head are not decayed. A group's "lr_ratio" is its learning rate relative to the schedule's.
     """
     hidden = hidden_matrices(model)
-    gains = decayed_gains(model, config.decay_gains)
-    decayed = {*hidden, *gains}
-    others = [weight for weight in model.parameters() if weight not in decayed]
+    gains = set(decayed_gains(model, config.decay_gains))
     muon = config.optimizer == "muon"
-    ratio = ADAMW_LR_RATIO if muon else 1.0
     decay = {"params": hidden, "weight_decay": config.weight_decay, "lr_ratio": 1.0}
-    rest = [{"params": others, "weight_decay": 0.0, "lr_ratio": ratio}]
-    if gains:
-        rest.append({"params": gains, "weight_decay": config.weight_decay, "lr_ratio": ratio})
+    others = defaultdict(list)  # by weight decay and lr_ratio
+    for weight in (weight for weight in model.parameters() if weight not in set(hidden)):
+        ratio = (ADAMW_LR_RATIO if muon else 1.0) * (config.vector_lr if weight.ndim < 2 else 1.0)
+        others[config.weight_decay if weight in gains else 0.0, ratio].append(weight)
+    rest = [{"params": weights, "weight_decay": wd, "lr_ratio": ratio} for (wd, ratio), weights in others.items()]
     adamw = AdamW(rest if muon else [*rest, decay], config.lr, betas=(0.9, 0.95), fused=True)
     if not muon:
         return [adamw]

@@ -46,5 +46,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "stablelm": LAYERNORM,
     "nemotron": LAYERNORM | ZERO_CENTERED | PLAIN_RELU2,
     "starcoder2": LAYERNORM | {"mlp": "plain", "activation": "gelu_tanh"},
+    "cohere cohere2": LAYERNORM | {"norm_args": {"bias": False}, "placement": "parallel"},
+    "minimax": {"placement": "minimax"},
+    "deepseek_v4": {"placement": "mhc"},
+    "glm5_next": {"placement": "mhc", "placement_args": {"end": "mean"}},
+    "inkling2": {"placement": "attnres-block", "placement_args": {"layers": 6, "normalize_values": True}}
+    | {"embedding_norm": "gain", "logit_cap": 30.0},
 }  # fmt: skip
 RECIPES = {name: options for names, options in ROWS.items() for name in names.split()}

@@ -82,8 +82,9 @@ def read_settings(folder: Path) -> dict[str, str]:
     settings["imports"] = " ".join(changed) or "none"
     if TRAITS.get(run["resolved"]["norm"], Traits()).per_token:
         settings["micro_batch_size"] = settings["batch_size"]  # micro-batches change rounding only
-    if norm_args := settings.pop("norm_args"):
-        settings["norm"] += ":" + norm_args.replace(" ", ",")
+    for kind in ("norm", "placement"):
+        if arguments := settings.pop(f"{kind}_args"):
+            settings[kind] += ":" + arguments.replace(" ", ",")
     if "weights_from" in run:
         settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
     settings["data"] = f"{run['corpus']['name']}@{run['corpus']['hash'][:6]}"

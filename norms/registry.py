@@ -62,23 +62,24 @@ def build_norm(kind: str, dim: int, site: str = "", **norm_args: Any) -> nn.Modu
 
 def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
     """Raise ValueError, listing the choices, unless `kind` exists and accepts all of `norm_args`."""
-    types = _argument_types(kind)
-    for name, value in norm_args.items():
-        if name not in types:
-            choices = ", ".join(types) or "none"
-            raise ValueError(f"norm {kind!r} has no argument {name!r}; it takes {choices}")
-        if not is_a(value, types[name]):
-            choices = " or ".join(map(str, get_args(types[name])))  # for a Literal
-            expected = EXPECTED.get(types[name], choices)
-            raise ValueError(f"argument {name} of norm {kind!r} takes {expected}, not {value!r}")
-
-
-def _argument_types(kind: str) -> dict[str, Any]:
-    """The arguments that `--norm-arg` can set, with their types: all of the constructor's except width and site."""
     if kind not in KINDS:
         raise ValueError(f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
-    constructor = KINDS[kind].__init__
-    hints = get_type_hints(constructor)
-    arguments = list(inspect.signature(constructor).parameters.values())[2:]
+    check_arguments(f"norm {kind!r}", KINDS[kind], norm_args)
+
+
+def check_arguments(what: str, constructor: Any, given: dict[str, Any]) -> None:
+    """Raise ValueError, naming `what` and the choices, unless `constructor` takes all keywords `given`.
+
+    Its first argument, which says for how many features or where, and `site` are not for the user.
+    """
+    hints = get_type_hints(constructor if inspect.isfunction(constructor) else constructor.__init__)
+    arguments = list(inspect.signature(constructor).parameters.values())[1:]
     types = {each.name: hints.get(each.name, type(each.default)) for each in arguments if each.name != "site"}
-    return {name: get_args(hint)[0] if type(None) in get_args(hint) else hint for name, hint in types.items()}
+    for name, value in given.items():
+        if name not in types:
+            raise ValueError(f"{what} has no argument {name!r}; it takes {', '.join(types) or 'none'}")
+        wanted = types[name]
+        wanted = get_args(wanted)[0] if type(None) in get_args(wanted) else wanted
+        if not is_a(value, wanted):
+            choices = " or ".join(map(str, get_args(wanted)))  # for a Literal
+            raise ValueError(f"argument {name} of {what} takes {EXPECTED.get(wanted, choices)}, not {value!r}")

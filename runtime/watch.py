@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from machine.device import autocast
 from model import Llama
 from norms import KINDS
 from norms.numerics import upcast
+from norms.placement import PLACEMENTS
 from runtime.run_dir import Row, append
 
 Modules = dict[str, nn.Module]
@@ -61,7 +62,7 @@ def measure(model: Llama, tokens: Tensor) -> list[Row]:
     rows, hooks = [], []
     for block, name, site in split(model):
         rows.append({"block": block, "site": name})
-        hooks.extend(attach(rows[-1], site))
+        hooks.extend(attach(rows[-1], site, PLACEMENTS[model.config.placement].streams))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
         functional_call(model, buffers, (tokens,))
@@ -91,8 +92,8 @@ def modules(**parts: Any) -> Modules:
     return {name.partition(".")[2] or name: module for name, module in named}
 
 
-def attach(row: Row, site: Modules) -> list[RemovableHandle]:
-    """Hooks on the modules of a site that fill its row."""
+def attach(row: Row, site: Modules, streams: Callable[[Any], tuple[Tensor, ...]]) -> list[RemovableHandle]:
+    """Hooks on the modules of a site that fill its row. `streams` says what to measure of the residual stream."""
     names = {module: name for name, module in site.items()}
     queries: list[Tensor] = []
 
@@ -106,9 +107,8 @@ def attach(row: Row, site: Modules) -> list[RemovableHandle]:
                 row[f"{label}_std.{name}"] = x.std(correction=0).item()
         elif name == "residual":
             for column, stream in (("stream_before", args[0]), ("stream_after", output)):
-                streams = stream if isinstance(stream, tuple) else (stream,)
-                for prefix, x in zip(("", "second_"), streams, strict=False):
-                    row[prefix + column] = rms(x)
+                for prefix, part in zip(("", "second_"), streams(stream), strict=False):
+                    row[prefix + column] = rms(part)
         elif name == "rotated_q_norm":
             queries.append(output)
         elif name == "rotated_k_norm":

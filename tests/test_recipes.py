@@ -21,6 +21,7 @@ from recipes import RECIPES
 from runtime.huggingface.weights import hugging_face_name
 
 transformers = pytest.importorskip("transformers")
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding  # noqa: E402
 
 State = dict[str, Tensor]
 TOKENS = torch.randint(0, 63, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -68,8 +69,27 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     | {"attention_chunk_size": 64, "attn_temperature_tuning": False, "use_qk_norm": True},
     "nanochat": {"final_logit_softcapping": 3.0},
     "starcoder2": {"use_bias": False},
+    "cohere2": {"layer_types": ["sliding_attention"] * 2},
+    "minimax": DENSE | {"full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.7}
+    | {"mlp_alpha_factor": 1.5, "mlp_beta_factor": 0.7},
+    "deepseek_v4": {"layer_types": ["heavily_compressed_attention"] * 2, "mlp_layer_types": ["moe"] * 2}
+    | {"q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 8}
+    | {"n_routed_experts": 2, "moe_intermediate_size": 48} | DENSE,
+    "glm5_next": {"model_type": "glm5_next_text", "num_key_value_heads": 4, "layer_types": ["linear_attention"] * 2}
+    | {"mlp_layer_types": ["dense"] * 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 0}
+    | {"qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 2, "n_routed_experts": 2}
+    | {"num_experts_per_tok": 1, "moe_intermediate_size": 48, "index_head_dim": 8, "index_n_heads": 2, "hc_mult": 4},
+    "inkling2": {"model_type": "inkling2_text", "num_hidden_layers": 4, "layer_types": ["hybrid_sliding"] * 4}
+    | {"n_layers_per_attn_res_block": 2} | {"unpadded_vocab_size": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+    | {"sliding_window_size": 64, "d_rel": 4, "rel_extent": 16, "moe_intermediate_size": 48, "n_routed_experts": 2}
+    | {"num_experts_per_tok": 1, "final_logit_softcapping": 3.0},
 }  # fmt: skip
-OURS = {"attention_cap": 5.0, "logit_cap": 3.0}  # caps that matter at these sizes
+OURS: dict[str, dict[str, Any]] = {  # what our models have besides SIZES: caps that matter at these sizes
+    "granite": {"embedding_scale": 3.0},
+    "minimax": {"placement_args": {"alpha": 1.5, "beta": 0.7}},
+    "inkling2": {"layers": 4, "placement_args": {"layers": 2}},
+}
+SMALL_CAPS = {"attention_cap": 5.0, "logit_cap": 3.0}
 CONTROLS: list[tuple[str, dict[str, Any]]] = [  # two recipes for each option, with another value of it
     ("gemma nemotron", {"norm_args": {"zero_centered": False}}),
     ("qwen3 minimax_m2", {"qk_norm": "none"}),
@@ -90,9 +110,36 @@ CONTROLS: list[tuple[str, dict[str, Any]]] = [  # two recipes for each option, w
     ("gemma2 vaultgemma", {"attention_cap": 0.0}),
     ("gemma2 nanochat", {"logit_cap": 15.0}),
     ("glm4 exaone4", {"placement": "pre"}),
+    ("cohere", {"placement": "pre"}),
+    ("minimax", {"placement_args": {"alpha": 1.0}}),
+    ("minimax", {"placement_args": {"alpha": 1.5, "beta": 1.0}}),
+    ("glm5_next", {"placement_args": {"streams": 4, "end": "weighted"}}),
+    ("deepseek_v4", {"placement_args": {"end": "mean"}}),
+    ("inkling2", {"placement_args": {"layers": 1}}),
+    ("inkling2", {"placement_args": {"layers": 2, "normalize_values": False}}),
+    ("inkling2", {"placement_args": {"layers": 2, "scale_scores": False}}),
+    ("inkling2", {"embedding_norm": "plain"}),
 ]
-WITHOUT_HEAD = {"step3p7": "Step3p7TextModel", "muse_glimmer": "MuseGlimmerTextModel"}  # ours adds the head
+WITHOUT_HEAD = {  # ours adds the head
+    "step3p7": "Step3p7TextModel",
+    "muse_glimmer": "MuseGlimmerTextModel",
+    "glm5_next": "Glm5NextTextModel",
+}
+# Their attention and MLP are not ours, so Llama's take their places inside their own layers.
+LLAMAS_SUBLAYERS = ("deepseek_v4", "glm5_next", "inkling2")
+HYPER = {"input_layernorm": "attention_residual.norm", "post_attention_layernorm": "mlp_residual.norm"}
+HYPER |= {"attn_hc": "attention_residual", "ffn_hc": "mlp_residual", "fn": "maps.weight", "norm": "norm.norm"}
+HYPER |= {"hc_head": "norm", "hc_fn": "maps.weight", "hc_base": "base", "hc_scale": "scale"}
+MIXTURE = {"input_layernorm": "attention_residual.mixture.norm", "attention_input": "attention_residual.mixture"}
+MIXTURE |= {"post_attention_layernorm": "mlp_residual.mixture.norm", "mlp_input": "mlp_residual.mixture"}
+MIXTURE |= {"final_input": "norm", "norm": "norm.norm", "embed_norm": "norm"}
 RENAMED: dict[str, dict[str, str]] = {
+    "cohere": {"input_layernorm": "attention_residual.norm"},
+    "cohere2": {"input_layernorm": "attention_residual.norm"},
+    "minimax": {"input_layernorm": "attention_residual.norm", "post_attention_layernorm": "mlp_residual.norm"},
+    "deepseek_v4": HYPER,
+    "glm5_next": HYPER,
+    "inkling2": MIXTURE,
     "glm4": {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
     | {"post_attention_layernorm": "pre_feedforward_layernorm"},
     "vaultgemma": {"pre_feedforward_layernorm": "post_attention_layernorm"},
@@ -119,6 +166,25 @@ def fp32_is_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+class TheirAttention(LlamaAttention):
+    def forward(self, hidden_states: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        length = hidden_states.shape[1]
+        positions = LlamaRotaryEmbedding(self.config)(hidden_states, torch.arange(length)[None])
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        y, weights = super().forward(hidden_states, positions, mask)
+        return y if self.alone else (y, weights)
+
+
+class TheirMLP(LlamaMLP):
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        return super().forward(x)
+
+
+class Unchanged(torch.nn.Module):
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        return x
+
+
 @cache
 def their_model(name: str) -> Any:
     """With random weights: sharp attention, gains far from 1 and biases of norms far from 0; others are 0."""
@@ -130,6 +196,12 @@ def their_model(name: str) -> Any:
         model = getattr(import_module(f"transformers.models.{name}.modeling_{name}"), WITHOUT_HEAD[name])(config).eval()
     else:
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    if name in LLAMAS_SUBLAYERS:
+        llama = transformers.LlamaConfig(**BASE, attn_implementation="eager")
+        for layer in getattr(model, "model", model).layers:
+            layer.self_attn, layer.mlp = TheirAttention(llama, 0), TheirMLP(llama)
+            layer.self_attn.alone = name == "glm5_next"
+            layer.post_attention_convolution = layer.post_mlp_convolution = Unchanged()  # inkling2's
     generator = torch.Generator().manual_seed(1)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
@@ -158,16 +230,16 @@ def to_ours(name: str, state: State) -> State:
     """The weights under the names of Hugging Face's Llama, as functions of theirs."""
     renamed, state = RENAMED.get(name, {}), {path.removeprefix("model."): weight for path, weight in state.items()}
     state = {".".join(renamed.get(part, part) for part in path.split(".")): state[path] for path in state}
-    if name == "minimax_m2":  # one expert
+    if name in ("minimax", "minimax_m2"):  # one expert
         state = {path + ".weight" * (".experts" in path): weight.squeeze(0) for path, weight in state.items()}
     expert = ".shared_experts" if name == "solar_open" else ".experts"
     state = {path.replace(expert, ""): weight for path, weight in state.items()}
-    if name in ("phi3", "glm", "glm4", "minimax_m2"):
+    if name in ("phi3", "glm", "glm4", "minimax", "minimax_m2"):
         state = split(state, "gate_up_proj", ("gate_proj", 48), ("up_proj", 48))
         state = split(state, "qkv_proj", ("q_proj", 32), ("k_proj", 16), ("v_proj", 16))
     for path, weight in list(state.items()):
         turned = path.endswith(("q_proj.weight", "k_proj.weight"))
-        if name in ("glm", "glm4", "helium", "ernie4_5", "llama4") and turned:
+        if name in ("glm", "glm4", "helium", "ernie4_5", "llama4", "cohere", "cohere2") and turned:
             state[path] = even_odd(weight)
         if name == "nanochat" and turned:  # it rotates the other way
             state[path] = weight.unflatten(0, (-1, 2, 4)).flip(1).flatten(0, 2)
@@ -179,6 +251,8 @@ def to_ours(name: str, state: State) -> State:
         if name == "granite":
             factor = {"q_proj": 0.1 * 8**0.5, "o_proj": 0.22, "down_proj": 0.22, "norm": 1 / 7}
             state[path] = weight * factor.get(path.split(".")[-2], 1.0)
+        if name in ("cohere", "cohere2") and path == "norm.weight":  # its factor of the logits
+            state[path] = weight * their_model(name).logit_scale
     if name == "muse_glimmer":  # its final norm is not zero-centered
         state["norm.weight"] = state["norm.weight"] - 1
     return state
@@ -191,9 +265,8 @@ def both(name: str, **changes: Any) -> tuple[Tensor, Tensor, State]:
     """
     theirs = their_model(name)
     weights = dict(theirs.named_parameters())
-    options = {option: value for option, value in OURS.items() if option in RECIPES[name]}
-    options |= {"embedding_scale": 3.0} if name == "granite" else {}
-    model = Llama(configure({"recipe": name, **SIZES, **options, **changes})[0]).double().eval()
+    options = {option: value for option, value in SMALL_CAPS.items() if option in RECIPES[name]}
+    model = Llama(configure({"recipe": name, **SIZES, **options, **OURS.get(name, {}), **changes})[0]).double().eval()
     state, found = to_ours(name, weights), {}
     for path, weight in model.named_parameters():
         weight.data.normal_(generator=torch.Generator().manual_seed(3))

@@ -35,9 +35,10 @@ class Arm:
         """What it asks of `train.py`. Raises ValueError for a value of another type."""
         types = {"recipe": str} | {name: each.type for name, each in FIELDS.items()}
         asked = {name: read_value(text, types[name]) for name, text in self.factors}
-        if "norm" in asked:
-            asked["norm"], _, norm_args = asked["norm"].partition(":")
-            asked["norm_args"] = read_pairs("--norms", filter(None, norm_args.split(",")))
+        for name in ("norm", "placement"):
+            if name in asked:
+                asked[name], _, arguments = asked[name].partition(":")
+                asked[f"{name}_args"] = read_pairs(f"--{name}s", filter(None, arguments.split(",")))
         check_fields(asked, "--factor", {"recipe": str})
         recipe = asked.get("recipe", "llama")
         require(recipe in RECIPES, f"--factor recipe: unknown {recipe!r}; choose from {', '.join(RECIPES)}")

@@ -38,7 +38,8 @@ from pages.html import figure, folded, markdown, page, save_plot, settings_list
 from pages.watch import plot_watch
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
 
-OWN_FLAG = {"norm": "--norms", "placement": "--placements", "norm_args": "--norms", "lr": "--lrs", "seed": "--seeds"}
+OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
+OWN_FLAG |= {"norm_args": "--norms", "placement_args": "--placements"}
 TEXT = {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens"}
 SHARED = NOT_COMPARED | TEXT | {"device", "shard"}  # cannot be factors: all runs share them
 
@@ -95,7 +96,8 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
     """An ablation from its options and what all cells ask of train.py. Raises ValueError for invalid ones."""
     check_sizes(options, "seeds", "jobs", "threads", most=MAX_SEEDS)
     require(all(0 < lr < math.inf for lr in options.lrs), "--lrs must be positive numbers")
-    require("norm_args" not in asked, "--norm-arg is for a single run; write --norms dyt:alpha=1")
+    for name, example in (("norm", "dyt:alpha=1"), ("placement", "mhc:streams=2")):
+        require(f"{name}_args" not in asked, f"--{name}-arg is for a single run; write --{name}s {example}")
     shared = {name: value for name, value in asked.items() if name not in ("out", "device")}
     arms = resolve_factors(options, shared)
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)

@@ -9,11 +9,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from norms.placement.many_streams import (
+    AttentionResidual,
+    BlockAttentionResidual,
+    HyperConnection,
+    HyperConnectionOutput,
+    copies,
+    final_mixture,
+    newest,
+    one_source,
+)
 from norms.placement.ngpt import NormalizedUpdate, add_scales, init_on_sphere, return_to_sphere
 from norms.placement.one_stream import (
     DeepNorm,
     LayerNormScaling,
-    MakeNorm,
+    NormThenResidual,
     PostNorm,
     PreNorm,
     Reordered,
@@ -24,27 +34,45 @@ from norms.placement.one_stream import (
     hybrid_norm,
     keel,
     mix_norm,
+    parallel,
     without_final_norm,
 )
 from norms.placement.two_streams import ResiDual, ResiDualOutput, Siamese, SiameseOutput, duplicate
-from norms.registry import TRAITS
+from norms.registry import TRAITS, check_arguments
 
 
 class Unsupported(ValueError):
     """A placement that is not supported with this norm."""
 
 
-def identity(x: Tensor) -> Tensor:
+def identity(x: Tensor, **arguments) -> Tensor:
     return x
+
+
+def one_norm(site: Site, **arguments) -> nn.Module:
+    return site.make_norm(site.name)
+
+
+def as_tuple(stream: Any) -> tuple[Tensor, ...]:
+    return stream if isinstance(stream, tuple) else (stream,)
+
+
+def first_of_pair(stream: Any) -> tuple[Tensor, ...]:
+    return as_tuple(stream)[:1]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What a placement says about the whole model. `connection` builds the residual connection at one site."""
+    """What a placement says about the whole model. `connection` builds the residual connection at one site.
 
-    connection: Callable[[Site], nn.Module]
-    final_norm: Callable[[MakeNorm], nn.Module] = lambda make_norm: make_norm("final")  # between stream and head
-    init_stream: Callable[[Tensor], Any] = identity  # turns the embedding into the stream, or the pair of streams
+    The first three take the keywords of --placement-arg, if `connection` has any. The stream is what blocks pass on: a
+    tensor, or a tuple of tensors.
+    """
+
+    connection: Callable[..., nn.Module]  # gets the Site
+    final_norm: Callable[..., nn.Module] = one_norm  # between stream and head
+    init_stream: Callable[..., Any] = identity  # turns the embedding into the stream
+    streams: Callable[[Any], tuple[Tensor, ...]] = as_tuple  # what --watch measures: one tensor or two
     init: str = "normal"  # the default of --init
     init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by roles.ROLES
     depth_scaled: bool = True  # the default of --depth-scaled-init
@@ -74,6 +102,11 @@ PLACEMENTS = {
         NormalizedUpdate, without_final_norm, init_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
         constrain=return_to_sphere,
     ),
+    "parallel": Placement(parallel, streams=first_of_pair),
+    "minimax": Placement(NormThenResidual),
+    "mhc": Placement(HyperConnection, HyperConnectionOutput, copies),
+    "attnres": Placement(AttentionResidual, final_mixture, one_source, newest),
+    "attnres-block": Placement(BlockAttentionResidual, final_mixture, one_source, newest),
 }  # fmt: skip
 
 
@@ -84,9 +117,12 @@ def register_placement(name: str, placement: Placement) -> None:
     PLACEMENTS[name] = placement
 
 
-def check_placement(name: str, norm: str, norm_args: dict[str, Any]) -> None:
-    """Raise Unsupported if a placement is not supported with that norm."""
+def check_placement(name: str, norm: str, norm_args: dict[str, Any], placement_args: dict[str, Any]) -> None:
+    """Raise Unsupported if a placement is not supported with that norm, ValueError for a wrong argument."""
     placement = PLACEMENTS[name]
+    check_arguments(f"placement {name!r}", placement.connection, placement_args)
+    make = lambda *_: nn.Identity()  # noqa: E731
+    placement.connection(Site("mlp", 0, 1, 1, make, make), **placement_args)  # checks their values
     if placement.own_norm and (norm_args or norm != "rmsnorm"):
         raise Unsupported(f"--placement {name} has a built-in norm; leave out --norm and --norm-arg")
     if TRAITS[norm].identity and not placement.without_norm:

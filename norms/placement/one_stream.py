@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 MakeNorm = Callable[[str], nn.Module]  # site name -> a new norm of the chosen kind
+MakeMatrix = Callable[[int, int, str], nn.Module]  # inputs, outputs, role -> a new matrix, drawn by its role
 
 
 @dataclass(frozen=True)
 class Site:
-    """The position of a residual connection in the model, and the factory for its norms."""
+    """The position of a residual connection or of the final norm, and the factories for what it owns."""
 
-    name: str  # "attention" or "mlp"
+    name: str  # "attention", "mlp" or "final"
     layer: int  # index of the block, from 0
     depth: int  # number of blocks
     dim: int  # width of the residual stream
     make_norm: MakeNorm
+    make_matrix: MakeMatrix
 
 
 class OneNorm(nn.Module):
@@ -136,13 +138,38 @@ class PlainResidual(nn.Module):
 
 
 class NormThenResidual(OneNorm):
-    """h + f(h), h = N(x)."""
+    """αh + βf(h), h = N(x), with constants α and β. MiniMax-01, arXiv 2501.08313."""
 
     output_norms = ("norm",)
 
+    def __init__(self, site: Site, *, alpha: float = 1.0, beta: float = 1.0):
+        super().__init__(site)
+        self.alpha, self.beta = alpha, beta
+
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
         h = self.norm(x)
-        return h + f(h, *args)
+        return self.alpha * h + self.beta * f(h, *args)
+
+
+class ParallelAttention(OneNorm):
+    """x + f(h) and h = N(x), which the MLP beside it reads too. PaLM, arXiv 2204.02311; Cohere."""
+
+    def forward(self, x: Tensor, f: Callable, *args) -> tuple[Tensor, Tensor]:
+        h = self.norm(x)
+        return x + f(h, *args), h
+
+
+class ParallelMLP(nn.Module):
+    """x + f(h), with what `ParallelAttention` returned."""
+
+    def forward(self, stream: tuple[Tensor, Tensor], f: Callable, *args) -> Tensor:
+        x, h = stream
+        return x + f(h, *args)
+
+
+def parallel(site: Site) -> nn.Module:
+    """x + attention(N(x)) + MLP(N(x)), with one norm."""
+    return ParallelAttention(site) if site.name == "attention" else ParallelMLP()
 
 
 def hybrid_norm(site: Site) -> nn.Module:
@@ -164,6 +191,6 @@ class ReZero(nn.Module):
         return x + self.a * f(x, *args)
 
 
-def without_final_norm(make_norm: MakeNorm) -> nn.Module:
+def without_final_norm(site: Site) -> nn.Module:
     """No norm between the last block and the head: the output of the block is already normalized."""
     return nn.Identity()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from norms.placement.one_stream import MakeNorm, OneNorm, Site
+from norms.placement.one_stream import OneNorm, Site
 
 
 def duplicate(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,12 +26,8 @@ class ResiDual(OneNorm):
         return self.norm(x + z), r + z
 
 
-class ResiDualOutput(nn.Module):
+class ResiDualOutput(OneNorm):
     """x + N(r)."""
-
-    def __init__(self, make_norm: MakeNorm):
-        super().__init__()
-        self.norm = make_norm("final")
 
     def forward(self, streams: tuple[Tensor, Tensor]) -> Tensor:
         x, r = streams
@@ -57,9 +53,9 @@ class Siamese(nn.Module):
 class SiameseOutput(nn.Module):
     """N(N(x) + N(y))."""
 
-    def __init__(self, make_norm: MakeNorm):
+    def __init__(self, site: Site):
         super().__init__()
-        self.norm_x, self.norm_y, self.norm = (make_norm("final") for _ in range(3))
+        self.norm_x, self.norm_y, self.norm = (site.make_norm(site.name) for _ in range(3))
 
     def forward(self, streams: tuple[Tensor, Tensor]) -> Tensor:
         x, y = streams

@@ -95,6 +95,29 @@ def reference_logits(
 
         return f
 
+    def hyper_weights(streams: list[Tensor], at: str) -> Tensor:  # one after the other, before sigmoid and softmax
+        flat = torch.cat(streams, -1)
+        z = flat @ w[at + "maps.weight"].T / ((flat * flat).mean(-1, keepdim=True) + 1e-6) ** 0.5
+        repeated = torch.cat([s.expand(n) for s, n in zip(w[at + "scale"], (4, 4, 16), strict=False)])
+        return z * repeated + w[at + "base"]
+
+    def collapsed(streams: list[Tensor], z: Tensor) -> Tensor:
+        return sum((torch.sigmoid(z[..., i, None]) + 1e-6) * x for i, x in enumerate(streams))  # type: ignore[return-value]
+
+    def hyper_connection(streams: list[Tensor], at: str, f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        z = hyper_weights(streams, at)
+        mix = z[..., 8:].unflatten(-1, (4, 4)).softmax(-1) + 1e-6
+        for axis in [-2, *[-1, -2] * 19]:
+            mix = mix / (mix.sum(axis, keepdim=True) + 1e-6)
+        y = f(norm(at + "norm")(collapsed(streams, z)))
+        kept = [sum(mix[..., i, j, None] * streams[i] for i in range(4)) for j in range(4)]
+        return [2 * torch.sigmoid(z[..., 4 + j, None]) * y + kept[j] for j in range(4)]
+
+    def mixture(sources: list[Tensor], query: Tensor) -> Tensor:
+        stacked = torch.stack(sources)  # m B T C
+        keys = stacked / ((stacked * stacked).mean(-1, keepdim=True) + 1e-6) ** 0.5
+        return torch.einsum("mbt,mbtc->btc", ((keys @ query) / 4).softmax(0), stacked)
+
     sublayers = []  # (block index from 1, sublayer, path of its residual connection)
     for layer in range(layers):
         at = f"layers.{layer}."
@@ -103,7 +126,7 @@ def reference_logits(
     x = w["embed_tokens.weight"][tokens]
     if placement == "ngpt":
         x = unit(x)
-    y = x
+    y, streams, sources = x, [x] * 4, [x]
     for number, (block, f, at) in enumerate(sublayers):
         first = at + "norm"
         match placement:
@@ -138,6 +161,19 @@ def reference_logits(
             case "keel":
                 alpha = 1 if number == 1 else 2 * layers
                 x = norm(at + "norm_out")(alpha * x + f(norm(first)(x)))
+            case "parallel":
+                y = norm(first)(x) if number % 2 == 0 else y
+                x = x + f(y)
+            case "minimax":
+                h = norm(first)(x)
+                x = h + f(h)
+            case "mhc":
+                streams = hyper_connection(streams, at, f)
+            case "attnres" | "attnres-block":
+                read = sources[0] if number == 0 else mixture(sources, w[at + "mixture.query"])
+                sources.append(f(norm(at + "mixture.norm")(read)))
+                if placement == "attnres-block" and number % 4:  # two blocks add to one source
+                    sources[-2:] = [sources[-2] + sources[-1]]
             case "ngpt":
                 x = unit(x + (0.05 * 4 * w[at + "alpha"]).abs() * (unit(f(x)) - x))
     match placement:
@@ -147,6 +183,10 @@ def reference_logits(
             return x @ w["lm_head.weight"].T * w["lm_head.scale"] * 4
         case "residual":
             x = x + norm("final_norm.norm")(y)
+        case "mhc":
+            x = norm("final_norm.norm")(collapsed(streams, hyper_weights(streams, "final_norm.")))
+        case "attnres" | "attnres-block":
+            x = norm("final_norm.norm")(mixture(sources, w["final_norm.query"]))
         case "siamese":
             x = norm("final_norm.norm")(norm("final_norm.norm_x")(x) + norm("final_norm.norm_y")(y))
         case _:
@@ -181,6 +221,7 @@ def test_values_and_gradients(placement, kind, qk_norm):
 # --- parameters, sites and checks ------------------------------------------------------------------------------------
 
 ONE = ["norm.weight"]
+HYPER, MIXTURE = [*ONE, "maps.weight", "scale", "base"], ["mixture.query", "mixture.norm.weight"]
 # keys in attention's residual connection, in the MLP's, and in `final_norm`
 KEYS = {
     "pre": (ONE, ONE, ["weight"]),
@@ -200,6 +241,11 @@ KEYS = {
     "rezero": (["a"], ["a"], ["weight"]),
     "keel": ([*ONE, "norm_out.weight"], [*ONE, "norm_out.weight"], []),
     "ngpt": (["alpha"], ["alpha"], []),
+    "parallel": (ONE, [], ["weight"]),
+    "minimax": (ONE, ONE, ["weight"]),
+    "mhc": (HYPER, HYPER, HYPER),
+    "attnres": (MIXTURE, MIXTURE, ["query", "norm.weight"]),
+    "attnres-block": (MIXTURE, MIXTURE, ["query", "norm.weight"]),
 }
 NGPT_SCALES = ["self_attn.rotated_q_norm.scale", "mlp.gate_proj.scale", "mlp.up_proj.scale"]
 
@@ -218,6 +264,8 @@ def test_state_dict_keys(placement):
     expected |= {"embed_tokens.weight", "lm_head.weight", *(f"final_norm.{key}" for key in final)}
     if placement == "keel":
         expected.remove("layers.0.attention_residual.norm_out.weight")
+    if placement.startswith("attnres"):  # one source, which attention reads as it is
+        expected.remove("layers.0.attention_residual.mixture.query")
     if placement == "ngpt":
         expected.add("lm_head.scale")
     state = model_of(placement).state_dict()
@@ -288,6 +336,11 @@ def test_init_gain_by_role_and_the_default_of_depth_scaled_init(placement, init)
     for wanted in (None, False, True):
         scaled = init == "normal" and (default if wanted is None else wanted)
         for (role, name), weight in initial_weights(placement, init=init, depth_scaled_init=wanted).items():
+            if role == "stream_map":
+                assert weight.std() == pytest.approx(
+                    0.02 if init == "normal" else (2 / sum(weight.shape)) ** 0.5, rel=0.1
+                )
+                continue
             expected = pre[role, name] * (GAINS.get(role, 1.0) if placement == "deepnorm" else 1.0)
             if scaled and role in ("attention_out", "down"):
                 expected = expected / math.sqrt(8)
