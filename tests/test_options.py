@@ -37,9 +37,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"v_norm": True},
     {"inner_norm": True},
     {"norm_args": {"zero_centered": True}},
+    {"placement": "parallel"},
+    {"placement": "minimax", "placement_args": {"alpha": 2.0, "beta": 0.5}},
+    {"placement": "mhc"},
+    {"placement": "mhc", "placement_args": {"streams": 2, "end": "mean"}},
+    {"placement": "attnres"},
+    {"placement": "attnres-block", "placement_args": {"layers": 1, "normalize_values": True, "scale_scores": False}},
     {"z_loss": 0.1},
 ]
-NAMES = [next(iter(option)) for option in OPTIONS]
+NAMES = [str(option.get("placement", next(iter(option)))) for option in OPTIONS]
 
 
 def random_weights_model(**options: Any) -> Llama:
@@ -57,7 +63,11 @@ def test_an_option_is_off_by_default_and_changes_no_initial_weight(option):
     plain, other = Llama(SMALL, seed=3), Llama(dataclasses.replace(SMALL, **option), seed=3)
     before = {name: weight for _, name, weight in matrices(plain)}
     after = {name: weight for _, name, weight in matrices(other)}
-    assert all(torch.equal(weight, before[name]) for name, weight in after.items() if "self_attn.gate" not in name)
+    assert all(
+        torch.equal(weight, before[name])
+        for name, weight in after.items()
+        if "attn.gate" not in name and "maps" not in name
+    )
     assert all("mlp.gate" in name for name in before.keys() - after.keys())
     name = next(iter(option))
     if name == "z_loss":  # training only

@@ -80,7 +80,8 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     | {"qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 2, "n_routed_experts": 2}
     | {"num_experts_per_tok": 1, "moe_intermediate_size": 48, "index_head_dim": 8, "index_n_heads": 2, "hc_mult": 4},
     "inkling2": {"model_type": "inkling2_text", "num_hidden_layers": 4, "layer_types": ["hybrid_sliding"] * 4}
-    | {"n_layers_per_attn_res_block": 2} | {"unpadded_vocab_size": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+    | {"n_layers_per_attn_res_block": 2, "unpadded_vocab_size": 64, "swa_num_attention_heads": 4}
+    | {"swa_num_key_value_heads": 2, "swa_head_dim": 8}
     | {"sliding_window_size": 64, "d_rel": 4, "rel_extent": 16, "moe_intermediate_size": 48, "n_routed_experts": 2}
     | {"num_experts_per_tok": 1, "final_logit_softcapping": 3.0},
 }  # fmt: skip
@@ -130,8 +131,8 @@ LLAMAS_SUBLAYERS = ("deepseek_v4", "glm5_next", "inkling2")
 HYPER = {"input_layernorm": "attention_residual.norm", "post_attention_layernorm": "mlp_residual.norm"}
 HYPER |= {"attn_hc": "attention_residual", "ffn_hc": "mlp_residual", "fn": "maps.weight", "norm": "norm.norm"}
 HYPER |= {"hc_head": "norm", "hc_fn": "maps.weight", "hc_base": "base", "hc_scale": "scale"}
-MIXTURE = {"input_layernorm": "attention_residual.mixture.norm", "attention_input": "attention_residual.mixture"}
-MIXTURE |= {"post_attention_layernorm": "mlp_residual.mixture.norm", "mlp_input": "mlp_residual.mixture"}
+MIXTURE = {"input_layernorm": "attention_residual.norm", "attention_input": "attention_residual"}
+MIXTURE |= {"post_attention_layernorm": "mlp_residual.norm", "mlp_input": "mlp_residual"}
 MIXTURE |= {"final_input": "norm", "norm": "norm.norm", "embed_norm": "norm"}
 RENAMED: dict[str, dict[str, str]] = {
     "cohere": {"input_layernorm": "attention_residual.norm"},

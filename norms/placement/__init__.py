@@ -14,8 +14,8 @@ from norms.placement.many_streams import (
     BlockAttentionResidual,
     HyperConnection,
     HyperConnectionOutput,
+    attention_residual_output,
     copies,
-    final_mixture,
     newest,
     one_source,
 )
@@ -105,8 +105,8 @@ PLACEMENTS = {
     "parallel": Placement(parallel, streams=first_of_pair),
     "minimax": Placement(NormThenResidual),
     "mhc": Placement(HyperConnection, HyperConnectionOutput, copies),
-    "attnres": Placement(AttentionResidual, final_mixture, one_source, newest),
-    "attnres-block": Placement(BlockAttentionResidual, final_mixture, one_source, newest),
+    "attnres": Placement(AttentionResidual, attention_residual_output, one_source, newest),
+    "attnres-block": Placement(BlockAttentionResidual, attention_residual_output, one_source, newest),
 }  # fmt: skip
 
 

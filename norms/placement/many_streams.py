@@ -117,7 +117,7 @@ class Mixture(OneNorm):
         self.query = None if only else nn.Parameter(torch.zeros(site.dim))
         self.scale, self.normalize_values = site.dim**-0.5 if scale_scores else 1.0, normalize_values
 
-    def forward(self, sources: Sources) -> Tensor:
+    def read(self, sources: Sources) -> Tensor:
         if self.query is None:
             return self.norm(sources[0])
         wide = [upcast(v) for v in sources]
@@ -128,20 +128,13 @@ class Mixture(OneNorm):
         return self.norm(sum(w * v for w, v in zip(weights.split(1, -1), wide, strict=True)).to(sources[0].dtype))
 
 
-def final_mixture(site: Site, *, layers: int = 1, **arguments) -> nn.Module:
-    return Mixture(site, **arguments)
-
-
-class AttentionResidual(nn.Module):
+class AttentionResidual(Mixture):
     """f(N(Σᵢ wᵢ vᵢ)) is the next source. Attention Residuals, arXiv 2603.15031. See `Mixture` for w."""
 
-    def __init__(self, site: Site, *, scale_scores: bool = True, normalize_values: bool = False):
-        super().__init__()
-        self.mixture = Mixture(site, scale_scores=scale_scores, normalize_values=normalize_values)
-        self.appends = True
+    appends = True
 
     def forward(self, sources: Sources, f: Callable, *args) -> Sources:
-        y = f(self.mixture(sources), *args).to(sources[0].dtype)
+        y = f(self.read(sources), *args).to(sources[0].dtype)
         return (*sources, y) if self.appends else (*sources[:-1], sources[-1] + y)
 
 
@@ -153,3 +146,14 @@ class BlockAttentionResidual(AttentionResidual):
         if layers < 1:
             raise ValueError(f"--placement-arg layers must be at least 1, not {layers}")
         self.appends = site.name == "attention" and site.layer % layers == 0
+
+
+class AttentionResidualOutput(Mixture):
+    """N(Σᵢ wᵢ vᵢ) over all sources."""
+
+    def forward(self, sources: Sources) -> Tensor:
+        return self.read(sources)
+
+
+def attention_residual_output(site: Site, *, layers: int = 1, **arguments) -> nn.Module:
+    return AttentionResidualOutput(site, **arguments)

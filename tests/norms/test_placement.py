@@ -170,8 +170,8 @@ def reference_logits(
             case "mhc":
                 streams = hyper_connection(streams, at, f)
             case "attnres" | "attnres-block":
-                read = sources[0] if number == 0 else mixture(sources, w[at + "mixture.query"])
-                sources.append(f(norm(at + "mixture.norm")(read)))
+                read = sources[0] if number == 0 else mixture(sources, w[at + "query"])
+                sources.append(f(norm(first)(read)))
                 if placement == "attnres-block" and number % 4:  # two blocks add to one source
                     sources[-2:] = [sources[-2] + sources[-1]]
             case "ngpt":
@@ -221,7 +221,7 @@ def test_values_and_gradients(placement, kind, qk_norm):
 # --- parameters, sites and checks ------------------------------------------------------------------------------------
 
 ONE = ["norm.weight"]
-HYPER, MIXTURE = [*ONE, "maps.weight", "scale", "base"], ["mixture.query", "mixture.norm.weight"]
+HYPER, MIXTURE = [*ONE, "maps.weight", "scale", "base"], ["query", *ONE]
 # keys in attention's residual connection, in the MLP's, and in `final_norm`
 KEYS = {
     "pre": (ONE, ONE, ["weight"]),
@@ -244,8 +244,8 @@ KEYS = {
     "parallel": (ONE, [], ["weight"]),
     "minimax": (ONE, ONE, ["weight"]),
     "mhc": (HYPER, HYPER, HYPER),
-    "attnres": (MIXTURE, MIXTURE, ["query", "norm.weight"]),
-    "attnres-block": (MIXTURE, MIXTURE, ["query", "norm.weight"]),
+    "attnres": (MIXTURE, MIXTURE, MIXTURE),
+    "attnres-block": (MIXTURE, MIXTURE, MIXTURE),
 }
 NGPT_SCALES = ["self_attn.rotated_q_norm.scale", "mlp.gate_proj.scale", "mlp.up_proj.scale"]
 
@@ -265,7 +265,7 @@ def test_state_dict_keys(placement):
     if placement == "keel":
         expected.remove("layers.0.attention_residual.norm_out.weight")
     if placement.startswith("attnres"):  # one source, which attention reads as it is
-        expected.remove("layers.0.attention_residual.mixture.query")
+        expected.remove("layers.0.attention_residual.query")
     if placement == "ngpt":
         expected.add("lm_head.scale")
     state = model_of(placement).state_dict()

@@ -14,7 +14,6 @@ import train
 from config import ModelConfig, TrainConfig
 from data.batches import training_batch
 from model import Llama, rotate
-from norms.placement import PLACEMENTS
 from pages.watch import plot_watch, tabulate
 from runtime.checkpoint import load_pretrained
 from runtime.flags import read_train
@@ -57,7 +56,17 @@ def largest_logit(x: Tensor, model: Any, layer: int) -> float:
     return max(float(q[b, t, h] @ k[b, s, h // 2]) / 2 for b, h, t, s in seen)
 
 
-@pytest.mark.parametrize("norm, placement", [("rmsnorm", "pre"), ("layernorm", "siamese"), ("batchnorm", "post")])
+@pytest.mark.parametrize(
+    "norm, placement",
+    [
+        ("rmsnorm", "pre"),
+        ("layernorm", "siamese"),
+        ("batchnorm", "post"),
+        ("rmsnorm", "mhc"),
+        ("rmsnorm", "attnres"),
+        ("rmsnorm", "attnres-block"),
+    ],
+)
 def test_rows_match_float64(norm, placement, tmp_path):
     model, (tokens, targets) = make_model(norm, placement), make_batch()
     exact = copy.deepcopy(model).double()
@@ -73,14 +82,15 @@ def test_rows_match_float64(norm, placement, tmp_path):
     assert [row["site"] for row in rows] == ["embedding", *["attention", "mlp"] * LAYERS, "output"]
     assert [row["block"] for row in rows] == [0, 1, 1, 2, 2, 3, 3, 4] and {row["step"] for row in rows} == {7}
     exact.requires_grad_(False)
-    stream = PLACEMENTS[placement].init_stream(exact.embed_tokens.weight[tokens])
+    stream = exact.init_stream(exact.embed_tokens.weight[tokens])
     rope = exact.rope(slice(tokens.shape[1]))
     for layer, block in enumerate(exact.layers):
         for site, arguments in (("attention", (block.self_attn, rope)), ("mlp", (block.mlp,))):
             row = next(row for row in rows if (row["block"], row["site"]) == (layer + 1, site))
             residual = getattr(block, f"{site}_residual")
             before, stream = stream, residual(stream, *arguments)
-            for prefix, x, after in zip(("", "second_"), *map(as_tuple, (before, stream)), strict=False):
+            watched = [as_tuple(x)[-1:] if placement.startswith("attnres") else as_tuple(x) for x in (before, stream)]
+            for prefix, x, after in zip(("", "second_"), *watched, strict=False):
                 assert row[f"{prefix}stream_before"] == pytest.approx(rms(x), rel=TOLERANCE)
                 assert row[f"{prefix}stream_after"] == pytest.approx(rms(after), rel=TOLERANCE)
             if placement == "pre":
