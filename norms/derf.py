@@ -16,7 +16,7 @@ class Derf(nn.Module):
     Like DyT with erf instead of tanh and a learned shift: α starts at `alpha`, multiplied by `attention_ratio` in
     attention's residual connection, s at 0. 0.5 everywhere is the authors' vision model. Their language model starts α
     at 1 before attention, before the MLP and at the end, each an option of its own, and multiplies the embedding by a
-    learned scalar, √dim at the start: alpha=1 with --scaled-embedding. Computed in fp32, then cast back once.
+    learned scalar, √dim at the start: alpha=1 and --scaled-embedding. Computed in fp32, then cast back once.
     """
 
     def __init__(self, dim: int, site: str = "", *, alpha: float = 0.5, attention_ratio: float = 1.0):

@@ -1,4 +1,4 @@
-"""SeeDNorm: its start, and what its scalar product is divided by."""
+"""SeeDNorm: what its scalar product is divided by."""
 
 import pytest
 import torch
