@@ -87,7 +87,10 @@ class Sandwich(OneNorm):
 
 
 class Keel(OneNorm):
-    """N(αx + f(N(x))), α = 2L, the number of sublayers; α = 1 in the first block. Keel, arXiv 2601.19895."""
+    """N(αx + f(N(x))), α = 2L, the number of sublayers; α = 1 in the first block. Keel, arXiv 2601.19895.
+
+    The paper's text was not seen. In another reading, the first block is pre-norm: x + f(N(x)) around its MLP as well.
+    """
 
     output_norms = ("norm_out",)
 
@@ -178,6 +181,14 @@ def hybrid_norm(site: Site) -> nn.Module:
     HybridNorm, arXiv 2503.04598.
     """
     return PlainResidual() if site.name == "attention" else NormThenResidual(site)
+
+
+def hybrid_star(site: Site) -> nn.Module:
+    """Hybrid, but pre-norm around both sublayers of the first block, whose attention still normalizes q, k and v.
+
+    HybridNorm*, as in its authors' code; the paper's text was not seen.
+    """
+    return PreNorm(site) if site.layer == 0 else hybrid_norm(site)
 
 
 class ReZero(nn.Module):

@@ -11,7 +11,8 @@ evaluation, its buffers too. Gradients come from autograd. The file may also def
     def error_bound(x, state, eps, **norm_args) -> Tensor
 
 the absolute error allowed when computing with machine epsilon `eps` (default: 4 ulp of the output, the bound of
-RMSNorm; measured: 3.6 for dim 64 to 4096), and WIDTHS, if `dim` must be a multiple of it.
+RMSNorm; measured: 3.6 for dim 64 to 4096), WIDTHS, if `dim` must be a multiple of it, and GRADIENT_ERROR, a factor of
+the error allowed in gradients.
 """
 
 import copy
@@ -196,6 +197,7 @@ def test_gradients_match_the_oracle(kind, training, rows, dim, gain_bound, devic
     state |= {name: state[name].detach().expand(x.shape).clone().requires_grad_() for name in scalars}
     oracle_file(kind).oracle(exact_x, state).backward(grad_y.cpu().double())
 
+    factor = getattr(oracle_file(kind), "GRADIENT_ERROR", 1)
     input_error, error = relative_error(x.grad, exact_x.grad), {}
     for name, parameter in norm.named_parameters():
         terms: Any = state[name].grad
@@ -203,9 +205,9 @@ def test_gradients_match_the_oracle(kind, training, rows, dim, gain_bound, devic
             error[name] = abs(parameter.grad.item() - terms.sum().item()) / terms.norm().item()
         else:
             error[name] = relative_error(parameter.grad, terms)
-    assert all(e <= gain_bound for e in error.values()), error
+    assert all(e <= factor * gain_bound for e in error.values()), error
     if TRAITS[kind].exact_backward or not training:
-        assert input_error <= 5e-7
+        assert input_error <= factor * 5e-7
     else:
         assert input_error > 1e-3
 
@@ -453,7 +455,7 @@ def test_meta_device(kind):
 def test_parameter_names_shapes_and_dtype(kind):
     dim = width(kind, 8)
     norm = build_norm(kind, dim)
-    assert set(dict(norm.named_parameters())) <= {"weight", "bias", "alpha", "shift"}
+    assert set(dict(norm.named_parameters())) <= {"weight", "bias", "alpha", "beta", "shift"}
     for parameter in norm.parameters():
         assert parameter.shape in ((dim,), (1,)) and parameter.dtype == torch.float32
     trained = trained_norm(kind, dim)
@@ -465,7 +467,8 @@ def test_parameter_names_shapes_and_dtype(kind):
 @pytest.mark.parametrize("kind", [kind for kind in KIND_NAMES if KINDS[kind].__module__.startswith("norms.")])
 def test_initial_values(kind):
     norm = build_norm(kind, 16)
-    start = {"weight": 4.0 if kind == "scalenorm" else 1.0, "bias": 0.0, "alpha": 0.5, "shift": 0.0}
+    start = {"weight": 1.0, "bias": 0.0, "alpha": 0.5, "beta": 0.0, "shift": 0.0}
+    start |= {"scalenorm": {"weight": 4.0}, "seednorm": {"alpha": 1.0}}.get(kind, {})
     for name, parameter in norm.named_parameters():
         assert torch.equal(parameter, torch.full_like(parameter, start[name])), name
 

@@ -1,4 +1,4 @@
-"""DyT: the initial value of α, by site."""
+"""DyT, and Derf: the initial value of α, by site."""
 
 import pytest
 from torch import Tensor
@@ -21,10 +21,13 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     return eps * ((propagated + 2 * tanh.abs()) * state["weight"].abs() + state["bias"].abs()) + oracle_error
 
 
-@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "ngpt"])
-def test_model_passes_the_site_to_its_norms(placement):
+CELLS = [("dyt", name) for name in PLACEMENTS if name != "ngpt"] + [("derf", "pre")]
+
+
+@pytest.mark.parametrize("kind, placement", CELLS)
+def test_model_passes_the_site_to_its_norms(kind, placement):
     norm_args = {"alpha": 2, "attention_ratio": 4}
-    model = Llama(norm="dyt", norm_args=norm_args, placement=placement, qk_norm="head", dim=32, heads=2)
+    model = Llama(norm=kind, norm_args=norm_args, placement=placement, qk_norm="head", dim=32, heads=2)
     alphas = {name: alpha.item() for name, alpha in model.named_parameters() if name.endswith("alpha")}
     assert alphas
     assert alphas == {name: 8 if "attention" in name else 2 for name in alphas}

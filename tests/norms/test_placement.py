@@ -63,13 +63,14 @@ def reference_logits(
     def attention(path: str) -> Callable[[Tensor], Tensor]:
         def f(h: Tensor) -> Tensor:
             q, k, v = (h @ w[f"{path}{part}_proj.weight"].T for part in "qkv")
-            per_head = qk_norm == "head" or (placement == "hybrid" and qk_norm == "none")
+            hybrid = placement in ("hybrid", "hybrid_star")
+            per_head = qk_norm == "head" or (hybrid and qk_norm == "none")
             if qk_norm == "full":
                 q, k = norm(path + "q_norm.norm")(q), norm(path + "k_norm.norm")(k)
             elif per_head:
                 q = torch.cat([norm(path + "q_norm")(part) for part in q.split(8, -1)], -1)
                 k = norm(path + "k_norm")(k)
-            if placement == "hybrid":
+            if hybrid:
                 v = norm(path + "v_norm")(v)
             future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
             rows = []
@@ -147,7 +148,9 @@ def reference_logits(
             case "residual":
                 z = f(x)
                 x, y = norm(first)(x + z), y + z
-            case "hybrid":
+            case "hybrid_star" if block == 1:
+                x = x + f(norm(first)(x))
+            case "hybrid" | "hybrid_star":
                 h = x if number % 2 == 0 else norm(first)(x)
                 x = h + f(h)
             case "siamese":
@@ -233,6 +236,7 @@ KEYS = {
     "mix": (ONE, ONE, ["weight"]),
     "residual": (ONE, ONE, ["norm.weight"]),
     "hybrid": ([], ONE, ["weight"]),
+    "hybrid_star": ([], ONE, ["weight"]),
     "siamese": (
         [*ONE, "norm_x.weight", "norm_y.weight"],
         [*ONE, "norm_x.weight", "norm_y.weight"],
@@ -256,12 +260,14 @@ def test_state_dict_keys(placement):
     in_block = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
     in_block += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     in_block += [f"attention_residual.{key}" for key in attention] + [f"mlp_residual.{key}" for key in mlp]
-    if placement == "hybrid":
+    if placement in ("hybrid", "hybrid_star"):
         in_block += [f"self_attn.{part}_norm.weight" for part in "qkv"]
     if placement == "ngpt":
         in_block += NGPT_SCALES
     expected = {f"layers.{layer}.{key}" for layer in range(8) for key in in_block}
     expected |= {"embed_tokens.weight", "lm_head.weight", *(f"final_norm.{key}" for key in final)}
+    if placement == "hybrid_star":
+        expected.add("layers.0.attention_residual.norm.weight")
     if placement == "keel":
         expected.remove("layers.0.attention_residual.norm_out.weight")
     if placement.startswith("attnres"):  # one source, which attention reads as it is

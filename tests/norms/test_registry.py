@@ -38,16 +38,13 @@ def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
             check_norm("mine", read_pairs("--norm-arg", [text]))
 
 
+ALPHAS: list[dict[str, float]] = [{"alpha": a} for a in (0.0, -1.0, math.inf, math.nan)]
+ALPHAS += [{"alpha": -1.0, "attention_ratio": -1.0}, {"attention_ratio": 0.0}]
 OUT_OF_RANGE: list[tuple[str, list[dict[str, float]], str]] = [
     ("batchnorm", [{"momentum": m} for m in (0.0, -0.1, 1.5, math.nan)], "momentum of batchnorm must be above 0"),
     ("powernorm", [{"momentum": m} for m in (1.0, -0.1, math.nan)], "momentum of powernorm must be at least 0"),
     ("prmsnorm", [{"p": p} for p in (0.0, -0.5, 1.01, math.nan)], "p of prmsnorm, .+, must be above 0 and at most 1"),
-    ("derf", [{"alpha": a} for a in (0.0, -1.0, math.inf, math.nan)], "alpha of derf must be a positive number"),
-    (
-        "dyt",
-        [{"alpha": 0.0}, {"alpha": -1.0, "attention_ratio": -1.0}, {"attention_ratio": 0.0}],
-        "alpha and attention_ratio of dyt must be positive",
-    ),
+    *((kind, ALPHAS, f"alpha and attention_ratio of {kind} must be positive") for kind in ("dyt", "derf")),
 ]
 
 
