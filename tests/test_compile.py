@@ -24,6 +24,7 @@ from fast.compiled import CompiledDecoder
 from generate import Sampling, stream_ids
 from model import Llama
 from tests.random_values import randomize
+from tests.test_options import OPTIONS as EVERY
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
 TOKENS = torch.randint(29, (2, 4, 11), generator=torch.Generator().manual_seed(0))  # steps, B, T + 1
@@ -35,7 +36,8 @@ OPTIONS: dict[str, Any] = dict(
 GREEDY = Sampling(tokens=12, temperature=0)
 # Each kind by itself is compiled in norms/test_contract.py.
 CELLS = [("batchnorm", "residual", "aot_eager"), ("powernorm", "sandwich", "eager"), ("layernorm", "post", "eager")]
-CELLS += [("rmsnorm", placement, "eager") for placement in ("hybrid", "siamese", "ngpt")]
+CELLS += [("rmsnorm", placement, "eager") for placement in ("hybrid", "siamese", "ngpt", "parallel", "mhc")]
+CELLS += [("rmsnorm", "attnres", "aot_eager"), ("rmsnorm", "attnres-block", "eager")]
 
 
 def training_step(model: Llama, objective: Callable, step: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,6 +74,12 @@ def test_training_matches_eager(kind, placement, backend):
     norm_args = {"warmup": 1} if kind == "powernorm" else {}
     config = dataclasses.replace(SMALL, norm=kind, placement=placement, norm_args=norm_args)
     assert_training_matches(config, backend=backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", EVERY, ids=str)
+def test_training_with_inductor_matches_eager(option):
+    assert_training_matches(dataclasses.replace(SMALL, **{"qk_norm": "head"} | option), backend="inductor")
 
 
 def test_training_with_all_options_matches_eager():

@@ -126,6 +126,18 @@ def test_decayed_gains(placement, which, named, optimizer):
     assert {group["weight_decay"] for group in groups} <= {0.0, 0.3}
 
 
+@pytest.mark.parametrize("optimizer, embedding", [("muon", 2.0), ("adamw", 1.0)])
+def test_vectors_and_scalars_have_a_rate_of_their_own(optimizer, embedding):
+    """Those of norms, also with weight decay, and of placements: scales, queries. Matrices keep theirs."""
+    model = Llama(dim=8, layers=1, placement="attnres", qk_norm="head", scaled_embedding=True)
+    config = TrainConfig(optimizer=optimizer, vector_lr=0.25, decay_gains="input")
+    groups = [group for each in make_optimizers(model, config) for group in each.param_groups]
+    for weight, ratio in [(weight, group["lr_ratio"]) for group in groups for weight in group["params"]]:
+        is_embedding = weight is model.embed_tokens.weight
+        assert ratio == (0.25 * embedding if weight.ndim < 2 else embedding if is_embedding else 1.0)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
 @pytest.mark.parametrize(
     "schedule, step, steps, lr, rates",  # a run of 100 steps at a rate of 0.015 is resumed with these
     [

@@ -293,6 +293,8 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch
         "--dropout 0.1 --micro-batch-size 4",
         "--norm batchnorm --placement post --dtype float16",
         "--recipe muse_glimmer --attention-cap 5 --inner-norm --v-norm --z-loss 1e-3 --decay-gains all",
+        "--recipe deepseek_v4 --vector-lr 0.1",
+        "--recipe inkling2 --norm seednorm --optimizer adamw",
     ],
 )
 def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch, fingerprint):

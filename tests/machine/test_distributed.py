@@ -30,8 +30,10 @@ from machine import distributed
 from model import Llama
 from roles import draw_weights
 from runtime.checkpoint import find_checkpoint
+from runtime.flags import to_flags
 from runtime.run import check_options, find_folder
 from runtime.run_dir import LOCK
+from tests.test_options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 COMMON = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32 "
@@ -141,16 +143,20 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     commands = {f"{engine}-{name}": CASES[name] + " --shard" * (engine == "fsdp") for engine, name in COMPARED}
     commands |= {name: f"--steps 20 {flags}" for name, (flags, _, _) in ENDS.items()}
     commands = {"killed": LONG, "undisturbed": LONG} | commands
+    (folder / "in-use").mkdir()
+    with lock_file(folder / "in-use" / LOCK):
+        return records | train_on_two(folder, common, commands)
+
+
+def train_on_two(folder: Path, common: str, commands: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     commands = {name: f"{common} {flags} --out {folder}/{name}" for name, flags in commands.items()}
     (folder / "commands.json").write_text(json.dumps(commands))
-    (folder / "in-use").mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with lock_file(folder / "in-use" / LOCK):
-        done = subprocess.run([*launcher, __file__, folder], env=environment, capture_output=True, timeout=500)
+    done = subprocess.run([*launcher, __file__, folder], env=environment, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-    return records | {name: [by_rank[0][name], by_rank[1][name]] for name in commands}
+    return {name: [by_rank[0][name], by_rank[1][name]] for name in commands}
 
 
 def series(run: Path, *names: str) -> list[float]:
@@ -182,6 +188,22 @@ def test_two_ranks_train_as_one(engine, name, trained, folder):
     assert found.keys() == expected.keys()
     for key in expected:  # after 8 steps with learning rates of 0.015
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_every_option_as_one(common, tmp_path):
+    """Two steps with DDP and two with FSDP2."""
+    cases = {f"{number}": f"--steps 2 {' '.join(to_flags(option))}" for number, option in enumerate(OPTIONS)}
+    cases |= {"vectors": "--steps 2 --vector-lr 0.1"}
+    for name, flags in cases.items():
+        train_and_record(f"{common} {flags} --out {tmp_path}/{name}")
+    train_on_two(tmp_path, common, {f"{name}-ddp": flags for name, flags in cases.items()})
+    train_on_two(tmp_path, common, {f"{name}-fsdp": f"{flags} --shard" for name, flags in cases.items()})
+    for name, flags in cases.items():
+        expected = series(tmp_path / name, "train_loss", "val_loss")
+        for engine in ("ddp", "fsdp"):
+            found = series(tmp_path / f"{name}-{engine}", "train_loss", "val_loss")
+            assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5), (engine, flags)
 
 
 @pytest.mark.parametrize("name", ENDS)
