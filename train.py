@@ -288,8 +288,10 @@ class Trainer:
         batch = training_batch(run.data.train, config.seed, self.step, rows, context, config.order, size, vocab_size)
         inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
         pairs = self.parallel.micro_batches(list(zip(inputs, targets, strict=True)))
+        watch = self.make_watch()
         terms = accumulate_gradients(self.objective, pairs, len(inputs), run.dtype, self.scaler)
-        watch = self.start_watch(inputs[0])
+        if watch:
+            watch.start(inputs[0], run.dtype, self.scaler.get_scale())
         lr = learning_rate(config, self.step)
         grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
         if watch:
@@ -299,14 +301,14 @@ class Trainer:
         terms = {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
         self.pending.append({**terms, "grad_norm": grad_norm})
 
-    def start_watch(self, tokens: Tensor) -> Any:
-        """At the steps that `--watch` records, the measurement of an update that comes next; else None."""
+    def make_watch(self) -> Any:
+        """At the steps that `--watch` records, the measurement of the step that comes next; else None."""
         run, step, every = self.run, self.step + 1, self.run.config.watch
         if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
             return None
         from runtime.watch import Watch
 
-        return Watch(self.model, tokens, run.dtype, self.scaler.get_scale(), step, run.folder / "watch.jsonl")
+        return Watch(self.model, step, run.folder / "watch.jsonl")
 
     # Logging, evaluation, saving.
 

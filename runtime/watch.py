@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,20 @@ Modules = dict[str, nn.Module]
 
 
 class Watch:
-    """Measures an update of `model`, between its construction and `finish`. The update keeps its bits.
+    """Measures a step of `model`: made before its forward pass, `start` after its backward pass, `finish` at its end.
 
-    What happens in the forward pass is measured on `tokens` (B, T). Gradients are those of the whole batch, before
-    clipping, without the `loss_scale`. Needs memory for a second copy of the matrices.
+    The step keeps its bits. Needs memory for a second copy of the matrices.
     """
 
-    def __init__(self, model: Llama, tokens: Tensor, dtype: torch.dtype, loss_scale: float, step: int, path: Path):
-        self.step, self.path = step, path
+    def __init__(self, model: Llama, step: int, path: Path):
+        self.model, self.step, self.path = model, step, path
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # a norm may move its own
+
+    def start(self, tokens: Tensor, dtype: torch.dtype, loss_scale: float) -> None:
+        """Measure the forward pass of `tokens` (B, T), and the gradients of the batch, without the `loss_scale`."""
         with autocast(tokens.device, dtype):
-            self.rows = measure(model, tokens)
-        self.sites = [matrices(site) for _, _, site in split(model)]
+            self.rows = measure(self.model, tokens, self.buffers)
+        self.sites = [matrices(site) for _, _, site in split(self.model)]
         for row, site in zip(self.rows, self.sites, strict=True):
             for name, weight in site.items():
                 if weight.grad is not None:
@@ -57,15 +60,15 @@ class Watch:
         append(self.path, "".join(json.dumps({"step": self.step} | row) + "\n" for row in self.rows))
 
 
-def measure(model: Llama, tokens: Tensor) -> list[Row]:
-    """A row for each site of the model, about the forward pass of `tokens` (B, T). Keeps running statistics."""
+def measure(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) -> list[Row]:
+    """A row a site, about the forward pass of `tokens` (B, T) with the model's or other `buffers`. Keeps them."""
     rows, hooks = [], []
     for block, name, site in split(model):
         rows.append({"block": block, "site": name})
         hooks.extend(attach(rows[-1], site, PLACEMENTS[model.config.placement].streams))
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    copies = {name: buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
-        functional_call(model, buffers, (tokens,))
+        functional_call(model, copies, (tokens,))
     for hook in hooks:
         hook.remove()
     return rows
