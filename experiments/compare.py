@@ -12,7 +12,7 @@ from pathlib import Path
 from config import as_text
 from experiments.ablation.grid import Cell, compared
 from experiments.ablation.outcome import Arm, Outcome, read_outcome
-from experiments.ablation.plots import plot_curves
+from experiments.ablation.plots import arm_styles, plot_curves
 from experiments.ablation.report import HOW_TO_READ, NONE, comparison_section, table
 from files import digest, require, write_atomically
 from machine.process import bad_input
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
         log, steps, vocab_size = logs[folder], int(run["steps"]), int(run["vocab_size"])
         runs[folder] = read_outcome(arms[folder], float(run["lr"]), int(run["seed"]), log, steps, vocab_size)
     summary, *tables = summarize(settings, runs, differing)
-    plot = plot_curves(list(runs.values()), "", ("step", "tokens", "seconds"))
+    plot = plot_curves(list(runs.values()), arm_styles(arms.values()), "", ["step", "tokens", "seconds"])
     save_plot(plot, out / "compare.png")
     write_atomically(out / "compare.md", "\n\n".join([summary, "![loss curves](compare.png)", *tables]) + "\n")
     sections = [markdown(summary), figure(plot, alt="losses of the runs"), markdown("\n\n".join(tables))]

@@ -14,16 +14,19 @@ from files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colors follow the browser's light or dark theme, those of figures too. Wide tables scroll on their own.
+WIDTH = 6.8  # inches of a figure that fills the page, and a phone
+# Colors follow the browser's light or dark theme. Wide tables scroll on their own.
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 56rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; }
 table, figure { display: block; overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }
+table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td + td { white-space: nowrap; }
+th, td { padding: 0.2rem 0.6rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }
 pre { padding: 0.6rem; border: 1px solid #8886; font-size: 0.85rem; white-space: pre-wrap; }
-img { display: block; max-width: 100%; background: white; }
-@media (prefers-color-scheme: dark) { img { filter: invert(0.93) hue-rotate(180deg); } }
+img { display: block; width: 100%; background: white; }
+@media (prefers-color-scheme: dark) { img.lines { filter: invert(0.93) hue-rotate(180deg); } }
 """
 
 
@@ -48,16 +51,19 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def figure(plot: "Figure", alt: str) -> str:
-    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows. On a phone, a wide one scrolls."""
+def figure(plot: "Figure", alt: str, look: str = "lines") -> str:
+    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows. On a phone, a wide one scrolls.
+
+    look: `lines` are inverted in the dark theme; `colors`, which stand for numbers, are not.
+    """
     from matplotlib import rc_context  # imported here because it takes half a second
 
     svg = io.BytesIO()
     with rc_context({"svg.hashsalt": "normal-llama"}):  # the same bytes for the same plot
         plot.savefig(svg, format="svg", metadata={"Date": None})
     data = base64.b64encode(svg.getvalue()).decode()
-    least = f"min-width: {52 * plot.get_figwidth():.0f}px"  # 6.8 inches fill a phone
-    return f'<figure><img style="{least}" src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
+    sized = f'class="{look}" style="min-width: {52 * plot.get_figwidth():.0f}px"'
+    return f'<figure><img {sized} src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
 def folded(title: str, content: str) -> str:
@@ -90,9 +96,12 @@ def _inline(text: str) -> str:
 
 
 def save_plot(plot: "Figure", path: Path) -> None:
-    """Write a plot as PNG. Raises OSError, naming the file, if the disk is full."""
+    """Write a plot as PNG, SVG or PDF, as the path ends. Raises OSError, naming the file, if the disk is full."""
+    from matplotlib import rc_context
+
     image = io.BytesIO()
-    plot.savefig(image, format="png", dpi=120)
+    with rc_context({"pdf.fonttype": 42}):  # publishers refuse the default, type 3
+        plot.savefig(image, format=path.suffix[1:], dpi=120)
     write_atomically(path, image.getvalue())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from files import write_atomically
-from pages.html import figure, folded, markdown, page, preformatted, settings_list
+from pages.html import WIDTH, figure, folded, markdown, page, preformatted, settings_list
 from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
     """
     from matplotlib.figure import Figure  # imported here because it takes half a second
 
-    plot = Figure(figsize=(6.4, 4.2))
+    plot = Figure(figsize=(WIDTH, 4.2))
     plot.subplots_adjust(left=0.11, right=0.89, bottom=0.12, top=0.97)  # a layout engine takes twice as long
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
@@ -56,14 +56,16 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
         figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
     ]
     if watched := read_rows(folder / "watch.jsonl"):
-        from pages.watch import plot_watch  # only with --watch
+        from pages.watch import plot_maps, plot_streams  # only with --watch
 
-        maps = figure(plot_watch({"": watched}), alt="Heat maps of watch.jsonl over steps and depth")
-        sections += ["<h2>Inside the model</h2>", maps]
+        streams = figure(plot_streams({"": watched}), alt="RMS of the residual stream over depth")
+        maps = figure(plot_maps(watched), "Heat maps of watch.jsonl over steps and depth", "colors")
+        sections += ["<h2>Inside the model</h2>", streams, folded("Heat maps over steps and depth", maps)]
+    commands = [run, *run.get("resumed", [])[-1:]]  # the first and the last
     sections += [
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
-        preformatted(shlex.join(["python", *run["command"]])),
+        preformatted("\n".join(shlex.join(["python", *each["command"]]) for each in commands)),
         folded("Settings", settings_list(run["resolved"] | run["versions"])),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))

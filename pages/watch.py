@@ -1,18 +1,22 @@
-"""The rows of a `watch.jsonl` as heat maps over steps and depth."""
+"""The rows of a `watch.jsonl`: the residual stream over depth, and heat maps over steps and depth."""
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pages.html import WIDTH
 from runtime.run_dir import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Style = dict[str, Any]  # keywords of matplotlib's `plot`
 PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale of its colors
     "stream_after": ("stream, RMS", "log"),
+    "second_stream_after": ("second stream, RMS", "log"),
     "input_rms": ("norm's input, RMS", "log"),
     "gain_mean": ("mean gain", "linear"),
     "max_logit": ("largest logit", "linear"),
@@ -21,32 +25,49 @@ PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale
 }
 
 
-def plot_watch(arms: Mapping[str, list[Row]]) -> "Figure":
-    """Heat maps over steps and depth, from the bottom up: a column for each arm, with the same colors in a row."""
+def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
+    """RMS of the residual stream after each sublayer, at the first step and at the last: a line for each arm."""
     from matplotlib.figure import Figure
 
-    maps = {column: [tabulate(rows, column) for rows in arms.values()] for column in PANELS}
-    maps = {column: each for column, each in maps.items() if any(labels for labels, _, _ in each)}
-    heights = [1.2 + 0.1 * max(len(labels) for labels, _, _ in each) for each in maps.values()]
-    plot = Figure(figsize=(3 + 3.2 * len(arms), 1 + sum(heights)), layout="constrained")
-    panels = plot.subplots(len(maps), len(arms), squeeze=False, height_ratios=heights)
-    for (column, each), row in zip(maps.items(), panels, strict=True):
+    plot = Figure(figsize=(WIDTH, 3.4 + 0.1 * len(arms)), layout="constrained")
+    panels = plot.subplots(1, 2, sharey=True)
+    for arm, rows in arms.items():
+        labels, _, values = tabulate(rows, "stream_after")
+        depth = np.arange(1, len(labels) + 1) / 2  # a block has two sublayers
+        style = {"markevery": len(labels) // 10 + 1, "markersize": 4} | styles.get(arm, {})
+        for axes, step in zip(panels, (0, -1), strict=True):
+            axes.plot(depth, values[:, step], label=fill(arm, 40), **style)
+    for axes, title in zip(panels, ("first step", "last step"), strict=True):
+        axes.set_title(title, fontsize="medium")
+        axes.set(xlabel="block", yscale="log")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("residual stream, RMS")
+    if len(arms) > 1:
+        names = panels[0].get_legend_handles_labels()
+        plot.legend(*names, loc="outside lower center", ncols=2, fontsize="small", handlelength=4)
+    return plot
+
+
+def plot_maps(rows: list[Row]) -> "Figure":
+    """Heat maps of one run over steps and, from the bottom up, over depth."""
+    from matplotlib.figure import Figure
+
+    tables = {column: tabulate(rows, column) for column in PANELS}
+    tables = {column: table for column, table in tables.items() if table[0]}
+    heights = [1 + min(3, 0.1 * len(labels)) for labels, _, _ in tables.values()]
+    plot = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    panels = plot.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (column, (labels, steps, values)) in zip(panels, tables.items(), strict=True):
         title, scale = PANELS[column]
-        found = np.concatenate([values.ravel() for _, _, values in each])
-        shown = found[found > 0] if scale == "log" else found[np.isfinite(found)]
-        colors = {"norm": scale, "vmin": min(shown, default=1), "vmax": max(shown, default=1)}
-        for arm, axes, (labels, steps, values) in zip(arms, row, each, strict=True):
-            axes.set_title(arm, fontsize="medium")
-            if labels:
-                image = axes.imshow(values, aspect="auto", origin="lower", interpolation="nearest", **colors)
-                axes.set_xticks(range(len(steps)), steps)
-                axes.set_yticks(range(len(labels)), labels)
-                axes.locator_params("x", nbins=3)
-                axes.locator_params("y", nbins=9)
-                axes.set_xlabel("step")
-            else:
-                axes.set_axis_off()
-        plot.colorbar(image, ax=list(row), label=title)
+        shown = values[values > 0] if scale == "log" else values[np.isfinite(values)]
+        image = axes.imshow(values, aspect="auto", origin="lower", interpolation="nearest", norm=scale)
+        image.set_clim(min(shown, default=1), max(shown, default=1))
+        axes.set_xticks(range(len(steps)), steps)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.locator_params("x", nbins=9)
+        axes.locator_params("y", nbins=9)
+        axes.set_xlabel("step")
+        plot.colorbar(image, ax=axes, label=title)
     return plot
 
 

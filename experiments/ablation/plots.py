@@ -1,48 +1,73 @@
-"""The plots of an ablation. In all of them an arm has the same color and line."""
+"""The plots of an ablation. In all of them an arm has the same style."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
+from textwrap import fill
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ablation.outcome import Outcome, grouped
+from experiments.ablation.outcome import Arm, Outcome, grouped
 from experiments.ablation.report import Finding
+from pages.html import WIDTH
+from pages.watch import Style
 
-LINES = ["-", "--", ":", "-."]  # colors repeat after ten arms, with the next line
+MARKERS = "os^DvP<p>hd"
+LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
-def plot_differences(found: Mapping[str, Finding], label: str, title: str = "") -> Figure:
+def arm_styles(arms: Collection[Arm]) -> dict[str, Style]:
+    """Each arm's style, by its name: color and marker say the first factor that varies, the line says the others."""
+    shared = set.intersection(*(set(arm.factors) for arm in arms))
+    colors: dict[Any, int] = {}
+    lines: dict[Any, int] = {}
+    styles = {}
+    for arm in arms:
+        levels = tuple(level for level in arm.factors if level not in shared)
+        color = colors.setdefault(levels[:1], len(colors))
+        line = lines.setdefault(levels[1:], len(lines))
+        styles[arm.name] = {
+            "color": f"C{color}",
+            "marker": MARKERS[color % len(MARKERS)],
+            "linestyle": LINES[line % len(LINES)],
+        }
+    return styles
+
+
+def plot_differences(
+    found: Mapping[str, Finding], label: str, title: str = "", styles: Mapping[str, Style] = {}
+) -> Figure:
     """A row for each finding, by its name: a dot per seed, and hollow the mean with its 95% interval.
 
     An arm has no mean if one of its runs, or of the baseline's, diverged or has not ended: that of the remaining seeds
     could be too good. Those of two seeds may be wide: the frame is at most five times as wide as what the dots cover.
     """
-    figure = Figure(figsize=(6.8, 2.0 + 0.4 * len(found)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.0 + 0.4 * len(found)), layout="constrained")
     axes = figure.subplots()
     dots = [0.0]
-    for height, finding in enumerate(found.values()):
-        color = f"C{height + 1}"
+    for height, (name, finding) in enumerate(found.items()):
+        style = styles.get(name, {"color": f"C{height + 1}", "marker": "o"}) | {"linestyle": ""}
         dots += finding.values
-        axes.plot(finding.values, [height] * len(finding.values), "o", color=color, alpha=0.5, markersize=4)
+        axes.plot(finding.values, [height] * len(finding.values), alpha=0.5, markersize=4, **style)
         note = f" n = {len(finding.values)}" + ("" if finding.complete else f" of {finding.planned}")
         axes.text(1.01, height, note, transform=axes.get_yaxis_transform(), va="center")
         if finding.complete and (mean := finding.estimate):
-            axes.errorbar(mean.mean, height, None, mean.half_width, "o", mfc="none", color=color, ms=9, capsize=4)
+            axes.errorbar(mean.mean, height, None, mean.half_width, mfc="none", ms=9, capsize=4, **style)
     axes.axvline(0, color="0.3", linewidth=1)
-    axes.set_yticks(range(len(found)), found)
+    axes.set_yticks(range(len(found)), [fill(name, 36) for name in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     frame = axes.get_xlim()
     if room := 2 * (max(dots) - min(dots)):
         axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
     axes.set_xlabel(label + ("\nintervals are cut at the frame" if axes.get_xlim() != frame else ""))
     axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(fill(title, 80), fontsize="medium")
     return figure
 
 
-def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",)) -> Figure:
+def plot_curves(runs: list[Outcome], styles: Mapping[str, Style], title: str, units: Sequence[str]) -> Figure:
     """Each arm's mean training loss and val_bpb over the steps that all its runs logged, or over tokens or seconds.
 
     A metric that no arm has at two steps is left out. About ten points of a line have markers. The line of an arm with
@@ -51,28 +76,29 @@ def plot_curves(runs: list[Outcome], title: str, units: Sequence[str] = ("step",
     arms = grouped((run.arm, run) for run in runs)
     metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
     panels = list(product(units, metrics or METRICS))
-    figure = Figure(figsize=(6.8, 1 + 3 * len(panels) + 0.2 * len(arms)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.7 + 2.7 * len(panels) + 0.15 * len(arms)), layout="constrained")
     column = figure.subplots(len(panels), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
     for axes, (unit, metric) in zip(column, panels, strict=True):
-        for number, (arm, group) in enumerate(arms.items()):
+        for arm, group in arms.items():
             points = curve(group, metric, unit)
-            style = f"oC{number}{LINES[number // 10 % 4]}"
-            every = len(points) // 10 + 1
-            axes.plot(*np.reshape(points, (-1, 2)).T, style, label=arm.name, ms=4, markevery=every)
-            if points and any(run.diverged for run in group):
-                axes.plot(*points[-1], f"XC{number}", mec="black", ms=8)
+            style = styles[arm.name]
+            axes.plot(*points.T, label=fill(arm.name, 40), ms=4, markevery=len(points) // 10 + 1, **style)
+            if len(points) and any(run.diverged for run in group):
+                axes.plot(*points[-1], "X", color=style["color"], mec="black", ms=8)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
-    figure.legend(*column[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
+    figure.suptitle(fill(title, 80), fontsize="medium")
+    names = column[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=2, fontsize="small", handlelength=4)
     return figure
 
 
-def curve(runs: list[Outcome], metric: str, unit: str) -> list[np.ndarray]:
-    """The means of a unit and of a metric at the steps that all `runs` logged."""
+def curve(runs: list[Outcome], metric: str, unit: str) -> np.ndarray:
+    """The means, n 2, of a unit and of a metric at the steps that all `runs` logged."""
     pairs = []
     for run in runs:
         at = {row["step"]: row[unit] for row in run.log if unit in row}  # evaluations have no seconds of their own
         logged = (row for row in run.log if metric in row and row["step"] in at)
         pairs += [(row["step"], (at[row["step"]], row[metric])) for row in logged]
-    return [np.mean(points, axis=0) for _, points in sorted(grouped(pairs).items()) if len(points) == len(runs)]
+    means = [np.mean(points, axis=0) for _, points in sorted(grouped(pairs).items()) if len(points) == len(runs)]
+    return np.reshape(means, (-1, 2))

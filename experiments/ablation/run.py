@@ -26,8 +26,8 @@ from experiments.ablation.grid import (
     selection,
     settings_digest,
 )
-from experiments.ablation.outcome import Arm
-from experiments.ablation.plots import plot_curves, plot_differences
+from experiments.ablation.outcome import Arm, grouped
+from experiments.ablation.plots import arm_styles, plot_curves, plot_differences
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import HOW_TO_READ, comparison_section, sweep_section
 from files import require, write_atomically
@@ -35,7 +35,7 @@ from machine.device import describe
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from pages.html import figure, folded, markdown, page, save_plot, settings_list
-from pages.watch import plot_watch
+from pages.watch import plot_maps, plot_streams
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
@@ -203,25 +203,30 @@ def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Opt
     title = f"seeds {seeds[0]} to {seeds[-1]}"
     about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
-    figures = {}
+    figures, styles = {}, arm_styles(grid.settings)
     if any(finding.values for finding in found.values()):
-        swept = len({optimum.lr for optimum in optima.values()}) > 1
-        named = {f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name: each for arm, each in found.items()}
-        label = f"val_bpb minus that of {reported[0].arm.name}, paired by seed (left is better)"
-        figures["differences"] = plot_differences(named, label, title)
-    runs = [outcomes[cell] for cell in reported if cell in outcomes]
-    if runs and runs[0].arm == reported[0].arm:  # the baseline: colors are those of the other plot
-        figures["curves"] = plot_curves(runs, title)
+        named = {arm.name: finding for arm, finding in found.items()}
+        label = "val_bpb, paired by seed\n← better                    worse →"
+        figures["differences"] = plot_differences(
+            named, label, f"Difference from {reported[0].arm.name}, {title}", styles
+        )
+    if runs := [outcomes[cell] for cell in reported if cell in outcomes]:
+        figures["curves"] = plot_curves(runs, styles, f"Means of {title}", ["step"])
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
-        figures["watch"] = plot_watch(watched)
+        figures["watch"] = plot_streams(watched, styles)
     sections = [markdown(summary)]
     for name, plot in figures.items():
-        save_plot(plot, folder / f"{name}.png")
+        for kind in ("png", "svg", "pdf"):
+            save_plot(plot, folder / f"{name}.{kind}")
         sections.append(figure(plot, alt=f"{name} of the arms"))
+    for name, rows in watched.items():
+        sections.append(folded(f"Heat maps of {name}", figure(plot_maps(rows), f"heat maps of {name}", "colors")))
     sections += [
         markdown("\n\n".join(tables)),
         folded("How to read this", markdown("\n\n".join(about))),
         folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))),
     ]
-    write_atomically(folder / "report.html", page(folder.name, sections))
+    levels = grouped(dict.fromkeys(level for arm in grid.settings for level in arm.factors))
+    compared = "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
+    write_atomically(folder / "report.html", page(compared or folder.name, sections))

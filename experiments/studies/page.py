@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from textwrap import fill
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -199,7 +198,7 @@ def plot(entry: Entry) -> Figure:
     """The effects of the same kind as the first, at every scale."""
     first = entry.study.effects[0]
     found = {
-        fill(f"{effect.name}, {scale}", 36): finding
+        f"{effect.name}, {scale}": finding
         for scale, judged in entry.judged.items()
         for effect, finding in judged.effects
         if (effect.value, effect.ratio) == (first.value, first.ratio) and finding.estimate

@@ -63,9 +63,10 @@ def test_the_page_has_conclusion_plots_table_and_folded_the_rest(folder):
     assert "<td>layernorm:bias=false</td>" in html
     order = "a single seed.*<img.*<h2>Comparison.*<details><summary>How to.*python ablate.py --dim 16"
     assert re.search(f"Compared with rmsnorm pre: .*{order}.*<details><summary>Settings", html, re.DOTALL)
-    plots = sorted(path.name for path in folder.glob("*.png"))
-    assert plots == ["curves.png", "differences.png"] and html.count('src="data:') == 2
-    assert all((folder / plot).read_bytes().startswith(b"\x89PNG") for plot in plots)
+    assert "<h1>norm: rmsnorm, layernorm:bias=false; placement: pre</h1>" in html and html.count('src="data:') == 2
+    for plot in ("curves", "differences"):
+        for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+            assert (folder / f"{plot}.{kind}").read_bytes().startswith(start)
 
 
 def test_finished_cells_are_not_trained_twice(folder, arguments, undrawn):

@@ -6,6 +6,7 @@ import math
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ import train
 from config import ModelConfig, TrainConfig
 from data.batches import training_batch
 from model import Llama, rotate
-from pages.watch import plot_watch, tabulate
+from pages.watch import plot_maps, plot_streams, tabulate
 from runtime.checkpoint import load_pretrained
 from runtime.flags import read_train
 from runtime.run import check_options, open_run
@@ -62,18 +63,22 @@ def largest_logit(x: Tensor, model: Any, layer: int) -> float:
         ("rmsnorm", "pre"),
         ("layernorm", "siamese"),
         ("batchnorm", "post"),
+        ("powernorm", "post"),
         ("rmsnorm", "mhc"),
         ("rmsnorm", "attnres"),
         ("rmsnorm", "attnres-block"),
     ],
 )
 def test_rows_match_float64(norm, placement, tmp_path):
-    model, (tokens, targets) = make_model(norm, placement), make_batch()
+    fields: Any = {"norm_args": {"warmup": 0}} if norm == "powernorm" else {}  # divides by what earlier steps left
+    model, (tokens, targets) = make_model(norm, placement, embedding_norm="gain", **fields), make_batch()
     exact = copy.deepcopy(model).double()
     exact.loss(tokens, targets).backward()
+    exact.load_state_dict(copy.deepcopy(model).double().state_dict())  # before the batch moved its statistics
+    watch = Watch(model, 7, tmp_path / "watch.jsonl")
     model.loss(tokens, targets).backward()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    watch = Watch(model, tokens, torch.float32, 1.0, 7, tmp_path / "watch.jsonl")
+    watch.start(tokens, torch.float32, 1.0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.sub_(weight.grad, alpha=LR)
@@ -82,7 +87,8 @@ def test_rows_match_float64(norm, placement, tmp_path):
     assert [row["site"] for row in rows] == ["embedding", *["attention", "mlp"] * LAYERS, "output"]
     assert [row["block"] for row in rows] == [0, 1, 1, 2, 2, 3, 3, 4] and {row["step"] for row in rows} == {7}
     exact.requires_grad_(False)
-    stream = exact.init_stream(exact.embed_tokens.weight[tokens])
+    assert rows[0]["input_rms.norm"] == pytest.approx(rms(exact.embed_tokens.weight[tokens]), rel=TOLERANCE)
+    stream = exact.init_stream(exact.embed_tokens(tokens))
     rope = exact.rope(slice(tokens.shape[1]))
     for layer, block in enumerate(exact.layers):
         for site, arguments in (("attention", (block.self_attn, rope)), ("mlp", (block.mlp,))):
@@ -174,15 +180,23 @@ def test_what_is_not_finite_is_none_and_white(tmp_path):
     model, (tokens, _) = make_model(), make_batch()
     with torch.no_grad():
         model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
-    Watch(model, tokens, torch.float32, 1.0, 1, tmp_path / "watch.jsonl").finish()
+    watch = Watch(model, 1, tmp_path / "watch.jsonl")
+    watch.start(tokens, torch.float32, 1.0)
+    watch.finish()
     lines = (tmp_path / "watch.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert rows[3]["stream_after"] > 0 and rows[4]["stream_after"] is None
     labels, steps, values = tabulate(rows, "stream_after")
     assert (labels[3], steps) == ("2 mlp", [1]) and math.isnan(values[3][0]) and values[2][0] == rows[3]["stream_after"]
     none = [row | {"step": 1} for row in measure(make_model(norm="none", placement="rezero"), tokens)]
-    axes = plot_watch({"a": rows, "b": none}).axes
-    assert [each.get_title() for each in axes if each.get_title()] == ["a", "b"] * 5  # no gradients were computed
+    for each, panels in ((rows, 5), (none, 3)):  # no gradients were computed
+        assert len(plot_maps(each).axes) == 2 * panels  # with their colors
+    later = [row | {"step": 9, "stream_after": 5.0} for row in none[1:7]]
+    first, last = plot_streams({"a": rows, "b": [*none, *later]}).axes
+    broken, whole = (np.asarray(line.get_xydata()).tolist() for line in first.lines)
+    assert broken[:3] == [[0.5, rows[1]["stream_after"]], [1, rows[2]["stream_after"]], [1.5, rows[3]["stream_after"]]]
+    assert math.isnan(broken[3][1]) and whole[5] == [3, none[6]["stream_after"]]
+    assert np.asarray(last.lines[1].get_ydata()).tolist() == [5.0] * 6
 
 
 def test_a_sharded_model_cannot_be_watched():

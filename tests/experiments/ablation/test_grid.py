@@ -223,8 +223,9 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
     monkeypatch.setattr("experiments.ablation.run.save_plot", lambda plot, path: figures.append(plot))
     run_ablation(ablation, "command")
     (axes,) = figures[0].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["dyt pre\nlr 0.1"]
-    assert axes.get_xlabel().startswith("val_bpb minus that of rmsnorm pre, paired by seed (left is better)")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["dyt pre"]
+    assert re.match("val_bpb, paired by seed\n← better +worse →", axes.get_xlabel())
+    assert figures[0].get_suptitle() == "Difference from rmsnorm pre, seeds 5 to 6"
     rows = [(row["norm"], row["lr"], row["seed"]) for row in csv_rows(ablation.grid.folder / "runs.csv")]
     assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.1"))]
     assert len(rows) == 4 + 2 * 11 and {seed for _, _, seed in rows[4:]} == {"1005", "1006"}

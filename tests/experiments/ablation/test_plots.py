@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments.ablation.grid import Cell
 from experiments.ablation.outcome import Arm, Outcome
-from experiments.ablation.plots import plot_curves, plot_differences
+from experiments.ablation.plots import arm_styles, plot_curves, plot_differences
 from experiments.ablation.report import comparison_section
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
@@ -31,6 +31,10 @@ def differences(outcomes: list[Outcome]) -> Figure:
     cells = {Cell(run.arm, 0.01, run.seed): run for run in outcomes}
     found, _ = comparison_section(list(cells), cells)
     return plot_differences({arm.name: finding for arm, finding in found.items()}, "minus rmsnorm", "title")
+
+
+def curves(outcomes: list[Outcome]) -> Figure:
+    return plot_curves(outcomes, arm_styles([run.arm for run in outcomes]), "title", ["step"])
 
 
 def drawn(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
@@ -71,10 +75,11 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
         run.log.insert(1, {"step": 10, "val_bpb": 3.0})
     outcomes[3].log[2:] = [{"step": 25, "not_finite": True}]
     outcomes[3] = Outcome(LAYER, 0.01, 1, True, 25, None, None, None, None, None, outcomes[3].log)
-    train, val = plot_curves(outcomes, "title").axes[:2]
-    assert drawn(train, "o") == [[(10, 10.0), (20, 9.0), (30, 8.0), (40, 7.0)], [(10, 10.0), (20, 9.0)]]
+    train, val = curves(outcomes).axes[:2]
+    assert drawn(train, "o") == [[(10, 10.0), (20, 9.0), (30, 8.0), (40, 7.0)]]
+    assert drawn(train, "s") == [[(10, 10.0), (20, 9.0)]]  # the second norm
     assert drawn(train, "X") == [[(20, 9.0)]] and drawn(val, "X") == []
-    assert len(plot_curves([*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)], "one evaluation each").axes) == 1
+    assert len(curves([*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)]).axes) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,5 +90,16 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
     ],
 )
 def test_any_outcomes_can_be_drawn(outcomes):
-    for figure in (plot_curves(outcomes, "200 steps, seeds 0 to 4"), differences(outcomes)):
+    for figure in (curves(outcomes), differences(outcomes)):
         FigureCanvasAgg(figure).draw()
+
+
+def test_a_norm_has_a_color_and_marker_and_a_placement_a_line():
+    """No two arms look the same in black and white."""
+    arms = [Arm.of(seed="1", norm=norm, placement=f"p{i}") for norm in ("rmsnorm", "dyt", "none") for i in range(6)]
+    styles = arm_styles(arms)
+    assert len({(style["marker"], style["linestyle"]) for style in styles.values()}) == len(arms)
+    for arm in arms:
+        _, (_, norm), (_, placement) = arm.factors
+        assert styles[arm.name]["color"] == styles[f"seed=1 {norm} p0"]["color"]
+        assert styles[arm.name]["linestyle"] == styles[f"seed=1 dyt {placement}"]["linestyle"]
