@@ -55,9 +55,8 @@ class AblationConfig:
     )
     placements: list[str] = option(
         [],
-        "placements to compare; the first is the baseline (default: the model's)",
-        metavar=None,
-        choices=PLACEMENTS,
+        f"placements to compare, of {', '.join(PLACEMENTS)}; the first is the baseline (default: the model's)",
+        metavar="NAME[:KEY=VALUE,...]",
     )
     factor: list[str] = option(
         [],
@@ -141,9 +140,9 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
     """
     given = {"norm": options.norms, "placement": options.placements}
     factors = {name: levels for name, levels in given.items() if levels}
-    for text in options.norms:
-        kind = text.partition(":")[0]
-        require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}, separated by spaces")
+    for flag, levels, known in (("--norms", options.norms, KINDS), ("--placements", options.placements, PLACEMENTS)):
+        for kind in (text.partition(":")[0] for text in levels):
+            require(kind in known, f"{flag}: unknown {kind!r}; choose from {', '.join(known)}, separated by spaces")
     for text in options.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")

@@ -66,18 +66,20 @@ def csv_rows(file: Path) -> list[dict[str, str]]:
 
 def test_arms_are_the_product_of_all_factors(resolve):
     ablation = resolve(
-        "--norms rmsnorm dyt:alpha=0.5 --placements pre --factor clip=0,8 --factor tie-embeddings=true,false --watch 3"
+        "--norms rmsnorm dyt:alpha=0.5 --placements mhc:streams=2 --factor clip=0,8 "
+        "--factor tie-embeddings=true,false --watch 3"
     )
     arms = ablation.grid.settings
     assert [tuple(value for _, value in arm.factors) for arm in arms] == [
-        (norm, "pre", clip, tied)
+        (norm, "mhc:streams=2", clip, tied)
         for norm in ("rmsnorm", "dyt:alpha=0.5") for clip in "08" for tied in ("true", "false")
     ]  # fmt: skip
     cell = ablation.reported(dict.fromkeys(arms, Optimum(0.02, 0.0)))[-1]
     asked = read_train(ablation.grid.command(cell)[2:])
     expected = {"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 8.0, "tie_embeddings": False}
+    expected |= {"placement": "mhc", "placement_args": {"streams": 2}}
     assert asked.items() >= (expected | {"lr": 0.02, "seed": 2, "compile": False, "watch": 3}).items()
-    assert cell.arm.name == "dyt:alpha=0.5 pre clip=8 tie_embeddings=false"
+    assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=2 clip=8 tie_embeddings=false"
     ablation.grid.cell_folder(cell).mkdir(parents=True)
     (ablation.grid.cell_folder(cell) / "run.json").touch()
     assert read_train(ablation.grid.command(cell)[2:])["watch"] == 3
@@ -107,8 +109,11 @@ def test_arms_of_recipes_are_single_runs(resolve):
     [
         ("--factor recipe=llama,gema", "--factor recipe: unknown 'gema'; choose from llama, mistral"),
         ("--factor recipe=llama,gemma --recipe gemma", "--recipe is for a single run; list all values with --factor"),
-        ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
-        ("--norms rmsnorm,layernorm", "prmsnorm, rmsnorm, scalenorm, separated by spaces"),
+        ("--norms rmsnrm", "--norms: unknown 'rmsnrm'; choose from batchnorm"),
+        ("--placements pre mhd:streams=2", "--placements: unknown 'mhd'; choose from pre, post"),
+        ("--placements pre mhc:stream=2", "placement 'mhc' has no argument 'stream'; it takes streams, end"),
+        ("--placement-arg streams=2", "--placement-arg is for a single run; write --placements mhc:streams=2"),
+        ("--norms rmsnorm,layernorm", "rmsnorm, scalenorm, seednorm, separated by spaces"),
         ("--norms rmsnorm rmsnorm", "--norms needs distinct values"),
         ("--norm rmsnorm", "--norm is for a single run; list all values with --norms"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
