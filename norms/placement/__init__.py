@@ -96,7 +96,7 @@ PLACEMENTS = {
     "mix": Placement(mix_norm),
     "residual": Placement(ResiDual, ResiDualOutput, duplicate),
     "hybrid": Placement(hybrid_norm, qkv_norm=True),
-    "hybrid_star": Placement(hybrid_star, qkv_norm=True),
+    "hybrid-star": Placement(hybrid_star, qkv_norm=True),
     "siamese": Placement(Siamese, SiameseOutput, duplicate),
     "rezero": Placement(ReZero, without_norm=True),
     "keel": Placement(keel, without_final_norm, depth_scaled=False),
