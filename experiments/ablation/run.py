@@ -140,14 +140,17 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
     """
     given = {"norm": options.norms, "placement": options.placements}
     factors = {name: levels for name, levels in given.items() if levels}
-    for flag, levels, known in (("--norms", options.norms, KINDS), ("--placements", options.placements, PLACEMENTS)):
+    choices: tuple = (("--norms", options.norms, KINDS), ("--placements", options.placements, PLACEMENTS))
+    for flag, levels, known in choices:
         for kind in (text.partition(":")[0] for text in levels):
             require(kind in known, f"{flag}: unknown {kind!r}; choose from {', '.join(known)}, separated by spaces")
     for text in options.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
-        known = name in FIELDS or name == "recipe"
-        require(known, f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer")
+        require(
+            name in FIELDS or name == "recipe",
+            f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer",
+        )
         require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
         require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
