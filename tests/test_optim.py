@@ -1,7 +1,6 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.optim import AdamW
 
 from config import ModelConfig, TrainConfig
 from model import Llama
-from optim import Muon, make_optimizers, rate_jump
+from optim import Muon, make_optimizers
 
 STEPS = 4
 WHOLE = ["post", "deepnorm", "reordered", "residual"]  # their norms are of the whole stream, or of all of f
@@ -136,29 +135,6 @@ def test_vectors_and_scalars_have_a_rate_of_their_own(optimizer, embedding):
         is_embedding = weight is model.embed_tokens.weight
         assert ratio == (0.25 * embedding if weight.ndim < 2 else embedding if is_embedding else 1.0)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    "schedule, step, steps, lr, rates",  # a run of 100 steps at a rate of 0.015 is resumed with these
-    [
-        ("linear", 50, 200, 0.015, "0.00789 to 0.0118"),
-        ("linear", 50, 100, 0.001, "0.00789 to 0.000526"),
-        ("linear", 100, 200, 0.015, "0.000158 to 0.00789"),
-        ("linear", 2, 200, 0.015, "0.009 to 0.0045"),  # its warm-up follows from the steps
-        ("wsd", 100, 200, 0.015, "0.00075 to 0.015"),
-        ("wsd", 70, 200, 0.015, ""),  # before the rate decays
-        ("constant", 100, 200, 0.015, ""),
-        ("linear", 50, 50, 0.015, ""),  # it has ended
-    ],
-)
-def test_a_jump_of_the_learning_rate_is_said_and_the_advice_avoids_it(schedule, step, steps, lr, rates):
-    before, now = (TrainConfig(schedule=schedule, steps=end, lr=peak) for end, peak in ((100, 0.015), (steps, lr)))
-    line = rate_jump(before, now, step)
-    advice = re.match(rf"the learning rate goes from {rates} at step {step}: .+ --lr (\S+)( --warmup 0)? would", line)
-    assert bool(line) == bool(advice) == bool(rates)
-    if advice:
-        constant = dataclasses.replace(now, lr=float(advice[1]), schedule="constant")
-        assert not rate_jump(before, dataclasses.replace(constant, warmup=0) if advice[2] else constant, step)
 
 
 def test_weights_without_grad_are_not_updated():
