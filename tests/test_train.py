@@ -69,6 +69,16 @@ def read_metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def nats(model: Llama, ids: Tensor) -> float:
+    """The loss of all ids but the first, in windows of 32."""
+    total = 0.0
+    for start in range(0, len(ids) - 1, 32):
+        window = ids[start : start + 33]
+        log_probabilities = model(window[None, :-1])[0].detach().double().log_softmax(-1)
+        total -= float(log_probabilities.gather(1, window[1:, None]).sum())
+    return total
+
+
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
@@ -105,13 +115,8 @@ def test_val_bpb_matches_float64_log_probabilities(command):
     data = opened(f"--eval-only --out {run}").data
     model, _ = load_pretrained(find_checkpoint(run))
     ids = torch.from_numpy(data.val.astype("int64"))
-    nats = 0.0
-    for start in range(0, len(ids) - 1, 32):
-        window = ids[start : start + 33]
-        log_probabilities = model(window[None, :-1])[0].detach().double().log_softmax(-1)
-        nats -= float(log_probabilities.gather(1, window[1:, None]).sum())
     byte_count = sum(1 for token in ids[1:].tolist() if token < 256)  # end-of-document tokens have no bytes
-    assert read_metrics(run)[-1]["val_bpb"] == pytest.approx(nats / math.log(2) / byte_count, rel=1e-6)
+    assert read_metrics(run)[-1]["val_bpb"] == pytest.approx(nats(model, ids) / math.log(2) / byte_count, rel=1e-6)
     assert read_samples(run)[-1][1].startswith(data.tokenizer.decode(ids[:16].tolist()))
 
 
@@ -453,13 +458,8 @@ def test_a_model_is_evaluated_on_all_of_another_text(command, capsys, tmp_path, 
     other.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
     part.write_text("cats\n")
     ids = torch.tensor([id for text in texts for id in (*tokenizer.encode(text), tokenizer.end_of_document)])
-    nats = 0.0
-    for start in range(0, len(ids) - 1, 32):
-        window = ids[start : start + 33]
-        log_probabilities = model(window[None, :-1])[0].detach().double().log_softmax(-1)
-        nats -= float(log_probabilities.gather(1, window[1:, None]).sum())
-    expected = {"val_loss": nats / (len(ids) - 1)}
-    expected["val_bpb"] = nats / math.log(2) / int(tokenizer.token_bytes[ids[1:]].sum())
+    expected = {"val_loss": nats(model, ids) / (len(ids) - 1)}
+    expected["val_bpb"] = nats(model, ids) / math.log(2) / int(tokenizer.token_bytes[ids[1:]].sum())
     before = sorted(tmp_path.rglob("runs/*"))
     text.unlink()  # the training text is not needed
     for where in (f"--out {run}", f"--init-from {find_checkpoint(run)}"):
