@@ -91,7 +91,10 @@ def test_other_text_is_warned_of_and_never_paired(make):
 
 @pytest.mark.usefixtures("undrawn")
 def test_what_makes_another_arm(make):
-    """Micro-batches only of a norm with statistics over them, an imported file that changes the model, a new option."""
+    """Micro-batches only of a norm with statistics over them, an imported file that changes the model, a new option.
+
+    And files behind the same name.
+    """
     runs = [make("a", 2.0, micro_batch_size=4), make("b", 2.5, norm="batchnorm")]
     assert "| run | seed | norm | step |" in compared(*runs)
     assert "| batchnorm | 4 |" in compared(*runs, make("c", 2.5, norm="batchnorm", micro_batch_size=4))
@@ -102,6 +105,11 @@ def test_what_makes_another_arm(make):
     del run["resolved"]["min_lr"]  # as before there was one
     write_run_file(path, run)
     assert "| min_lr |" in compared("e", make("f", 2.0, min_lr=0.001))
+    imports = [{"file": "p.py", "sha256": digit * 8, "norms": [], "placements": ["pre"]} for digit in "12"]
+    assert "| pre@222222 |" in compared(*(make(f"p{i}", 2.0, seed=i, imports=[imports[i]]) for i in range(2)))
+    weights = [{"directory": "w", "sha256": {"model.safetensors": digit}} for digit in "12"]
+    page = compared(*(make(f"w{i}", 2.0, seed=i, init_from="w", weights_from=weights[i]) for i in range(2)))
+    assert "| run | seed | init_from |" in page
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -115,15 +123,6 @@ def test_runs_without_a_result_and_a_single_seed(make):
     again = compared("a", str(shutil.copytree("a", "again")))
     assert "rmsnorm pre folder=again has the same losses" in again
     assert compared("a", make("e", 2.2, seed=1)).startswith("The runs differ in their seed only.")
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_files_behind_a_name_are_told_apart(make):
-    imports = [{"file": "p.py", "sha256": digit * 8, "norms": [], "placements": ["pre"]} for digit in "12"]
-    assert "| pre@222222 |" in compared(*(make(f"p{i}", 2.0, seed=i, imports=[imports[i]]) for i in range(2)))
-    weights = [{"directory": "w", "sha256": {"model.safetensors": digit}} for digit in "12"]
-    page = compared(*(make(f"w{i}", 2.0, seed=i, init_from="w", weights_from=weights[i]) for i in range(2)))
-    assert "| run | seed | init_from |" in page
 
 
 def test_what_is_no_run_or_damaged_is_refused_in_a_line(make, refused):

@@ -27,6 +27,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --optimizer adamw": (train.main, "has --optimizer muon, not adamw"),
     "--resume --out taken --data nothing.txt": (train.main, "nothing.txt"),
     "--resume --out taken --tokenizer sentencepiece": (train.main, "--tokenizer bytes, not sentencepiece"),
+    "--init-from taken --layers 2": (train.main, "--layers 2 contradicts --init-from, which has 1; leave it out"),
+    "--resume --init-from taken": (train.main, "--init-from is for new runs"),
     "--eval-only --data a.txt --val-data b.txt": (train.main, "--eval-only takes --data or --val-data, not both"),
     "--data missing.txt": (train.main, "missing.txt"),
     "--data taken/loss.png": (train.main, "loss.png: not UTF-8 at byte 0"),
