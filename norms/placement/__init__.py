@@ -14,8 +14,13 @@ from norms.placement.many_streams import (
     BlockAttentionResidual,
     HyperConnection,
     HyperConnectionOutput,
+    ResiDual,
+    ResiDualOutput,
+    Siamese,
+    SiameseOutput,
     attention_residual_output,
     copies,
+    duplicate,
     newest,
     one_source,
 )
@@ -38,7 +43,6 @@ from norms.placement.one_stream import (
     parallel,
     without_final_norm,
 )
-from norms.placement.two_streams import ResiDual, ResiDualOutput, Siamese, SiameseOutput, duplicate
 from norms.registry import TRAITS, check_arguments
 
 
