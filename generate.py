@@ -73,7 +73,8 @@ class Options(Sampling):
     samples: int = option(1, "number of samples")
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
-    fast: bool = option(True, "on a CPU, use the C code in fast/ if it supports this model")
+    fast: bool = option(True, "on a CPU and without --compile, use the C code in fast/ if it supports this model")
+    compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for compilation")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,9 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)
             cast_matrices(model, dtype)
-            decoder, how = model, ""
-            if options.fast and device.type == "cpu":
-                decoder, how = fast_decoder(model, options.samples)
+            by_c = options.fast and device.type == "cpu"
+            decoder, how = fast_decoder(model, options.samples, by_c, options.compile)
         print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{how}", file=sys.stderr)
         with autocast(device, dtype, cache=True):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop, decoder)

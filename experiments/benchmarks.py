@@ -223,17 +223,21 @@ def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
 
 
 def bench_generate(config: SimpleNamespace, device: torch.device) -> Report:
-    """Measure greedy generation: plain, and with fast/, compared with reading the weights per token."""
+    """Measure greedy generation: plain, with fast/, and with --compile, compared with reading the weights per token."""
     tokens = min(config.tokens, config.model.context - 1)
-    model: Any = Llama(config.model).to(device).eval()
-    size = config.dtype.itemsize * sum(weight.numel() for _, _, weight in matrices(model))
-    cast_matrices(model, config.dtype)
-    decoders = {"plain": model}
-    if device.type == "cpu" and (decoder := fast_decoder(model, config.samples)[0]) is not model:
-        decoders["fast"] = decoder
+    with torch.device("meta"):
+        size = config.dtype.itemsize * sum(weight.numel() for _, _, weight in matrices(Llama(config.model)))
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
     calls: dict[Any, Call] = {"reading": partial(torch.dot, *vectors)}
-    for name, decoder in decoders.items():
+    names = ["plain", "fast"] if device.type == "cpu" else ["plain"]
+    if config.train.compile:
+        names.append("compiled")
+    for name in names:
+        model = Llama(config.model).to(device).eval()
+        cast_matrices(model, config.dtype)
+        decoder, _ = fast_decoder(model, config.samples, name == "fast", name == "compiled")
+        if decoder is model and name != "plain":
+            continue  # it cannot be used
         for samples in sorted({1, config.samples}):
             prompts = torch.zeros(samples, 1, dtype=torch.int64)
             calls[name, samples] = partial(generate, model, prompts, decoder=decoder, tokens=tokens, temperature=0)

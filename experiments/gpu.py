@@ -35,7 +35,7 @@ PARTS = {  # each line is a command
         bench.py train --preset 124m --context 2048 --micro-batch-size 6 --compile --json {out}/train-124m-2048.json
         bench.py train --preset 1b --micro-batch-size 4 --no-compile --json {out}/train-1b-eager.json""",
     "loss": f"train.py {{data}} {NANOGPT} --steps 600 --eval-every 50 --save-every 600 --out {{out}}/loss",
-    "generate": "bench.py generate --preset 1b --samples 64 --json {out}/generate.json",
+    "generate": "bench.py generate --preset 1b --samples 64 --compile --json {out}/generate.json",
     "claims": """
         ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 200 \
             --seeds 2 --out {out}/claims""",

@@ -1,4 +1,4 @@
-"""torch.compile on a CPU: the same losses and gradients as eager, and no needless compilation.
+"""torch.compile on a CPU: the same losses, gradients and generated tokens as eager, and no needless compilation.
 
 The backend aot_eager traces forward and backward as Inductor does and runs the graphs with eager operations. `eager`
 traces the forward pass alone, in a third of the time.
@@ -15,9 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext
 
 import train
 from config import ModelConfig
+from fast.compiled import CompiledDecoder
+from generate import Sampling, stream_ids
 from model import Llama
 from tests.random_values import randomize
 from tests.test_options import OPTIONS as EVERY
@@ -29,6 +33,7 @@ OPTIONS: dict[str, Any] = dict(
     embedding_norm="gain", embedding_scale="sqrt", attention_gate="element", gate_activation="softplus",
     attention_cap=5.0, logit_cap=3.0, z_loss=0.1, activation="gelu_tanh", norm_args={"zero_centered": True},
 )  # fmt: skip
+GREEDY = Sampling(tokens=12, temperature=0)
 # Each kind by itself is compiled in norms/test_contract.py.
 CELLS = [("batchnorm", "residual", "aot_eager"), ("powernorm", "sandwich", "eager"), ("layernorm", "post", "eager")]
 CELLS += [("rmsnorm", placement, "eager") for placement in ("hybrid", "siamese", "ngpt", "parallel", "mhc")]
@@ -115,3 +120,44 @@ def test_a_training_compiles_once_and_says_so(tmp_path, text, monkeypatch, capsy
         said = capsys.readouterr().out
         assert (len(graphs) == 1) is (", with torch.compile" in said)
     assert len(graphs) == 1 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"placement": "hybrid", "norm": "layernorm", "qk_norm": "full"}, {"attention_cap": 5.0}]
+)
+def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
+    """Two samples, then a prompt of one token: compiled once."""
+    model = randomize(Llama(dataclasses.replace(SMALL, **changes)))
+    prompts = [torch.tensor([[3, 1, 4]] * 2), torch.tensor([[1]] * 2)]
+    plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
+    assert len({ids[0] for sample in plain for ids in sample}) > 3
+    graphs = count_graphs(monkeypatch)
+    decoder = CompiledDecoder(model)
+    assert plain == [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts]
+    assert len(graphs) == 1
+
+
+def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):
+    """It reads no value, copies nothing between devices, and writes only to buffers that stay where they are."""
+    found: list[tuple[torch.fx.GraphModule, set[int]]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        metadata = TracingContext.get().fw_metadata  # type: ignore[union-attr]
+        found.append((graph, set(metadata.static_input_indices)))  # type: ignore[union-attr]
+        return graph
+
+    torch.compiler.reset()
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    backend = aot_autograd(fw_compiler=record, keep_inference_input_mutations=True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    model = randomize(Llama(SMALL))
+    list(stream_ids(model, torch.tensor([[3, 1, 4]]), GREEDY, decoder=CompiledDecoder(model)))
+    ((graph, static),) = found
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    names = {str(node.target).replace("getitem", "") for node in calls}
+    for waits in ("item", "_local_scalar", "_to_copy", "device_put"):
+        assert not [name for name in names if waits in name]
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    written = [inputs.index(node.args[0]) for node in calls if node.target == torch.ops.aten.copy_.default]
+    assert len(written) == 2 * SMALL.layers and set(written) <= static
+    assert len(static) == len(inputs) - 1, "all inputs but the token"

@@ -365,6 +365,12 @@ def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsy
     assert count < 27 and f"\n{count} tokens in" in output.err  # a sample that has ended has no more
 
 
+def test_compiling_without_a_compiler_is_refused(run, refused, monkeypatch):
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
+    line = refused(command.main, ["--checkpoint", str(run), "--device", "cpu", "--compile"])
+    assert line == "error: --compile needs a compiler; or use --no-compile\n"
+
+
 def test_invalid_prompts_are_refused(run, refused, monkeypatch):
     common = ["--checkpoint", str(run), "--device", "cpu"]
     line = refused(command.main, [*common, "--prompt", "x" * 48])

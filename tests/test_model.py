@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from config import ModelConfig, TrainConfig
 from experiments.benchmarks import flops_per_token
 from experiments.plan import estimate
+from fast.compiled import CompiledDecoder, StaticCache
 from generate import cast_matrices
 from machine.device import deterministic
 from model import MLP, Attention, Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
@@ -79,7 +80,6 @@ def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(m
     monkeypatch.setattr("model.LARGE_VOCABULARY", 10)
     monkeypatch.setattr("model.LOSS_TOKENS", 4)
     gradients = torch.autograd.grad(expected, list(model.parameters()))
-    torch.compiler.reset()
     for objective in (model.objective, torch.compile(model.objective, backend="aot_eager")):
         loss = torch.stack([*objective(tokens, targets).values()]).sum()
         torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
@@ -95,12 +95,15 @@ def test_one_head_makes_logits_and_only_training_sees_added_terms(monkeypatch):
     """A cap in `logits` holds in training, evaluation and generation; a term in `objective` is not in the loss."""
     plain = random_weights_model(SMALL)(TOKENS).detach()
     monkeypatch.setattr(Llama, "logits", lambda self, x: self.lm_head(x).tanh())
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     model, objective = random_weights_model(SMALL), Llama.objective
     torch.testing.assert_close(model(TOKENS), plain.tanh())
-    cache = model.new_cache()
-    for part in TOKENS.split([7, 1], dim=1):
-        last = model.next_logits(part, cache)
-    torch.testing.assert_close(last, plain[:, -1].tanh(), rtol=1e-5, atol=1e-5)
+    for decoder in (model, CompiledDecoder(model)):
+        cache: Any = decoder.new_cache()
+        for part in TOKENS.split([7, 1], dim=1):
+            last = decoder.next_logits(part, cache)
+        torch.testing.assert_close(last, plain[:, -1].tanh(), rtol=1e-5, atol=1e-5)
     loss = model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
     expected = nn.functional.cross_entropy(plain[:, :-1].tanh().flatten(0, 1), TOKENS[:, 1:].flatten())
     torch.testing.assert_close(loss, expected)
@@ -125,8 +128,11 @@ def test_which_attention_is_called(monkeypatch):
     model(TOKENS)
     for part in TOKENS.split([5, 2, 1], dim=1):
         model(part, cache)
-    whole, first = (8, SMALL.heads, 8, False, True), (5, 4, 5, False, True)
-    assert calls == [whole, first, (2, 4, 7, True, False), (1, 4, 8, False, False)]
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    decoder = CompiledDecoder(model)
+    decoder.next_logits(TOKENS, decoder.new_cache())
+    whole = (8, SMALL.heads, 8, False, True)
+    assert calls == [whole, (5, 4, 5, False, True), (2, 4, 7, True, False), (1, 4, 8, False, False), whole]
 
 
 # --- rotary positions ------------------------------------------------------------------------------------------------
@@ -199,6 +205,7 @@ def test_a_tied_head_stays_the_embedding():
 # --- KV cache --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["LayerCache", "StaticCache"])
 @pytest.mark.parametrize("chunks", [[8], [1] * 8, [2, 5, 1]], ids=str)
 @pytest.mark.parametrize(
     "changes",
@@ -208,10 +215,15 @@ def test_a_tied_head_stays_the_embedding():
     ],
     ids=str,
 )  # fmt: skip
-def test_cached_forward_matches_uncached(chunks, changes):
+def test_cached_forward_matches_uncached(chunks, changes, static):
     model = random_weights_model(dataclasses.replace(SMALL, **changes))
+    length, parts = torch.zeros((), dtype=torch.int64), []
     model.recompute, cache = True, model.new_cache()  # gradient checkpointing leaves a model with a cache alone
-    parts = [model(part, cache) for part in TOKENS.split(chunks, dim=1)]
+    if static:
+        cache = [StaticCache(SMALL.context, length) for _ in model.layers]
+    for part in TOKENS.split(chunks, dim=1):
+        parts.append(model(part, cache))
+        length += part.shape[1]  # the decoder counts
     torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
@@ -295,7 +307,7 @@ def test_nothing_is_uninitialized_when_a_constructor_returns():
     variants += [{"placement": name, "scaled_embedding": True} for name in PLACEMENTS]
     with deterministic(True):
         assert torch.empty(3).isnan().all()
-        made: list[nn.Module] = [Linear(3, 5, "gate"), Embedding(SMALL)]
+        made: list[nn.Module] = [Linear(3, 5, "gate"), Embedding(SMALL), StaticCache(4, torch.tensor(0))]
         made += [Llama(dataclasses.replace(SMALL, tie_embeddings=False, **variant)) for variant in variants]
     for module in made:
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from config import ModelConfig
+from fast.compiled import CompiledDecoder
 from fast.decode import unsupported
 from model import Llama, capped_attention
 from roles import matrices
@@ -80,14 +81,18 @@ def test_an_option_is_off_by_default_and_changes_no_initial_weight(option):
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
-def test_generation_with_a_cache_is_that_without(option):
-    """Several tokens at a time. And --watch sees the model."""
+def test_generation_with_a_cache_is_that_without(option, monkeypatch):
+    """Several tokens at a time, with a cache that grows and one of fixed size. And --watch sees the model."""
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     model = random_weights_model(**option).eval()
-    cache, ends = model.new_cache(), [4, 7, 8]
-    for part, end in zip(TOKENS.split([4, 3, 1], dim=1), ends, strict=True):
-        with torch.no_grad():
-            found, expected = model.next_logits(part, cache), model(TOKENS[:, :end])[:, -1]
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # the table of RoPE is in fp32
+    for decoder in (model, CompiledDecoder(model)):
+        cache: Any = decoder.new_cache()
+        ends = [4, 7, 8]
+        for part, end in zip(TOKENS.split([4, 3, 1], dim=1), ends, strict=True):
+            with torch.no_grad():
+                found, expected = decoder.next_logits(part, cache), model(TOKENS[:, :end])[:, -1]
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # the table of RoPE is in fp32
     rows = measure(model, TOKENS)
     assert len(rows) == 6 and all(math.isfinite(row["max_logit"]) for row in rows if row["site"] == "attention")
 

@@ -76,18 +76,27 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch, "dot", lambda a, b: read.append(a.nbytes + b.nbytes))
     monkeypatch.setattr(benchmarks, "generate", generate)
-    monkeypatch.setattr(benchmarks, "fast_decoder", lambda model, samples: ("by C", ""))
-    timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0})
-    report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3", tmp_path / "report.json")
+    decoders = {(False, False): None, (True, False): "by C", (False, True): "compiled"}
+    monkeypatch.setattr(benchmarks, "fast_decoder", lambda model, _, *how: (decoders[how] or model, ""))
+    timed = takes({"reading": 0.5 / 15, "plain": 2.0, "fast": 1.0, "compiled": 0.5})
+    report = report_of(f"generate {MODEL} --dtype float32 --tokens 100 --samples 3 --compile", tmp_path / "report.json")
     timed["reading"]()
     timed["plain", 3]()
     timed["fast", 3]()
+    timed["compiled", 1]()
     assert read == [pytest.approx(4 * MATRICES, rel=0.01)]
     greedy = {"tokens": 15, "temperature": 0}  # as many tokens as the context holds
-    assert prompts == [(3, "plain", greedy), (3, "by C", greedy)]
+    assert prompts == [(3, "plain", greedy), (3, "by C", greedy), (1, "compiled", greedy)]
     found = [(row["model"], row["samples"], row["tokens/s"], row["upper bound"]) for row in report["rows"]]
-    assert found == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
-    monkeypatch.setattr(benchmarks, "fast_decoder", lambda model, samples: (model, ""))  # it has no row
+    assert found == [
+        ("plain", 1, 8, 30),
+        ("plain", 3, 22, 90),
+        ("fast", 1, 15, 30),
+        ("fast", 3, 45, 90),
+        ("compiled", 1, 30, 30),
+        ("compiled", 3, 90, 90),
+    ]
+    decoders[True, False] = None  # what cannot be used has no row
     rows = report_of(f"generate {MODEL} --dtype float32 --samples 1", tmp_path / "report.json")["rows"]
     assert [row["model"] for row in rows] == ["plain"]
 

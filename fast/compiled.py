@@ -1,0 +1,73 @@
+"""Decoding with `torch.compile`: one graph, and on CUDA one CUDA graph, for every new token.
+
+The shapes and the code of a step must not depend on how many tokens came before. So keys and values have the size of
+the whole context, a mask hides the positions that are not filled yet, and the number of cached tokens is a tensor.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from machine.device import check_compile
+from model import LayerCache, Llama
+
+
+class StaticCache(nn.Module, LayerCache):
+    """Keys and values of one layer, whose shapes stay the same.
+
+    The `length` tensor is shared by all layers and advanced by `CompiledDecoder`. A module, because `torch.compile`
+    takes the buffers of modules to stay where they are: a CUDA graph may then write to them.
+    """
+
+    keys: Tensor  # B K context D
+    values: Tensor
+    length: Tensor  # type: ignore[assignment]
+
+    def __init__(self, context: int, length: Tensor):
+        super().__init__()
+        self.context, self.filled = context, False
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.empty(0))
+        self.register_buffer("length", length)
+
+    def positions(self, new: int) -> Tensor:  # type: ignore[override]
+        """Nothing checks them against the context: the value of `length` is not read."""
+        return self.length + torch.arange(new, device=self.length.device)
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Write the keys and values of new tokens, B K T D. Returns those of the whole context, B K S D, and a mask.
+
+        Those of the first tokens are returned as they are: the rest of the context is empty.
+        """
+        first = not self.filled
+        if first:
+            batch, heads, _, head_dim = k.shape
+            self.keys, self.values = (x.new_zeros(batch, heads, self.context, head_dim) for x in (k, v))
+            self.filled = True
+        positions = self.positions(k.shape[2])
+        self.keys.index_copy_(2, positions, k)
+        self.values.index_copy_(2, positions, v)
+        if first:
+            return k, v, None
+        return self.keys, self.values, torch.arange(self.context, device=k.device) <= positions[:, None]
+
+
+class CompiledDecoder:
+    """Generation with `model`: steps of one token are compiled, which the first waits for. The prompt runs plain."""
+
+    def __init__(self, model: Llama):
+        check_compile(device := model.embed_tokens.weight.device)
+        self.model = model
+        self.step = torch.compile(model.next_logits, mode="reduce-overhead" if device.type == "cuda" else None)
+
+    def new_cache(self, tokens: int | None = None) -> list[LayerCache]:
+        length = torch.zeros((), dtype=torch.int64, device=self.model.embed_tokens.weight.device)
+        return [StaticCache(self.model.config.context, length) for _ in self.model.layers]
+
+    def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
+        """See `Llama.next_logits`. The caller must ensure that the tokens fit into the context."""
+        first = cache[0]
+        assert isinstance(first, StaticCache)
+        step = self.step if tokens.shape[1] == 1 and first.filled else self.model.next_logits
+        logits = step(tokens, cache)
+        first.length += tokens.shape[1]  # shared by all layers
+        return logits
