@@ -8,17 +8,13 @@ from typing import Any, get_origin
 
 import pytest
 
-import ablate
-import bench
 import config
-import generate
 import train
 from config import DEFAULTS, FIELDS, ModelConfig, TrainConfig, flag_name, option
 from norms import KINDS
 from runtime import flags
 from runtime.flags import read_keywords, read_train, read_value, to_flags
-from runtime.plugins import ROOT
-from runtime.run import commit, fields_of, resolve
+from runtime.run import fields_of, resolve
 from runtime.run_dir import read_run_file, write_run_file
 
 
@@ -39,15 +35,6 @@ from runtime.run_dir import read_run_file, write_run_file
 def test_argparse_error_is_one_line_with_exit_code_2(line, message, refused):
     # quoting differs between Python versions
     assert refused(train.main, line.split()).replace("'", "") == f"error: {message}\n"
-
-
-@pytest.mark.parametrize("command", [train, generate, ablate, bench])
-def test_the_version_is_that_of_the_citation(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--version"])
-    name, version, *commits = capsys.readouterr().out.split()
-    assert (ended.value.code, name, len(commits)) == (0, "normal-llama", commit() is not None)
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 
 
 def help_text(capsys) -> str:
