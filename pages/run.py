@@ -63,7 +63,7 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
     sections += [
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
-        preformatted(shlex.join(["python", *run["command"]])),
+        preformatted(shlex.join(["python", *run.get("resumed", [run])[-1]["command"]])),
         folded("Settings", settings_list(run["resolved"] | run["versions"])),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from config import FIELDS, MAX_SIZE, Asked, check_sizes, flag_name, option
 from experiments.ablation.grid import (
@@ -19,6 +21,7 @@ from experiments.ablation.grid import (
     Cell,
     Elsewhere,
     Grid,
+    Settings,
     cells_for,
     prepare_text,
     resolve_arms,
@@ -26,12 +29,14 @@ from experiments.ablation.grid import (
     selection,
     settings_digest,
 )
-from experiments.ablation.outcome import Arm
+from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.plots import plot_curves, plot_differences
 from experiments.ablation.rates import Optimum
-from experiments.ablation.report import HOW_TO_READ, comparison_section, sweep_section
+from experiments.ablation.report import HOW_TO_READ, Comparison, comparison_section, missing, sweep_section
+from experiments.benchmarks import flops_per_token
 from files import require, write_atomically
 from machine.device import describe
+from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from pages.html import figure, folded, markdown, page, save_plot, settings_list
@@ -168,62 +173,87 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     grid, lrs = ablation.grid, ablation.lrs
     arms = list(grid.settings)
     write_atomically(grid.folder / "command.txt", command + "\n")
-    sweep = []
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
         if len(lrs) > 1:
-            sweep, optima = selection(arms, lrs, ablation.seeds.start), {}
-            optima, found = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
-            sweep = list(found)
+            optima = {}
+            optima, _ = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
         grid.run(ablation.reported(optima))
     except Elsewhere as left:
         print(*map(grid.shell_line, left.cells), sep="\n")
         sys.exit()
     finally:
-        write_report(ablation, sweep, optima, command)
+        write_report(ablation, optima, command)
 
 
-def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Optimum], command: str) -> None:
-    """Write `runs.csv`, `table.md`, the plots and `report.html` about the runs that have ended.
-
-    `sweep` are the runs that search for learning rates, and `optima` what they found: empty before all have ended.
-    """
+def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str) -> None:
+    """Write the files about the runs that have ended. `optima` is empty before all learning rates are known."""
     grid, folder, seeds = ablation.grid, ablation.grid.folder, ablation.seeds
     reported = ablation.reported(optima)
+    sweep = [cell for cell in dict.fromkeys(grid.asked) if cell.seed not in seeds]
     outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
-    rows, file = [run.row | {"run": cell.name} for cell, run in outcomes.items()], io.StringIO()
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "runs.csv", file.getvalue())
-    found, (summary, *tables) = comparison_section(reported, outcomes, optima) if reported else ({}, [""])
-    tables += sweep_section(sweep, outcomes, optima) if sweep else []
+    comparison = comparison_section(reported, outcomes, optima) if reported else Comparison({}, {}, {}, [""])
+    comparison.text[0] = f"{missing([*reported, *sweep], outcomes)} {comparison.text[0]}".strip()
+    comparison.text.extend(sweep_section(sweep, outcomes, optima) if sweep else [])
     model_config, config = next(iter(grid.settings.values()))
     machine = f"{describe(torch.device(config.device))}, {grid.jobs * len(grid.devices)} at a time"
     title = f"seeds {seeds[0]} to {seeds[-1]}"
-    about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
-    write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
-    figures = {}
+    about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}."]
+    figures, found = {}, comparison.found
     if any(finding.values for finding in found.values()):
         swept = len({optimum.lr for optimum in optima.values()}) > 1
         named = {f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name: each for arm, each in found.items()}
         label = f"val_bpb minus that of {reported[0].arm.name}, paired by seed (left is better)"
         figures["differences"] = plot_differences(named, label, title)
-    runs = [outcomes[cell] for cell in reported if cell in outcomes]
-    if runs and runs[0].arm == reported[0].arm:  # the baseline: colors are those of the other plot
+    if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
         figures["curves"] = plot_curves(runs, title)
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_watch(watched)
+    named_runs = {cell.name: run for cell, run in outcomes.items()}
+    settings = folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config)))
+    write_files(folder, folder.name, comparison, named_runs, grid.settings, about, figures, settings)
+
+
+def write_files(
+    folder: Path,
+    title: str,
+    comparison: Comparison,
+    runs: Mapping[str, Outcome],
+    settings: Settings,
+    about: list[str],
+    figures: Mapping[str, Figure],
+    more: str = "",
+) -> None:
+    """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, the figures, and `report.html` with `more` at its end.
+
+    `settings` may lack arms. Their size is not known.
+    """
+    for arm in comparison.rows.keys() & settings.keys():
+        model_config, config = settings[arm]
+        with torch.device("meta"):
+            model = Llama(model_config)
+        tokens = config.steps * config.batch_size * model_config.context
+        parameters = sum(weight.numel() for weight in model.parameters())
+        comparison.rows[arm].update(parameters=parameters, tokens=tokens, flops=tokens * flops_per_token(model))
+    arms = list(comparison.rows.values())
+    for name, rows in (("runs", [run.row | {"run": each} for each, run in runs.items()]), ("arms", arms)):
+        file = io.StringIO()
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(folder / f"{name}.csv", file.getvalue())
+    summary, *tables = comparison.text
+    pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in comparison.pairs.items()]
+    report = {"summary": summary, "arms": arms, "comparisons": pairs}
+    write_atomically(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    about = [*about, *HOW_TO_READ]
+    write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     sections = [markdown(summary)]
     for name, plot in figures.items():
         save_plot(plot, folder / f"{name}.png")
         sections.append(figure(plot, alt=f"{name} of the arms"))
-    sections += [
-        markdown("\n\n".join(tables)),
-        folded("How to read this", markdown("\n\n".join(about))),
-        folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))),
-    ]
-    write_atomically(folder / "report.html", page(folder.name, sections))
+    sections += [markdown("\n\n".join(tables)), folded("How to read this", markdown("\n\n".join(about))), more]
+    write_atomically(folder / "report.html", page(title, sections))

@@ -84,6 +84,11 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     assert f"{described['parameters']:,} parameters, on a &lt;fast&gt; card." in html
     assert "python train.py --data &#x27;b c&#x27;" in html and "tie_embeddings: true" in html
     assert re.findall(r"text (\d+)\. if a &lt; b: café", html) == [str(step) for step in range(4, 24)]
+    write_run_file(
+        tmp_path / "run.json", described | {"resumed": [{"command": ["a"]}, {"command": ["train.py", "--resume"]}]}
+    )
     log.add(step=31, not_finite=True)
     write_report(tmp_path, gzip_bpb=2.0)
-    assert "Diverged: loss, gradient or weight not finite at step 31." in (tmp_path / "report.html").read_text("utf-8")
+    html = (tmp_path / "report.html").read_text("utf-8")
+    assert "Diverged: loss, gradient or weight not finite at step 31." in html
+    assert "<pre>python train.py --resume</pre>" in html, "the command that ran last"

@@ -234,11 +234,17 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
     assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.1"))]
     assert len(rows) == 4 + 2 * 11 and {seed for _, _, seed in rows[4:]} == {"1005", "1006"}
     table = (ablation.grid.folder / "table.md").read_text()
-    assert table.startswith(
-        "Compared with rmsnorm pre: dyt pre is indistinguishable (+0.1000 ± 0.6541, p = 0.35). In bits per"
+    assert table.startswith("Compared with rmsnorm pre: dyt pre (+0.1000 ± 0.6541, p = 0.35) is undecided. In bits per")
+    assert (
+        "| dyt | pre | 0.1 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6541 (2) | 0.7230 | 0.35 | 0 of 2 | undecided |" in table
     )
-    assert "| dyt | pre | 0.1 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6541 (2) | 0.7230 | 0.35 |" in table
     assert "| 0.02 | 0.0017 |" in table and "| 0.1 | 0.0172 |" in table and "Partial" not in table
+    monkeypatch.setattr("experiments.ablation.grid.find_optimum", lambda losses: 1 / 0)  # after all rounds
+    with pytest.raises(ZeroDivisionError):
+        run_ablation(ablation, "command")
+    report = json.loads((ablation.grid.folder / "report.json").read_text())
+    assert report["arms"] == [] and len(csv_rows(ablation.grid.folder / "runs.csv")) == 22  # all of the search
+    monkeypatch.undo()
     found = ablation.grid.tune({DYT: ablation.lrs}, ablation.seeds, widen=0)[0][DYT]
     assert (found.lr, found.regret) == (0.08, None)
 
@@ -259,7 +265,7 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match="the same command"):
         patch.setattr(Grid, "start", stop_after)
         run_ablation(replace(ablation, grid=replace(grid, jobs=1)), "command")
-    assert "**Partial: 1 of 2 runs have ended.**" in (grid.folder / "table.md").read_text()
+    assert (grid.folder / "table.md").read_text().startswith("**Partial: 1 of 2 runs have ended.**")
     del in_process[:]
     run_ablation(ablation, "command")
     assert [cell.seed for cell, _ in in_process] == [4]
@@ -274,7 +280,7 @@ def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, u
         run_ablation(ablation, "command")
     (row,) = csv_rows(ablation.grid.folder / "runs.csv")
     assert row["diverged"] == "True" and len(in_process) == 1
-    assert "| rmsnorm | pre | 1e+30 | – | – | – | – | 1 of 1 |" in (ablation.grid.folder / "table.md").read_text()
+    assert "| rmsnorm | pre | 1e+30 | – | – | – | – | 1 of 1 | – |" in (ablation.grid.folder / "table.md").read_text()
 
 
 def test_other_settings_and_another_text_are_refused(resolve, in_process, undrawn, tmp_path):
