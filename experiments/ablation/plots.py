@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ablation.outcome import Outcome, grouped
+from experiments.ablation.outcome import Arm, Outcome, grouped
 from experiments.ablation.report import Finding
 
 LINES = ["-", "--", ":", "-."]  # colors repeat after ten arms, with the next line
@@ -38,6 +38,26 @@ def plot_differences(found: Mapping[str, Finding], label: str, title: str = "") 
         axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
     axes.set_xlabel(label + ("\nintervals are cut at the frame" if axes.get_xlim() != frame else ""))
     axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title: str) -> Figure:
+    """The effect of each arm over compute, with its 95% interval. Below zero it is better than the first arm."""
+    figure = Figure(figsize=(6.8, 4), layout="constrained")
+    axes = figure.subplots()
+    known = [(arm, each) for arm, each in found.items() if each.complete]
+    for number, (plain, rungs) in enumerate(grouped((arm.without_size, (arm, each)) for arm, each in known).items(), 1):
+        x = [flops[arm] for arm, _ in rungs]
+        y = [each.estimate.mean for _, each in rungs]
+        error = [each.estimate.half_width or 0.0 for _, each in rungs]
+        axes.errorbar(x, y, error, label=plain.name, color=f"C{number}", linestyle=LINES[number // 10 % 4], capsize=4)
+    axes.axhline(0, color="0.3", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("FLOPs of a run")
+    axes.set_ylabel("val_bpb minus that of the first arm\n(lower is better)")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3)
     figure.suptitle(title, fontsize="medium")
     return figure
 

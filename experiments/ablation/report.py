@@ -5,8 +5,11 @@ seeds, they may be the easy ones. If an arm's best learning rate was not found, 
 tuning. Neither has a p-value, and the tables mark it.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from experiments.ablation.grid import Cell, Outcomes
@@ -49,6 +52,7 @@ class Finding:
     planned: int  # seeds it should rest on
     tuned: bool = True  # whether the optimum of every arm in it is known
     values: Sequence[float] = ()  # one for each seed
+    slack: float = 0.0  # what errors of learning rates may cost
     p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
 
     @property
@@ -91,8 +95,9 @@ def compare(
     bpb: Mapping[Arm, BySeed],
     planned: Mapping[Arm, Collection[int]],
     regrets: Mapping[Arm, float | None] = {},
-) -> dict[Pair, Finding]:
-    """The differences of `pairs_of` the arms, paired by seed.
+    flops: Mapping[Arm, float] = {},
+) -> tuple[dict[Pair, Finding], dict[Arm, Finding]]:
+    """The differences of `pairs_of` the arms, paired by seed, and `trends_of` these in a ladder.
 
     `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the
     error of an arm's learning rate is expected to cost, None if the best rate was not found. Holm's method
@@ -103,19 +108,52 @@ def compare(
     for arm, other in pairs:
         costs = [regrets.get(each, 0.0) for each in (arm, other)]
         values = [bpb[arm][seed] - bpb[other][seed] for seed in sorted(bpb[arm].keys() & bpb[other].keys())]
-        measured = estimate(values, sum(cost or 0.0 for cost in costs), len(pairs)) if values else None
+        slack = sum(cost or 0.0 for cost in costs)
+        measured = estimate(values, slack, len(pairs)) if values else None
         shared = len(set(planned[arm]) & set(planned[other]))
-        each = found[arm, other] = Finding(measured, shared, None not in costs, values)
-        if measured and each.complete and each.tuned:
-            each.p = measured.p
-    corrected = holm([1.0 if each.p is None else each.p for each in found.values()])
-    for each, p in zip(found.values(), corrected, strict=True):
+        found[arm, other] = Finding(measured, shared, None not in costs, values, slack)
+    trends = trends_of(found, flops) if found and flops else {}
+    everything = [*found.values(), *trends.values()]
+    for each in everything:
+        if each.estimate and each.complete and each.tuned:
+            each.p = each.estimate.p
+    corrected = holm([1.0 if each.p is None else each.p for each in everything])
+    for each, p in zip(everything, corrected, strict=True):
         each.p = None if each.p is None else p
-    return found
+    return found, trends
+
+
+def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float]) -> dict[Arm, Finding]:
+    """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
+
+    Keys are arms without their size. There is a slope only if the effect is known at every size.
+    """
+    x = {other.size: math.log2(flops[other]) for _, other in found}
+    middle = fmean(x.values())
+    spread = sum((each - middle) ** 2 for each in x.values())
+    trends: dict[Arm, Finding] = {}
+    for plain in dict.fromkeys(arm.without_size for arm, _ in found):
+        rungs = {arm.size: each for (arm, _), each in found.items() if arm.without_size == plain}
+        weights = {size: (x[size] - middle) / spread for size in rungs}
+        slopes: list[float] = []
+        if len(rungs) == len(x) and all(each.complete for each in rungs.values()):
+            by_seed = zip(*(each.values for each in rungs.values()), strict=True)
+            slopes = [sum(map(mul, weights.values(), effects)) for effects in by_seed]
+        slack = sum(abs(weights[size]) * each.slack for size, each in rungs.items())
+        measured = estimate(slopes, slack, len(found) + len(trends)) if slopes else None
+        planned, tuned = min(each.planned for each in rungs.values()), all(each.tuned for each in rungs.values())
+        trends[plain] = Finding(measured, planned, tuned, slopes, slack)
+    return trends
 
 
 def pairs_of(arms: Sequence[Arm]) -> list[Pair]:
-    """Each arm and the first one. If several factors vary, also each and the one with the first value of a factor."""
+    """Each arm and the first one. If several factors vary, also each and the one with the first value of a factor.
+
+    In a ladder, each arm and the first one of its size.
+    """
+    if arms[0].size:
+        baselines = {arm.size: arm for arm in reversed(arms)}
+        return [(arm, baselines[arm.size]) for arm in arms if arm != baselines[arm.size]]
     pairs = [(arm, arms[0]) for arm in arms[1:]]
     for arm in arms:
         for index, first in enumerate(arms[0].factors):
@@ -132,15 +170,21 @@ class Comparison(NamedTuple):
     """What is found of all arms."""
 
     pairs: dict[Pair, Finding]
-    found: dict[Arm, Finding]  # those pairs whose second arm is the baseline
+    found: dict[Arm, Finding]  # those pairs whose second arm is the baseline, or that of its size
+    trends: dict[Arm, Finding]  # in a ladder
     rows: dict[Arm, Row]  # for scripts
     text: list[str]  # first the conclusion
 
 
-def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] = {}) -> Comparison:
+def comparison_section(
+    cells: Sequence[Cell],
+    outcomes: Outcomes,
+    optima: Mapping[Arm, Optimum] = {},
+    flops: Mapping[Arm, float] = {},
+) -> Comparison:
     """What is found of the planned `cells`, an arm at one learning rate each.
 
-    `optima` are given if learning rates were searched for.
+    `optima` are given if learning rates were searched for, and `flops` of a run of each arm in a ladder.
     """
     lrs = {cell.arm: cell.lr for cell in cells}
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in lrs}
@@ -148,8 +192,8 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mappin
     seeds = grouped((cell.arm, cell.seed) for cell in cells)
     known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in optima.items()}
     baseline, lr = next(iter(lrs.items()))
-    pairs = compare(bpb, seeds, known)
-    found = {arm: each for (arm, other), each in pairs.items() if other == baseline}
+    pairs, trends = compare(bpb, seeds, known, flops)
+    found = {arm: each for (arm, other), each in pairs.items() if other == baseline or baseline.size}
     lines, rows = [], {}
     for arm, ended in runs.items():
         levels = dict(arm.factors) | {"lr": f"{lrs[arm]:g}"}  # `compare` may have lr as a factor
@@ -160,13 +204,35 @@ def comparison_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mappin
         row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
         rows[arm] = row | {"diverged": diverged} | (found[arm].row if arm in found else {})
     titles = [name.replace("_", " ") for name in levels]
-    titles += ["val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p", "diverged", "verdict"]
-    conclusion = f"Compared with {baseline.name}: {by_verdict(found)}." if found else ""
+    against = f"{baseline.without_size.name} of the same size" if baseline.size else baseline.name
+    titles += ["val_bpb (n)", f"paired difference from {against} (n)", "detectable", "p", "diverged", "verdict"]
+    conclusion = f"Compared with {against}: {by_verdict(found)}." if found else ""
     if counts := sorted({finding.estimate.n for finding in found.values() if finding.estimate}):
         rates = f"all at learning rate {lr:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
         conclusion += f" In bits per byte (val_bpb), n = {' or '.join(map(str, counts))}, {rates}."
     text = [conclusion, "## Comparison", table(titles, lines)]
-    return Comparison(pairs, found, rows, text + (within(pairs) if len(pairs) > len(found) else []))
+    text += within(pairs) if len(pairs) > len(found) else []
+    if trends:
+        sentence, *section = over_compute(trends, found, flops)
+        text = [f"{sentence} {conclusion}", *section, *text[1:]]
+    return Comparison(pairs, found, trends, rows, text)
+
+
+def over_compute(trends: Mapping[Arm, Finding], found: Mapping[Arm, Finding], flops: Mapping[Arm, float]) -> list[str]:
+    """What a ladder shows, in a sentence and in a section with a row for each arm."""
+    titles = {arm.size: f"{flops[arm]:.2g} FLOPs" for arm in found}
+    rows, said = [], []
+    for arm, slope in trends.items():
+        effects = {rung.size: each for rung, each in found.items() if rung.without_size == arm}
+        means = [each.estimate.mean for each in effects.values() if each.estimate]
+        shown = "no trend shown"
+        if slope.p is not None and slope.p < ALPHA and len(slope.values) >= SEEDS:
+            shown = "the gap grows" if abs(means[-1]) > abs(means[0]) else "the gap closes"
+        known = [statistic(effects[size]) if size in effects else NONE for size in titles]
+        rows.append([arm.name, *known, *columns_of(slope)[:3], shown])
+        said.append(f"{arm.name}: {shown}")
+    header = ["arm", *titles.values(), "slope for each doubling (n)", "detectable", "p", "trend"]
+    return [f"With compute, {'; '.join(said)}.", "## Effect over compute", table(header, rows)]
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:

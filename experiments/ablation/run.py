@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from config import FIELDS, MAX_SIZE, Asked, check_sizes, flag_name, option
+from config import FIELDS, MAX_SIZE, Asked, ModelConfig, TrainConfig, check_sizes, flag_name, option
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
@@ -29,8 +29,9 @@ from experiments.ablation.grid import (
     selection,
     settings_digest,
 )
+from experiments.ablation.ladder import climb
 from experiments.ablation.outcome import Arm, Outcome
-from experiments.ablation.plots import plot_curves, plot_differences
+from experiments.ablation.plots import plot_curves, plot_differences, plot_ladder
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import HOW_TO_READ, Comparison, comparison_section, missing, sweep_section
 from experiments.benchmarks import flops_per_token
@@ -81,6 +82,13 @@ class AblationConfig:
     print_commands: bool = option(
         False, "run nothing; print a line of shell for each run that has not ended, and report on those that have"
     )
+    ladder: list[int] = option(
+        [],
+        "widths (--dim) at which all arms are compared: heads grow with it, and --steps with the number of parameters",
+        type=int,
+        metavar="DIM",
+    )
+    tokens_per_parameter: float = option(4.4, "training tokens for each parameter of the first arm, with --ladder")
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
         require(f"{name}_args" not in asked, f"--{name}-arg is for a single run; write --{name}s {example}")
     shared = {name: value for name, value in asked.items() if name not in ("out", "device")}
     arms = resolve_factors(options, shared)
+    if options.ladder:
+        arms = climb(options.ladder, arms, shared, options.tokens_per_parameter)
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
     shared |= {"watch": MAX_SIZE} if options.probe else {}
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
@@ -194,7 +204,10 @@ def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str
     outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
-    comparison = comparison_section(reported, outcomes, optima) if reported else Comparison({}, {}, {}, [""])
+    flops = {arm: costs(*each)["flops"] for arm, each in grid.settings.items() if arm.size}
+    comparison = Comparison({}, {}, {}, {}, [""])
+    if reported:
+        comparison = comparison_section(reported, outcomes, optima, flops)
     comparison.text[0] = f"{missing([*reported, *sweep], outcomes)} {comparison.text[0]}".strip()
     comparison.text.extend(sweep_section(sweep, outcomes, optima) if sweep else [])
     model_config, config = next(iter(grid.settings.values()))
@@ -207,6 +220,8 @@ def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str
         named = {f"{arm.name}\nlr {optima[arm].lr:g}" if swept else arm.name: each for arm, each in found.items()}
         label = f"val_bpb minus that of {reported[0].arm.name}, paired by seed (left is better)"
         figures["differences"] = plot_differences(named, label, title)
+    if comparison.trends:
+        figures["ladder"] = plot_ladder(found, flops, title)
     if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
         figures["curves"] = plot_curves(runs, title)
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
@@ -215,6 +230,15 @@ def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str
     named_runs = {cell.name: run for cell, run in outcomes.items()}
     settings = folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config)))
     write_files(folder, folder.name, comparison, named_runs, grid.settings, about, figures, settings)
+
+
+def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
+    """Parameters, training tokens, and FLOPs of a run."""
+    with torch.device("meta"):
+        model = Llama(model_config)
+    tokens = config.steps * config.batch_size * model_config.context
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return {"parameters": parameters, "tokens": tokens, "flops": tokens * flops_per_token(model)}
 
 
 def write_files(
@@ -232,12 +256,7 @@ def write_files(
     `settings` may lack arms. Their size is not known.
     """
     for arm in comparison.rows.keys() & settings.keys():
-        model_config, config = settings[arm]
-        with torch.device("meta"):
-            model = Llama(model_config)
-        tokens = config.steps * config.batch_size * model_config.context
-        parameters = sum(weight.numel() for weight in model.parameters())
-        comparison.rows[arm].update(parameters=parameters, tokens=tokens, flops=tokens * flops_per_token(model))
+        comparison.rows[arm].update(costs(*settings[arm]))
     arms = list(comparison.rows.values())
     for name, rows in (("runs", [run.row | {"run": each} for each, run in runs.items()]), ("arms", arms)):
         file = io.StringIO()
@@ -247,7 +266,8 @@ def write_files(
         write_atomically(folder / f"{name}.csv", file.getvalue())
     summary, *tables = comparison.text
     pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in comparison.pairs.items()]
-    report = {"summary": summary, "arms": arms, "comparisons": pairs}
+    slopes = [{"arm": arm.name, **each.row} for arm, each in comparison.trends.items()]
+    report = {"summary": summary, "arms": arms, "comparisons": pairs, "slopes": slopes}
     write_atomically(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     about = [*about, *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")

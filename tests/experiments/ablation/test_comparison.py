@@ -77,9 +77,8 @@ def test_a_complete_log_is_an_outcome(log, expected):
 def test_differences_are_paired_by_seed_where_neither_diverged():
     baseline = [outcome("rmsnorm", 0, 1.0), outcome("rmsnorm", 1, None), outcome("rmsnorm", 2, 3.0)]
     arm = [outcome("dyt", 2, 3.5), outcome("dyt", 1, 1.0), outcome("dyt", 0, 9.0, diverged=True)]
-    (found,) = compare(
-        {RMSNORM: final_bpb(baseline), DYT: final_bpb(arm)}, dict.fromkeys((RMSNORM, DYT), range(3))
-    ).values()
+    planned = dict.fromkeys((RMSNORM, DYT), range(3))
+    (found,) = compare({RMSNORM: final_bpb(baseline), DYT: final_bpb(arm)}, planned)[0].values()
     assert found.values == [0.5] and not found.complete
 
 
@@ -100,7 +99,7 @@ def p_of(values: list[float], center: float) -> float:
 
 def test_p_values_are_those_of_scipy_beyond_the_regrets_corrected_by_hand():
     """Two of three tests have a p-value: sorted, they are multiplied by 3 and 2."""
-    layernorm, none, dyt = compare(BPB, PLANNED, regrets={RMSNORM: 0.1, LAYERNORM: 0.2}).values()
+    layernorm, none, dyt = compare(BPB, PLANNED, regrets={RMSNORM: 0.1, LAYERNORM: 0.2})[0].values()
     assert layernorm.estimate and layernorm.estimate.mean == pytest.approx(-0.5) and layernorm.complete
     assert layernorm.estimate.high == pytest.approx(-0.5 + T_TWO * 0.1 / 3**0.5 + 0.3)
     assert layernorm.p == pytest.approx(3 * p_of(BELOW, -0.3))
