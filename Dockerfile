@@ -1,4 +1,7 @@
-# Not built in CI. docker build -t normal-llama . && docker run --rm -v "$PWD/runs:/normal-llama/runs" normal-llama
+# Not built in CI. Runs and prepared text stay in two folders of yours, which Docker would create as root:
+#   docker build -t normal-llama . && mkdir -p runs .cache
+#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/runs:/normal-llama/runs" \
+#       -v "$PWD/.cache:/normal-llama/.cache" normal-llama
 # Linux builds of torch include CUDA: for a GPU, add --gpus all to docker run. Another index, such as that of torch's
 # CPU-only builds, makes the image smaller: docker build --build-arg PIP_OPTIONS="--extra-index-url URL" .
 FROM python:3.12-slim
@@ -9,5 +12,8 @@ ARG PIP_OPTIONS=""
 COPY requirements.txt .
 RUN pip install --no-cache-dir $PIP_OPTIONS -r requirements.txt
 COPY . .
+# For any user, with or without those folders. fast/ and Matplotlib need a home, and such a user has none.
+RUN mkdir -m 1777 runs .cache
+ENV HOME=/normal-llama/.cache
 ENTRYPOINT ["python"]
 CMD ["train.py"]

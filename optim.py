@@ -83,19 +83,6 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr
 
 
-def rate_jump(before: TrainConfig, now: TrainConfig, step: int) -> str:
-    """A line if changed options move the learning rate at `step`, where a run is resumed, or else "".
-
-    A run that had ended would continue with its last rate.
-    """
-    old, new = learning_rate(before, min(step, before.steps - 1)), learning_rate(now, step)
-    if f"{old:.3g}" == f"{new:.3g}" or step in (0, now.steps):
-        return ""
-    jump = f"the learning rate goes from {old:.3g} to {new:.3g} at step {step}"
-    constant = f"--schedule constant --lr {old:.3g}{' --warmup 0' if step < now.warmup else ''}"
-    return f"{jump}: the {now.schedule} schedule ends at step {now.steps}; {constant} would continue without a jump"
-
-
 class Muon(Optimizer):
     """Orthogonalized momentum: every singular value of a matrix's update is about 1. Jordan et al., 2024.
 

@@ -24,7 +24,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from config import split
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
 from files import lock_file, require
@@ -34,7 +33,7 @@ from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from model import Llama
 from norms.placement import PLACEMENTS
-from optim import learning_rate, make_optimizers, rate_jump
+from optim import learning_rate, make_optimizers
 from pages.html import save_plot
 from pages.run import plot_loss, write_report
 from roles import draw_weights, matrices
@@ -320,8 +319,6 @@ class Trainer:
         if not distributed.is_main():
             return
         if run.earlier:
-            if jump := rate_jump(split(run.earlier["resolved"])[1], config, self.step):
-                print(jump, file=sys.stderr)
             description = continued(run.earlier, description, self.step)
             keep_rows(folder / "metrics.jsonl", self.step)  # before a new --save-every is in run.json
         write_run_file(folder / "run.json", description)

@@ -1,17 +1,14 @@
-"""Encodes a corpus into token files, on all CPUs. What a process that was stopped has done is not done again."""
+"""Encodes a corpus into token files. What a process that was stopped has done is not done again.
+
+The libraries of the tokenizers encode a batch on all CPUs.
+"""
 
 import json
-import os
-import subprocess
-import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import cycle, islice
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +16,12 @@ import numpy as np
 
 from data.corpus import Corpus, progress_bar
 from data.token_files import SPLITS
-from data.tokenizer import ByteTokenizer, Ids, Tokenizer
+from data.tokenizer import Ids, Tokenizer
 from files import explained, read_json, sync, write_atomically
 
 # Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
 WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
 BATCH_CHARS = 1 << 20  # encoded at a time; at least two windows
-WORKERS_FROM = 1 << 26  # bytes of text; less is encoded in this process, by the threads of the tokenizer's library
 SAVE_EVERY = 30  # seconds between records of what is done
 PROGRESS = "progress.json"
 NO_STARTS = np.empty(0, np.int64)
@@ -35,7 +31,7 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
     """Write `train.bin` and `val.bin`, and return the bits per byte of the validation text after `gzip -9`.
 
     A document is the ids that begin a prompt (unless only its end is in this split), those of its text, and the
-    end-of-document id. The ids depend neither on the number of processes nor on where an earlier one was stopped.
+    end-of-document id. The ids do not depend on where an earlier process was stopped.
     """
     dtype, total = token_dtype(tokenizer), sum(corpus.sizes.values())
     gzip, sizes = zlib.compressobj(9, wbits=31), np.zeros(2)  # bytes of validation text, before and after
@@ -59,8 +55,7 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
         first = max(progress["done"] - 1, 0)  # the last one is encoded again, for the window at its end
         deque(islice(batches, first), maxlen=0)
         bar.initial = bar.n
-        joined = _join(_encode_all(batches, tokenizer, total), tokenizer)
-        for parts in islice(joined, progress["done"] - first, None):
+        for parts in islice(_join(batches, tokenizer), progress["done"] - first, None):
             for split, path in paths.items():
                 data = np.concatenate([[], *parts[split]], dtype=dtype, casting="unsafe").tobytes()
                 progress[split] += len(data)
@@ -122,16 +117,16 @@ def _pieces(corpus: Corpus, count: Callable[[str, bytes], None]) -> Iterator[Pie
         yield Piece(split, begins and not offset, True, offset, text)
 
 
-def _join(encoded: Iterator[tuple[list[Piece], list]], tokenizer: Tokenizer) -> Iterator[dict[str, list[Ids]]]:
-    """What comes next in each split, batch by batch.
+def _join(batches: Iterator[list[Piece]], tokenizer: Tokenizer) -> Iterator[dict[str, list[Ids]]]:
+    """The ids that come next in each split, batch by batch.
 
     One window gives way to the next where both begin a token. That is in the middle of their overlap, far from both
     ends, where a text that goes on may have other tokens.
     """
     ids = starts = NO_STARTS  # ids of the last window, and the byte where each begins
-    for batch, found in encoded:
+    for batch in batches:
         parts: dict[str, list[Ids]] = {split: [] for split in SPLITS}
-        for piece, (new, new_starts) in zip(batch, found, strict=True):
+        for piece, (new, new_starts) in zip(batch, _encode(batch, tokenizer), strict=True):
             part, first = parts[piece.split], 0
             if piece.begins:
                 part.append(tokenizer.prompt_start)
@@ -153,56 +148,8 @@ def _join(encoded: Iterator[tuple[list[Piece], list]], tokenizer: Tokenizer) -> 
         yield parts
 
 
-# --- encoding, in this process or in several -------------------------------------------------------------------------
-
-
-def _encode_all(batches: Iterator[list[Piece]], tokenizer: Tokenizer, size: int) -> Iterator[tuple[list[Piece], list]]:
-    """Pairs of each batch and what it encodes to, in order. For much text there is a process for each CPU."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # Windows passes no pipes
-    if tokenizer.kind == ByteTokenizer.kind or size < WORKERS_FROM or count == 1:
-        yield from ((batch, _encode(batch, tokenizer)) for batch in batches)
-        return
-    # Processes of `multiprocessing` would import train.py with torch, and outlive this one if it is killed.
-    command, root = [sys.executable, "-m", "data.encoding"], Path(__file__).parents[1]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    processes, workers, busy = [], [], deque[tuple[list[Piece], Connection]]()
-    try:
-        for _ in range(count):
-            worker, theirs = Pipe()
-            workers.append(worker)
-            with theirs:
-                process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), cwd=root, env=environment, start_new_session=True
-                )
-            processes.append(process)
-            worker.send(tokenizer)
-        for batch, worker in zip(batches, cycle(workers), strict=False):
-            if len(busy) == count:
-                earlier, first = busy.popleft()
-                yield earlier, first.recv()
-            worker.send(batch)
-            busy.append((batch, worker))
-        for batch, worker in busy:
-            yield batch, worker.recv()
-    except (EOFError, ConnectionError):
-        raise OSError("a process that encodes text was killed; run the command again, it goes on from there") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def _encode(batch: list[Piece], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
     """The ids of each piece and, if it is a window, the byte at which each of them begins."""
     texts = iter(tokenizer.encode_batch([piece.text for piece in batch if piece.whole]))
     windows = iter(tokenizer.encode_with_starts([piece.text for piece in batch if not piece.whole]))
     return [(np.asarray(next(texts)), NO_STARTS) if piece.whole else next(windows) for piece in batch]
-
-
-if __name__ == "__main__":  # encodes the batches that come, with the tokenizer that comes first
-    with suppress(EOFError, ConnectionError):
-        others = Connection(sys.stdin.fileno())
-        ours = others.recv()
-        ours.threads = 1
-        while True:
-            others.send(_encode(others.recv(), ours))

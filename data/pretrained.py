@@ -118,10 +118,6 @@ class PretrainedTokenizer(Tokenizer):
             if piece and name != model.get("unk_token"):
                 raise ValueError(f"{name!r} is both a special token and an ordinary piece of text")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._tokenizer.encode_special_tokens = True  # the library forgets it
-
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 

@@ -28,14 +28,9 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 NAMED = 3  # files that are named of those left out for one reason
 LONGEST_LINE = 1 << 24  # bytes
-# What is left out of a folder and refused under its own name, and how to turn it into text.
-FROM_TABLE = (
-    'make JSON lines of it, python -c "import csv, json; [print(json.dumps(row)) for row in csv.DictReader('
-    "open('FILE', encoding='utf-8-sig', newline=''), delimiter='{}')]\" > FILE.jsonl, "
-    "and name the column with --text-column"
-)
-CONVERT = {"CSV": FROM_TABLE.format(","), "TSV": FROM_TABLE.format("\\t")}
-CONVERT |= {name: f"iconv -f {name} -t UTF-8 FILE > utf8-NAME" for name in ("UTF-16", "UTF-16LE", "UTF-16BE")}
+# What is left out of a folder and refused under its own name, and what to make of it.
+CONVERT = dict.fromkeys(("CSV", "TSV"), "make JSON lines of it, and name the column with --text-column")
+CONVERT |= {name: f"convert it, as with iconv -f {name} -t UTF-8" for name in ("UTF-16", "UTF-16LE", "UTF-16BE")}
 OTHER_COLUMN = "name one with --text-column; a list of messages must first be joined into one string"
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -75,8 +70,7 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
         warn(one_line(f"{flag} {path}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
         return taken
     if (problem := _not_text(path)) in CONVERT:
-        advice = CONVERT[problem].replace("FILE", name).replace("NAME", path.name)
-        raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8: {advice}")
+        raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8; {CONVERT[problem]}")
     if _stem(path).endswith(".json") and not _is_json_lines(path):
         warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
     return files

@@ -57,7 +57,6 @@ class Tokenizer:
     prompt_start: Sequence[int] = ()
     token_ids: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
-    threads = -1  # number of threads for a batch; -1 is one per CPU
 
     @property
     def vocab_size(self) -> int:
@@ -159,7 +158,7 @@ class SentencePieceTokenizer(Tokenizer):
             for block in _blocks(part, ENCODE_CHARS)
         ]
         ids: list[list[int]] = [[] for _ in texts]
-        encoded = self._processor.encode([block for _, block in blocks], num_threads=self.threads)
+        encoded = self._processor.encode([block for _, block in blocks], num_threads=-1)  # on all CPUs
         for (number, block), tokens in zip(blocks, encoded, strict=True):
             # SentencePiece would decode U+2581 as a space, so that character is encoded as its three byte tokens.
             ids[number] += self._u2581_ids if block == SPACE else tokens

@@ -5,26 +5,26 @@ that was resumed with other options, the last ones count.
 """
 
 import csv
-from collections import ChainMap
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 
-from config import as_text
+from config import DEFAULTS, as_text, split
 from experiments.ablation.grid import Cell, compared
 from experiments.ablation.outcome import Arm, Outcome, read_outcome
 from experiments.ablation.plots import arm_styles, plot_curves
-from experiments.ablation.report import HOW_TO_READ, NONE, comparison_section, table
-from files import digest, require, write_atomically
+from experiments.ablation.report import NONE, Comparison, comparison_section, missing, table
+from experiments.ablation.run import write_files
+from files import digest, require
 from machine.process import bad_input
 from norms.registry import TRAITS, Traits
-from pages.html import figure, markdown, page, save_plot
 from runtime.flags import Parser
+from runtime.plugins import import_first
 from runtime.run_dir import RUNS_FOLDER, check_run_dir, read_rows, read_run_file
 
 Settings = dict[Path, dict[str, str]]  # options of each run, as flags take them
 PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
 NAMED = 3  # settings in the name of an arm; one that needs more is named after its first run
-FINAL = {"val_bpb": ".4f", "val_loss": ".4f", "train_loss": ".4f", "tokens": ",", "seconds": ",.0f"}
 
 
 def main(arguments: list[str]) -> None:
@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> None:
     parser = Parser(prog="ablate.py compare", description=main.__doc__)
     parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or of an ablation for all its runs")
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-HASH of the runs)")
+    import_first(parser, arguments)
     asked = parser.read(arguments[1:])
     with bad_input():
         folders = find_runs(asked["runs"])
@@ -39,27 +40,33 @@ def main(arguments: list[str]) -> None:
         logs = {folder: read_rows(folder / "metrics.jsonl") for folder in folders}
         name = f"compare-{digest([str(folder.resolve()) for folder in folders])[:8]}"
         out = Path(asked.get("out") or RUNS_FOLDER / name)
+        taken = (out / "run.json").exists() or (out / "cells").exists()
+        require(not taken, f"--out {out} holds runs, with a report of their own; choose another folder")
         out.mkdir(parents=True, exist_ok=True)
     options = [name for name in settings[folders[0]] if name not in ("seed", "folder")]
     differing = [name for name in options if len({run[name] for run in settings.values()}) > 1]
-    arms = arms_of(settings, differing or ["norm", "placement"])
-    runs = {}
+    arms, configs, runs = arms_of(settings, differing or ["norm", "placement"]), {}, {}
     for folder, run in settings.items():
         log, steps, vocab_size = logs[folder], int(run["steps"]), int(run["vocab_size"])
         runs[folder] = read_outcome(arms[folder], float(run["lr"]), int(run["seed"]), log, steps, vocab_size)
-    summary, *tables = summarize(settings, runs, differing)
-    plot = plot_curves(list(runs.values()), arm_styles(arms.values()), "", ["step", "tokens", "seconds"])
-    save_plot(plot, out / "compare.png")
-    write_atomically(out / "compare.md", "\n\n".join([summary, "![loss curves](compare.png)", *tables]) + "\n")
-    sections = [markdown(summary), figure(plot, alt="losses of the runs"), markdown("\n\n".join(tables))]
-    write_atomically(out / "compare.html", page(f"Comparison of {len(folders)} runs", sections))
-    print(f"{summary}\nsee {out}/compare.html or {out}/compare.md")
+        with suppress(ValueError):  # its norm or placement is not imported
+            configs[arms[folder]] = split(DEFAULTS | read_run_file(folder / "run.json")["resolved"])
+    comparison = summarize(settings, runs, differing)
+    figures = {"curves": plot_curves(list(runs.values()), arm_styles(arms.values()), "", ["step", "tokens", "seconds"])}
+    named = {str(folder): run for folder, run in runs.items()}
+    write_files(out, f"Comparison of {len(folders)} runs", comparison, named, configs, [], figures)
+    print(f"{comparison.text[0]}\nsee {out}/report.html or {out}/table.md")
 
 
 def find_runs(names: list[str]) -> list[Path]:
-    """The directories of the runs, with those of each ablation. Raises ValueError if one has no run."""
+    """The directories of the runs, with those of each ablation. Raises ValueError if one has no run.
+
+    Files beside runs and earlier comparisons are ignored, so that `runs/*` names all runs.
+    """
     found: dict[Path, Path] = {}  # keys are resolved paths
     for folder in map(Path, names):
+        if folder.is_file() or ((folder / "report.json").exists() and not (folder / "cells").exists()):
+            continue
         file = folder / "runs.csv"  # the baseline comes first
         rows = csv.DictReader(file.read_text("utf-8", "replace").splitlines()) if file.exists() else []
         cells = [folder / "cells" / row["run"] for row in rows if row.get("run")]
@@ -67,7 +74,7 @@ def find_runs(names: list[str]) -> list[Path]:
         for run in cells or [folder]:
             check_run_dir(run, exists=True)
             found.setdefault(run.resolve(), run)
-    require(len(found) > 1, f"compare needs at least two runs; {names[0]} is one")
+    require(len(found) > 1, f"compare needs at least two runs, not {len(found)}")
     return list(found.values())
 
 
@@ -105,36 +112,26 @@ def arms_of(settings: Settings, names: list[str]) -> dict[Path, Arm]:
     return arms
 
 
-def summarize(settings: Settings, runs: dict[Path, Outcome], differing: list[str]) -> list[str]:
-    """What was found, in a paragraph, and the tables of arms and of runs."""
-    paired, notes, rows = {}, [], []
+def summarize(settings: Settings, runs: dict[Path, Outcome], differing: list[str]) -> Comparison:
+    """What was found, with a table of the runs."""
+    paired, rows, notes = {}, [], []
     baseline, first = next(iter(settings.items()))
     for folder, run in settings.items():
         outcome = runs[folder]
-        last = ChainMap(*reversed(outcome.log))  # the last value of each column
-        losses = [f"{last[name]:{spec}}" if name in last else NONE for name, spec in FINAL.items()]
-        step = f"{outcome.step} of {run['steps']}"
-        rows.append([str(folder), run["seed"], *(run[name] for name in differing), step, *losses])
+        losses = [row["val_bpb"] for row in outcome.log if row.get("val_bpb") is not None]
+        last, step = f"{losses[-1]:.4f}" if losses else NONE, f"{outcome.step} of {run['steps']}"
+        rows.append([str(folder), run["seed"], *(run[name] for name in differing), step, last])
         if outcome.diverged or outcome.val_bpb is None:
             how = "diverged" if outcome.diverged else "has not ended: it is"
-            notes.append(f"{folder} {how} at step {step}, its last val_bpb is {losses[0]}.")
+            notes.append(f"{folder} {how} at step {step}, its last val_bpb is {last}.")
         if other := [name.replace("_", " ") for name in PAIRED_BY if run[name] != first[name]]:
             notes.append(f"Not paired with {baseline}: {folder} (other {', '.join(other)}).")
         else:
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
-    _, (summary, *tables) = comparison_section(list(paired), paired)
-    warning = ""
-    if texts := {"data", "tokenizer"} & set(differing):
-        warning = (
-            f"The runs differ in {' and '.join(sorted(texts))}, so only bits per byte of each one's own validation "
-            "text (val_bpb) can be compared, and of different texts not even that fairly."
-        )
-    elif not differing and not summary:
-        summary = "The runs differ in their seed only."
-    return [
-        " ".join(filter(None, [warning, summary, *notes])),
-        *filter(None, tables),
-        "## Runs",
-        table(["run", "seed", *differing, "step", *FINAL], rows),
-        *HOW_TO_READ,
-    ]
+    comparison = comparison_section(list(paired), paired)
+    text = comparison.text
+    if not differing and not text[0]:
+        text[0] = "The runs differ in their seed only."
+    text[0] = " ".join(filter(None, [missing(runs, runs), text[0], *notes]))
+    text += ["## Runs", table(["run", "seed", *differing, "step", "val_bpb"], rows)]
+    return comparison

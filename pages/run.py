@@ -61,11 +61,10 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
         streams = figure(plot_streams({"": watched}), alt="RMS of the residual stream over depth")
         maps = figure(plot_maps(watched), "Heat maps of watch.jsonl over steps and depth", "colors")
         sections += ["<h2>Inside the model</h2>", streams, folded("Heat maps over steps and depth", maps)]
-    commands = [run, *run.get("resumed", [])[-1:]]  # the first and the last
     sections += [
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
-        preformatted("\n".join(shlex.join(["python", *each["command"]]) for each in commands)),
+        preformatted(shlex.join(["python", *run.get("resumed", [run])[-1]["command"]])),
         folded("Settings", settings_list(run["resolved"] | run["versions"])),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))

@@ -24,7 +24,8 @@ from config import (
 )
 from files import BadInput, one_line, require
 from machine.process import bad_input
-from runtime.plugins import import_first
+from runtime.plugins import ROOT, import_first
+from runtime.run import commit
 
 SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
     "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
@@ -39,6 +40,13 @@ BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option
 }
 
 
+class PrintVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
+        print(*filter(None, ["normal-llama", version, commit()]))
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises BadInput, with one line, where argparse prints the usage and exits.
 
@@ -47,6 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+        self.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and the commit, and exit")
 
     def read(self, arguments: list[str] | None) -> Asked:
         """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""

@@ -119,20 +119,6 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
         assert transformers.AutoTokenizer.from_pretrained(exported).eos_token_id == 256
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--dim 64", "--dim 64 contradicts --init-from, which has 32"),
-        ("--norm-arg eps=1e-3", "contradicts --init-from"),
-        ("--tokenizer bytes", "--tokenizer bytes contradicts --init-from, which has pretrained"),
-        ("--resume", "--init-from is for new runs"),
-        ("--init-from nowhere", "nowhere is not a directory"),
-    ],
-)
-def test_flags_that_contradict_the_directory_are_refused(fine_tune, refused, flags, message):
-    assert message in refused(train.main, fine_tune(flags))
-
-
 def test_a_longer_context_is_allowed_and_said(fine_tune, tmp_path, capsys):
     train.main(fine_tune("--context 40 --steps 2"))
     line = "--context 40 is longer than that of --init-from, which is 32"

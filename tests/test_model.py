@@ -227,14 +227,6 @@ def test_cached_forward_matches_uncached(chunks, changes, static):
     torch.testing.assert_close(torch.cat(parts, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_cache_has_the_dtype_of_the_model(dtype):
-    model = random_weights_model(SMALL).to(dtype)
-    cache = model.new_cache()
-    model(TOKENS, cache)
-    assert all(layer.keys.dtype == layer.values.dtype == dtype for layer in cache)
-
-
 def test_exceeding_the_context_is_refused():
     model = random_weights_model(SMALL)
     with pytest.raises(ValueError, match=r"must have the shape \(B, T\)"):

@@ -1,15 +1,12 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
-import dataclasses
-import re
-
 import pytest
 import torch
 from torch.optim import AdamW
 
 from config import ModelConfig, TrainConfig
 from model import Llama
-from optim import Muon, make_optimizers, rate_jump
+from optim import Muon, make_optimizers
 
 STEPS = 4
 WHOLE = ["post", "deepnorm", "reordered", "residual"]  # their norms are of the whole stream, or of all of f
@@ -71,22 +68,15 @@ def test_muon_multiplies_in_bfloat16_only_in_such_a_run(dtype, monkeypatch):
     assert seen == {torch.bfloat16 if dtype == "bfloat16" else torch.float32}
 
 
-def test_each_optimizer_has_the_settings_of_the_run():
-    model, config = Llama(dim=8, layers=1), TrainConfig(lr=0.05, momentum=0.3)
-    muon, rest = make_optimizers(model, config)
-    (alone,) = make_optimizers(model, dataclasses.replace(config, optimizer="adamw"))
-    assert [(group["momentum"], group["lr"]) for group in muon.param_groups] == [(0.3, 0.05)]
-    for adamw in (rest, alone):
-        for group in adamw.param_groups:
-            assert (group["lr"], group["betas"], group["eps"]) == (0.05, (0.9, 0.95), 1e-8)
-
-
-def test_weight_decay_and_optimizer_of_each_parameter():
+def test_optimizer_and_settings_of_each_parameter():
     model = Llama(ModelConfig(dim=16, layers=2, heads=2, vocab_size=11, norm="layernorm", tie_embeddings=False))
     names = {id(weight): name for name, weight in model.named_parameters()}
     for optimizer in ("muon", "adamw"):
-        optimizers = make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.3))
+        optimizers = make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.3, lr=0.05, momentum=0.3))
         groups = [group for each in optimizers for group in each.param_groups]
+        for group in groups:
+            assert group["lr"] == 0.05 and group.get("momentum", 0.3) == 0.3
+            assert (group.get("betas", (0.9, 0.95)), group.get("eps", 1e-8)) == ((0.9, 0.95), 1e-8)
         decay = {names[id(weight)]: group["weight_decay"] for group in groups for weight in group["params"]}
         assert len(decay) == sum(len(group["params"]) for group in groups) == len(names)
         for name, rate in decay.items():
@@ -136,29 +126,6 @@ def test_vectors_and_scalars_have_a_rate_of_their_own(optimizer, embedding):
         is_embedding = weight is model.embed_tokens.weight
         assert ratio == (0.25 * embedding if weight.ndim < 2 else embedding if is_embedding else 1.0)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    "schedule, step, steps, lr, rates",  # a run of 100 steps at a rate of 0.015 is resumed with these
-    [
-        ("linear", 50, 200, 0.015, "0.00789 to 0.0118"),
-        ("linear", 50, 100, 0.001, "0.00789 to 0.000526"),
-        ("linear", 100, 200, 0.015, "0.000158 to 0.00789"),
-        ("linear", 2, 200, 0.015, "0.009 to 0.0045"),  # its warm-up follows from the steps
-        ("wsd", 100, 200, 0.015, "0.00075 to 0.015"),
-        ("wsd", 70, 200, 0.015, ""),  # before the rate decays
-        ("constant", 100, 200, 0.015, ""),
-        ("linear", 50, 50, 0.015, ""),  # it has ended
-    ],
-)
-def test_a_jump_of_the_learning_rate_is_said_and_the_advice_avoids_it(schedule, step, steps, lr, rates):
-    before, now = (TrainConfig(schedule=schedule, steps=end, lr=peak) for end, peak in ((100, 0.015), (steps, lr)))
-    line = rate_jump(before, now, step)
-    advice = re.match(rf"the learning rate goes from {rates} at step {step}: .+ --lr (\S+)( --warmup 0)? would", line)
-    assert bool(line) == bool(advice) == bool(rates)
-    if advice:
-        constant = dataclasses.replace(now, lr=float(advice[1]), schedule="constant")
-        assert not rate_jump(before, dataclasses.replace(constant, warmup=0) if advice[2] else constant, step)
 
 
 def test_weights_without_grad_are_not_updated():

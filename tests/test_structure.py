@@ -141,9 +141,9 @@ def test_every_recipe_is_in_the_table():
 def test_every_placement_has_a_section_and_a_small_drawing():
     """And docs/placements.md has no others. Dark mode is in the drawings."""
     page, names = (ROOT / "docs/placements.md").read_text("utf-8"), sorted(PLACEMENTS)
-    assert sorted(re.findall(r"^## (\w+)$", page, re.M)) == names
-    assert sorted(re.findall(r"^!\[.+\]\(placements/(\w+)\.svg\)$", page, re.M)) == names
-    assert sorted(path.name for path in (ROOT / "docs/placements").iterdir()) == [f"{name}.svg" for name in names]
+    assert sorted(re.findall(r"^## ([\w-]+)$", page, re.M)) == names
+    assert sorted(re.findall(r"^!\[.+\]\(placements/([\w-]+)\.svg\)$", page, re.M)) == names
+    assert sorted(path.name for path in (ROOT / "docs/placements").iterdir()) == sorted(f"{name}.svg" for name in names)
     for path in [ROOT / "docs/placements.svg", *(ROOT / "docs/placements").iterdir()]:
         drawing = path.read_text("utf-8")
         title = ElementTree.fromstring(drawing).findtext("{http://www.w3.org/2000/svg}title")

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from shutil import which
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from config import DEFAULTS, Asked, ModelConfig, TrainConfig, combine, flag_name
 from data.prepare import Prepared, prepare
 from data.tokenizer import NoTokenizer
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
-from experiments.ablation.rates import Losses, Optimum, find_optimum, next_runs
+from experiments.ablation.rates import Losses, Optimum, find_optimum, most_runs, next_runs
 from files import InUse, digest, require
 from machine.device import pick_device
 from machine.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
@@ -142,6 +143,8 @@ class Grid:
     threads: int
     devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
     elsewhere: bool = False  # raise Elsewhere instead of running
+    asked: list[Cell] = field(default_factory=list)  # of `run`, so far
+    took: list[float] = field(default_factory=list)  # seconds of each run that has ended meanwhile
 
     def cell_folder(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
@@ -178,29 +181,35 @@ class Grid:
         imports = check_imports(run["imports"], run["resolved"])
         require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 
-    def run(self, cells: list[Cell]) -> Outcomes:
+    def run(self, cells: list[Cell], later: int = 0) -> Outcomes:
         """Run those of `cells` that have not ended. Returns all their outcomes, in the order of `cells`.
 
+        A line says how many runs that is, with at most so many `later` ones, and how long these take.
         Raises Stopped after a signal and CellFailed if a run fails. Running cells save before either.
         """
+        self.asked.extend(cells)
         outcomes = self.outcomes(cells)
         waiting = [cell for cell in dict.fromkeys(cells) if cell not in outcomes]
         if self.elsewhere and waiting:
             raise Elsewhere(waiting)
         free = list(self.devices) * self.jobs
-        running: dict[Cell, tuple[subprocess.Popen, str]] = {}
+        running: dict[Cell, tuple[subprocess.Popen, str, float]] = {}
         with stop_requests() as stop, tqdm(total=len(waiting), unit="run", disable=None, dynamic_ncols=True) as bar:
             if waiting:
-                bar.write(f"{len(waiting)} runs, {min(len(free), len(waiting))} at a time")
+                more = f"; at most {later} more after these" if later else ""
+                if self.took:
+                    whole = fmean(self.took) * (len(waiting) + later) / len(free)
+                    more += f", which takes {tqdm.format_interval(whole)}"
+                bar.write(f"{len(waiting)} runs, {min(len(free), len(waiting))} at a time{more}")
             try:
                 while waiting or running:
                     while waiting and free:
                         cell, device = waiting.pop(0), free.pop(0)
-                        running[cell] = self.start(cell, device), device
+                        running[cell] = self.start(cell, device), device, time.monotonic()
                     time.sleep(POLL_SECONDS)
                     if stop:
                         raise Stopped(stop[0], "the same command")
-                    for cell, (process, device) in list(running.items()):
+                    for cell, (process, device, started) in list(running.items()):
                         if process.poll() is None:
                             continue
                         del running[cell]
@@ -213,12 +222,13 @@ class Grid:
                             log = self.log(cell)
                             raise CellFailed(str(log), process.returncode, last_line(log))
                         outcomes |= ended
+                        self.took.append(time.monotonic() - started)
                         bar.update()
                         bar.write(str(outcomes[cell]))
             finally:
-                for process, _ in running.values():
+                for process, *_ in running.values():
                     process.terminate()
-                for process, _ in running.values():
+                for process, *_ in running.values():
                     process.wait()
         return {cell: outcomes[cell] for cell in cells}
 
@@ -270,9 +280,11 @@ class Grid:
         found: Outcomes = {}
         losses: dict[Arm, Losses] = {}
         wanted = {arm: (rates, first) for arm, rates in lrs.items()}
-        for _ in range(widen + 1):
-            asked = (selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items())
-            found |= self.run([*chain.from_iterable(asked)])
+        for rounds in range(widen, -1, -1):
+            groups = (selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items())
+            asked = [*chain.from_iterable(groups)]
+            most = sum(most_runs(losses.get(arm, {}), *more, rounds) for arm, more in wanted.items())
+            found |= self.run(asked, most - len(set(asked) - found.keys()) + len(lrs) * len(seeds))
             losses |= {arm: losses_of(arm, found.values()) for arm in wanted}
             wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(seeds)))}
             if not wanted:

@@ -11,6 +11,7 @@ from files import require
 from runtime.flags import read_pairs, read_value
 
 BySeed = Mapping[int, float]
+SIZE = "size"  # the factor of --ladder: "dim=64,heads=4,steps=400"
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,24 @@ class Arm:
     @property
     def name(self) -> str:
         """The norm, the placement, the recipe, and other factors with their names."""
-        named = ("norm", "placement", "recipe", "run")
+        named = ("norm", "placement", "recipe", "run", SIZE)
         return " ".join(value if name in named else f"{name}={value}" for name, value in self.factors) or "model"
+
+    @property
+    def size(self) -> str:
+        """Its size in a ladder, or ""."""
+        return dict(self.factors).get(SIZE, "")
+
+    @property
+    def without_size(self) -> "Arm":
+        return Arm(tuple(factor for factor in self.factors if factor[0] != SIZE))
 
     @property
     def asked(self) -> dict[str, Any]:
         """What it asks of `train.py`. Raises ValueError for a value of another type."""
         types = {"recipe": str} | {name: each.type for name, each in FIELDS.items()}
-        asked = {name: read_value(text, types[name]) for name, text in self.factors}
+        asked = {name: read_value(text, types[name]) for name, text in self.without_size.factors}
+        asked |= read_pairs("--ladder", filter(None, self.size.split(",")))
         for name in ("norm", "placement"):
             if name in asked:
                 asked[name], _, arguments = asked[name].partition(":")

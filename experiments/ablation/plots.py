@@ -8,27 +8,32 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ablation.outcome import Arm, Outcome, grouped
+from experiments.ablation.outcome import SIZE, Arm, Outcome, grouped
 from experiments.ablation.report import Finding
 from pages.html import WIDTH
 from pages.watch import Style
 
 MARKERS = "os^DvP<p>hd"
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
+SIDES = "← better                    worse →"
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
 def arm_styles(arms: Collection[Arm]) -> dict[str, Style]:
-    """Each arm's style, by its name: color and marker say the first factor that varies, the line says the others."""
-    shared = set.intersection(*(set(arm.factors) for arm in arms))
+    """Each arm's style, by its name: color and marker say the first factor that varies, the line says the others.
+
+    Its size in a ladder is one of the others.
+    """
+    factors = {arm.name: (*arm.without_size.factors, (SIZE, arm.size)) for arm in arms}
+    shared = set.intersection(*map(set, factors.values()))
     colors: dict[Any, int] = {}
     lines: dict[Any, int] = {}
     styles = {}
-    for arm in arms:
-        levels = tuple(level for level in arm.factors if level not in shared)
+    for name, given in factors.items():
+        levels = tuple(level for level in given if level not in shared)
         color = colors.setdefault(levels[:1], len(colors))
         line = lines.setdefault(levels[1:], len(lines))
-        styles[arm.name] = {
+        styles[name] = {
             "color": f"C{color}",
             "marker": MARKERS[color % len(MARKERS)],
             "linestyle": LINES[line % len(LINES)],
@@ -64,6 +69,27 @@ def plot_differences(
     axes.set_xlabel(label + ("\nintervals are cut at the frame" if axes.get_xlim() != frame else ""))
     axes.grid(alpha=0.3)
     figure.suptitle(fill(title, 80), fontsize="medium")
+    return figure
+
+
+def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title: str) -> Figure:
+    """The effect of each arm over compute, with its 95% interval. Below zero it is better than the first arm."""
+    figure = Figure(figsize=(WIDTH, 4), layout="constrained")
+    styles = arm_styles(list(dict.fromkeys(arm.without_size for arm in flops)))
+    axes = figure.subplots()
+    known = [(arm, each) for arm, each in found.items() if each.complete]
+    for plain, rungs in grouped((arm.without_size, (arm, each)) for arm, each in known).items():
+        x = [flops[arm] for arm, _ in rungs]
+        y = [each.estimate.mean for _, each in rungs]
+        error = [each.estimate.half_width or 0.0 for _, each in rungs]
+        axes.errorbar(x, y, error, label=fill(plain.name, 40), capsize=4, **styles[plain.name])
+    axes.axhline(0, color="0.3", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("FLOPs of a run")
+    axes.set_ylabel(f"val_bpb minus that of the first arm\n{SIDES}")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", handlelength=4)
+    figure.suptitle(title, fontsize="medium")
     return figure
 
 

@@ -67,6 +67,13 @@ def close_rates(losses: Losses) -> list[float]:
     return [lr for lr in sorted(losses) if fmean(losses[lr]) <= lowest + WINDOW]
 
 
+def most_runs(losses: Losses, rates: Sequence[float], seeds: int, rounds: int) -> int:
+    """The most runs that a search makes from `losses` on: these rates and seeds, then one of either in each round."""
+    tried = len(losses.keys() | set(rates))
+    most = max((tried + added) * (seeds + rounds - added) for added in range(rounds + 1))
+    return most - sum(map(len, losses.values()))
+
+
 def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
     """The rates and the number of seeds with which the search goes on, or None if it has ended.
 

@@ -1,32 +1,44 @@
-"""What an ablation found, in numbers and in words: differences from the baseline, tables, the conclusion.
+"""What an ablation found, in numbers and in words: differences between arms, tables, the conclusion.
 
 A difference rests on the seeds with which the runs of both arms ended and did not diverge. If these are not all
 seeds, they may be the easy ones. If an arm's best learning rate was not found, the difference may be one of
 tuning. Neither has a p-value, and the tables mark it.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from experiments.ablation.grid import Cell, Outcomes
-from experiments.ablation.outcome import Arm, BySeed, final_bpb, grouped
+from experiments.ablation.outcome import Arm, BySeed, Outcome, final_bpb, grouped
 from experiments.ablation.rates import POINTS, WINDOW, Optimum
 from experiments.statistics import ALPHA, Estimate, estimate, holm
+from runtime.run_dir import Row
 
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
+MARGIN = 0.01  # a difference in val_bpb that does not matter
+SEEDS = 3  # fewer call no arm better or worse
+VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
+FEW = 3  # compared arms; the conclusion has no numbers of more
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from "
     "the first row are paired: as far as their shapes allow, each seed gives both arms the same initial weights "
     "and batches. Below zero is better. p tests for no difference (paired t test). All p-values of this report "
-    "are corrected together (Holm); each interval is for one comparison: an arm whose interval lies between "
-    "-0.01 and 0.01 is as good as the baseline, up to 0.01. `detectable` is about the smallest true difference "
-    "that so many seeds show in four of five experiments, with the strictest correction; for two or three seeds "
-    "it is too small, by up to a quarter. These statistics are about chance in seeds, not about other texts. A "
-    "run diverged if its loss was not finite, or ended above that of a uniform prediction.",
+    "are corrected together (Holm); each interval is for one comparison. `detectable` is about the smallest true "
+    "difference that so many seeds show in four of five experiments, with the strictest correction; for two or "
+    "three seeds it is too small, by up to a quarter. These statistics are about chance in seeds, not about other "
+    "texts. A run diverged if its loss was not finite, or ended above that of a uniform prediction.",
+    f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}; else better or worse if p is "
+    f"below {ALPHA} with at least {SEEDS} seeds: two show a true difference so seldom that most of what they seem to "
+    "show is chance. Else it is undecided, which does not mean equal.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged or has not ended. The others may be the easy "
     "ones, so their mean is not comparable and has no p.",
 )
+Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -40,6 +52,7 @@ class Finding:
     planned: int  # seeds it should rest on
     tuned: bool = True  # whether the optimum of every arm in it is known
     values: Sequence[float] = ()  # one for each seed
+    slack: float = 0.0  # what errors of learning rates may cost
     p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
 
     @property
@@ -47,94 +60,212 @@ class Finding:
         return self.estimate is not None and self.estimate.n == self.planned
 
     def __str__(self) -> str:
-        """What a sentence says of the first arm of a difference, compared with the second."""
+        """Its numbers in a sentence, if there are any."""
+        p = "" if self.p is None else f", p = {self.p:.2g}"
+        return f" ({self.estimate}{p})" if self.complete else ""
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """One of `VERDICTS` on the first arm of a difference, and why nothing can be decided."""
         found = self.estimate
         if found is None or not self.complete:
-            return f"is not compared ({'runs diverged or have not ended' if self.planned else 'no seed in common'})"
-        if found.mean == 0 and not found.half_width:
-            return "has the same losses"
+            return UNDECIDED, "runs diverged or have not ended" if self.planned else "no seed is in common"
         if not self.tuned:
-            return "is not compared (the best learning rate was not found)"
+            return UNDECIDED, "the best learning rate was not found"
         if self.p is None:
-            side = "above" if found.mean > 0 else "below"
-            return f"ended {abs(found.mean):.4f} {side}, which a single seed cannot tell from chance"
-        if self.p < ALPHA:
-            return f"is {'worse' if found.mean > 0 else 'better'} by {abs(found.mean):.4f} ± {found.half_width:.4f}"
-        alone = found.low > 0 or found.high < 0  # significant before it is corrected
-        return f"{'may differ' if alone else 'is indistinguishable'} ({found}, p = {self.p:.2g})"
+            return UNDECIDED, "a single seed cannot tell a difference from chance"
+        if max(-found.low, found.high) < MARGIN:
+            return AS_GOOD, ""
+        if self.p >= ALPHA:
+            return UNDECIDED, ""
+        if found.n < SEEDS:
+            return UNDECIDED, "two seeds are too few to call an arm better or worse"
+        return WORSE if found.mean > 0 else BETTER, ""
+
+    @property
+    def row(self) -> Row:
+        """For scripts. What is not known is missing."""
+        found, (verdict, reason) = self.estimate, self.verdict
+        numbers = {"difference": found.mean, "half_width": found.half_width, "pairs": found.n} if found else {}
+        detectable = found.detectable if found else None
+        return numbers | {"detectable": detectable, "p": self.p, "verdict": verdict, "reason": reason}
 
 
 def compare(
     bpb: Mapping[Arm, BySeed],
     planned: Mapping[Arm, Collection[int]],
     regrets: Mapping[Arm, float | None] = {},
-) -> dict[Arm, Finding]:
-    """The difference of each arm from the first, paired by seed.
+    flops: Mapping[Arm, float] = {},
+) -> tuple[dict[Pair, Finding], dict[Arm, Finding]]:
+    """The differences of `pairs_of` the arms, paired by seed, and `trends_of` these in a ladder.
 
     `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the
     error of an arm's learning rate is expected to cost, None if the best rate was not found. Holm's method
     corrects all p-values together. One that is missing counts as a comparison that found nothing: which runs
     diverge is chance too, so they must not make the correction of the others milder.
     """
-    baseline, *others = bpb
-    found = {}
-    for arm in others:
-        costs = [regrets.get(each, 0.0) for each in (arm, baseline)]
-        values = [bpb[arm][seed] - bpb[baseline][seed] for seed in sorted(bpb[arm].keys() & bpb[baseline].keys())]
-        measured = estimate(values, sum(cost or 0.0 for cost in costs), len(others)) if values else None
-        pairs = len(set(planned[arm]) & set(planned[baseline]))
-        each = found[arm] = Finding(measured, pairs, None not in costs, values)
-        if measured and each.complete and each.tuned:
-            each.p = measured.p
-    corrected = holm([1.0 if each.p is None else each.p for each in found.values()])
-    for each, p in zip(found.values(), corrected, strict=True):
+    found, pairs = {}, pairs_of([*bpb])
+    for arm, other in pairs:
+        costs = [regrets.get(each, 0.0) for each in (arm, other)]
+        values = [bpb[arm][seed] - bpb[other][seed] for seed in sorted(bpb[arm].keys() & bpb[other].keys())]
+        slack = sum(cost or 0.0 for cost in costs)
+        measured = estimate(values, slack, len(pairs)) if values else None
+        shared = len(set(planned[arm]) & set(planned[other]))
+        found[arm, other] = Finding(measured, shared, None not in costs, values, slack)
+    trends = trends_of(found, flops) if found and flops else {}
+    everything = [*found.values(), *trends.values()]
+    for each in everything:
+        if each.estimate and each.complete and each.tuned:
+            each.p = each.estimate.p
+    corrected = holm([1.0 if each.p is None else each.p for each in everything])
+    for each, p in zip(everything, corrected, strict=True):
         each.p = None if each.p is None else p
-    return found
+    return found, trends
+
+
+def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float]) -> dict[Arm, Finding]:
+    """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
+
+    Keys are arms without their size. There is a slope only if the effect is known at every size.
+    """
+    x = {other.size: math.log2(flops[other]) for _, other in found}
+    middle = fmean(x.values())
+    spread = sum((each - middle) ** 2 for each in x.values())
+    trends: dict[Arm, Finding] = {}
+    for plain in dict.fromkeys(arm.without_size for arm, _ in found):
+        rungs = {arm.size: each for (arm, _), each in found.items() if arm.without_size == plain}
+        weights = {size: (x[size] - middle) / spread for size in rungs}
+        slopes: list[float] = []
+        if len(rungs) == len(x) and all(each.complete for each in rungs.values()):
+            by_seed = zip(*(each.values for each in rungs.values()), strict=True)
+            slopes = [sum(map(mul, weights.values(), effects)) for effects in by_seed]
+        slack = sum(abs(weights[size]) * each.slack for size, each in rungs.items())
+        measured = estimate(slopes, slack, len(found) + len(trends)) if slopes else None
+        planned, tuned = min(each.planned for each in rungs.values()), all(each.tuned for each in rungs.values())
+        trends[plain] = Finding(measured, planned, tuned, slopes, slack)
+    return trends
+
+
+def pairs_of(arms: Sequence[Arm]) -> list[Pair]:
+    """Each arm and the first one. If several factors vary, also each and the one with the first value of a factor.
+
+    In a ladder, each arm and the first one of its size.
+    """
+    if arms[0].size:
+        baselines = {arm.size: arm for arm in reversed(arms)}
+        return [(arm, baselines[arm.size]) for arm in arms if arm != baselines[arm.size]]
+    pairs = [(arm, arms[0]) for arm in arms[1:]]
+    for arm in arms:
+        for index, first in enumerate(arms[0].factors):
+            other = Arm((*arm.factors[:index], first, *arm.factors[index + 1 :]))
+            if other in arms and other != arm:
+                pairs.append((arm, other))
+    return list(dict.fromkeys(pairs))
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def comparison_section(
-    cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum] = {}
-) -> tuple[dict[Arm, Finding], list[str]]:
-    """What is found of the planned `cells`, an arm at one learning rate each, and the text: first the conclusion.
+class Comparison(NamedTuple):
+    """What is found of all arms."""
 
-    `optima` are given if learning rates were searched for.
+    pairs: dict[Pair, Finding]
+    found: dict[Arm, Finding]  # those pairs whose second arm is the baseline, or that of its size
+    trends: dict[Arm, Finding]  # in a ladder
+    rows: dict[Arm, Row]  # for scripts
+    text: list[str]  # first the conclusion
+
+
+def comparison_section(
+    cells: Sequence[Cell],
+    outcomes: Outcomes,
+    optima: Mapping[Arm, Optimum] = {},
+    flops: Mapping[Arm, float] = {},
+) -> Comparison:
+    """What is found of the planned `cells`, an arm at one learning rate each.
+
+    `optima` are given if learning rates were searched for, and `flops` of a run of each arm in a ladder.
     """
     lrs = {cell.arm: cell.lr for cell in cells}
     runs = {arm: [outcomes[cell] for cell in cells if cell in outcomes and cell.arm == arm] for arm in lrs}
     bpb = {arm: final_bpb(ended) for arm, ended in runs.items()}
     seeds = grouped((cell.arm, cell.seed) for cell in cells)
     known = {arm: each.regret if each.holds(bpb[arm].values()) else None for arm, each in optima.items()}
-    found = compare(bpb, seeds, known)
-    rows = []
+    baseline, lr = next(iter(lrs.items()))
+    pairs, trends = compare(bpb, seeds, known, flops)
+    found = {arm: each for (arm, other), each in pairs.items() if other == baseline or baseline.size}
+    lines, rows = [], {}
     for arm, ended in runs.items():
         levels = dict(arm.factors) | {"lr": f"{lrs[arm]:g}"}  # `compare` may have lr as a factor
-        difference = found.get(arm, Finding(None, 0))
-        diverged = f"{sum(run.diverged for run in ended)} of {len(ended)}"
-        rows.append([*levels.values(), mean_of(bpb[arm], len(seeds[arm])), *columns_of(difference), diverged])
-    baseline, lr = next(iter(lrs.items()))
+        mean, diverged = mean_of(bpb[arm], len(seeds[arm])), sum(run.diverged for run in ended)
+        *columns, verdict = columns_of(found[arm]) if arm in found else [NONE] * 4
+        lines.append([*levels.values(), statistic(mean, ".4f"), *columns, f"{diverged} of {len(ended)}", verdict])
+        row = {"arm": arm.name, **levels, "lr": lrs[arm], "seeds": mean.planned, "n": len(bpb[arm])}
+        row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
+        rows[arm] = row | {"diverged": diverged} | (found[arm].row if arm in found else {})
     titles = [name.replace("_", " ") for name in levels]
-    titles += ["val_bpb (n)", f"paired difference from {baseline.name} (n)", "detectable", "p", "diverged"]
-    conclusion = ""
-    if found:
-        parts = [f"{arm.name} {finding}" for arm, finding in found.items()]
-        conclusion = f"Compared with {baseline.name}: {'; '.join(parts)}."
-    if pairs := sorted({finding.estimate.n for finding in found.values() if finding.estimate}):
+    against = f"{baseline.without_size.name} of the same size" if baseline.size else baseline.name
+    titles += ["val_bpb (n)", f"paired difference from {against} (n)", "detectable", "p", "diverged", "verdict"]
+    conclusion = f"Compared with {against}: {by_verdict(found)}." if found else ""
+    if counts := sorted({finding.estimate.n for finding in found.values() if finding.estimate}):
         rates = f"all at learning rate {lr:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
-        conclusion += f" In bits per byte (val_bpb), n = {' or '.join(map(str, pairs))}, {rates}."
-    return found, [conclusion, "## Comparison", missing(cells, outcomes), table(titles, rows)]
+        conclusion += f" In bits per byte (val_bpb), n = {' or '.join(map(str, counts))}, {rates}."
+    text = [conclusion, "## Comparison", table(titles, lines)]
+    text += within(pairs) if len(pairs) > len(found) else []
+    if trends:
+        sentence, *section = over_compute(trends, found, flops)
+        text = [f"{sentence} {conclusion}", *section, *text[1:]]
+    return Comparison(pairs, found, trends, rows, text)
+
+
+def over_compute(trends: Mapping[Arm, Finding], found: Mapping[Arm, Finding], flops: Mapping[Arm, float]) -> list[str]:
+    """What a ladder shows, in a sentence and in a section with a row for each arm."""
+    titles = {arm.size: f"{flops[arm]:.2g} FLOPs" for arm in found}
+    rows, said = [], []
+    for arm, slope in trends.items():
+        effects = {rung.size: each for rung, each in found.items() if rung.without_size == arm}
+        means = [each.estimate.mean for each in effects.values() if each.estimate]
+        shown = "no trend shown"
+        if slope.p is not None and slope.p < ALPHA and len(slope.values) >= SEEDS:
+            shown = "the gap grows" if abs(means[-1]) > abs(means[0]) else "the gap closes"
+        known = [statistic(effects[size]) if size in effects else NONE for size in titles]
+        rows.append([arm.name, *known, *columns_of(slope)[:3], shown])
+        said.append(f"{arm.name}: {shown}")
+    header = ["arm", *titles.values(), "slope for each doubling (n)", "detectable", "p", "trend"]
+    return [f"With compute, {'; '.join(said)}.", "## Effect over compute", table(header, rows)]
+
+
+def by_verdict(found: Mapping[Arm, Finding]) -> str:
+    """`a and b are better; c is undecided`, with numbers if these are few arms."""
+    few, parts = len(found) <= FEW, []
+    groups = grouped((each.verdict, f"{arm.name}{each if few else ''}") for arm, each in found.items())
+    for verdict, reason in sorted(groups, key=lambda key: VERDICTS.index(key[0])):
+        *names, last = groups[verdict, reason]
+        arms = f"{', '.join(names)} and {last} are" if names else f"{last} is"
+        parts.append(f"{arms} {verdict}" + (f", as {reason}" if reason else ""))
+    return "; ".join(parts)
+
+
+def within(pairs: Mapping[Pair, Finding]) -> list[str]:
+    """The section on arms that differ in one factor, such as post − pre within AdamW."""
+    rows = []
+    for (arm, other), finding in pairs.items():
+        shared = tuple(factor for factor in arm.factors if factor in other.factors)
+        if len(shared) == len(arm.factors) - 1:
+            one, zero = (Arm(tuple({*each.factors} - {*shared})).name for each in (arm, other))
+            rows.append([f"{one} − {zero}", Arm(shared).name, *columns_of(finding)])
+    titles = ["difference", "within", "paired difference (n)", "detectable", "p", "verdict"]
+    return ["## One factor at a time", table(titles, rows)]
 
 
 def columns_of(finding: Finding) -> list[str]:
-    """A difference, what is detectable, and p."""
+    """A difference, what is detectable, p, and the verdict."""
     detectable = p = NONE
     if finding.complete and finding.estimate and finding.estimate.detectable is not None:
         detectable = f"{finding.estimate.detectable:.4f}"
     if finding.p is not None:
         p = f"{finding.p:.2g}" if finding.p >= 1e-4 else "< 0.0001"
-    return [statistic(finding), detectable, p]
+    return [statistic(finding), detectable, p, finding.verdict[0]]
 
 
 def statistic(finding: Finding, spec: str = "+.4f") -> str:
@@ -145,8 +276,8 @@ def statistic(finding: Finding, spec: str = "+.4f") -> str:
     return f"{finding.estimate:{spec}} " + (f"({n})" if finding.complete else f"({n} of {finding.planned}){INCOMPLETE}")
 
 
-def mean_of(values: BySeed, planned: int) -> str:
-    return statistic(Finding(estimate([*values.values()]) if values else None, planned), ".4f")
+def mean_of(values: BySeed, planned: int) -> Finding:
+    return Finding(estimate([*values.values()]) if values else None, planned)
 
 
 def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum]) -> list[str]:
@@ -157,7 +288,8 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         row = [arm.name]
         for lr in lrs:
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
-            row.append(mean_of(final_bpb(outcomes[cell] for cell in tried if cell in outcomes), len(tried)))
+            mean = mean_of(final_bpb(outcomes[cell] for cell in tried if cell in outcomes), len(tried))
+            row.append(statistic(mean, ".4f"))
         best = regret = NONE
         if optima:
             best = f"{optima[arm].lr:g}"
@@ -165,7 +297,6 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         rows.append([*row, best, regret])
     return [
         "## Learning rates",
-        missing(cells, outcomes),
         "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses "
         f"within {WINDOW:.3f} bits per byte (0.1 nats) of the lowest, of at least {POINTS} rates. The regret is what "
         "an error of the vertex is expected to cost: intervals are wider by it, and p-values count only what is "
@@ -176,9 +307,9 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
     ]
 
 
-def missing(cells: Sequence[Cell], outcomes: Outcomes) -> str:
-    ended = sum(cell in outcomes for cell in cells)
-    return f"**Partial: {ended} of {len(cells)} runs have ended.**" if ended < len(cells) else ""
+def missing(planned: Collection[Any], outcomes: Mapping[Any, Outcome]) -> str:
+    ended = sum(run.ended for run in outcomes.values())
+    return f"**Partial: {ended} of {len(planned)} runs have ended.**" if ended < len(planned) else ""
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -11,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
-from config import FIELDS, MAX_SIZE, Asked, check_sizes, flag_name, option
+from config import FIELDS, MAX_SIZE, Asked, ModelConfig, TrainConfig, check_sizes, flag_name, option
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
     Cell,
     Elsewhere,
     Grid,
+    Settings,
     cells_for,
     prepare_text,
     resolve_arms,
@@ -26,12 +29,15 @@ from experiments.ablation.grid import (
     selection,
     settings_digest,
 )
-from experiments.ablation.outcome import Arm, grouped
-from experiments.ablation.plots import arm_styles, plot_curves, plot_differences
+from experiments.ablation.ladder import climb
+from experiments.ablation.outcome import Arm, Outcome, grouped
+from experiments.ablation.plots import SIDES, arm_styles, plot_curves, plot_differences, plot_ladder
 from experiments.ablation.rates import Optimum
-from experiments.ablation.report import HOW_TO_READ, comparison_section, sweep_section
+from experiments.ablation.report import HOW_TO_READ, Comparison, comparison_section, missing, sweep_section
+from experiments.benchmarks import flops_per_token
 from files import require, write_atomically
 from machine.device import describe
+from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
 from pages.html import figure, folded, markdown, page, save_plot, settings_list
@@ -55,9 +61,8 @@ class AblationConfig:
     )
     placements: list[str] = option(
         [],
-        "placements to compare; the first is the baseline (default: the model's)",
-        metavar=None,
-        choices=PLACEMENTS,
+        f"placements to compare, of {', '.join(PLACEMENTS)}; the first is the baseline (default: the model's)",
+        metavar="NAME[:KEY=VALUE,...]",
     )
     factor: list[str] = option(
         [],
@@ -77,6 +82,13 @@ class AblationConfig:
     print_commands: bool = option(
         False, "run nothing; print a line of shell for each run that has not ended, and report on those that have"
     )
+    ladder: list[int] = option(
+        [],
+        "widths (--dim) at which all arms are compared: heads grow with it, and --steps with the number of parameters",
+        type=int,
+        metavar="DIM",
+    )
+    tokens_per_parameter: float = option(4.4, "training tokens for each parameter of the first arm, with --ladder")
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,8 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
         require(f"{name}_args" not in asked, f"--{name}-arg is for a single run; write --{name}s {example}")
     shared = {name: value for name, value in asked.items() if name not in ("out", "device")}
     arms = resolve_factors(options, shared)
+    if options.ladder:
+        arms = climb(options.ladder, arms, shared, options.tokens_per_parameter)
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
     shared |= {"watch": MAX_SIZE} if options.probe else {}
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
@@ -141,14 +155,17 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
     """
     given = {"norm": options.norms, "placement": options.placements}
     factors = {name: levels for name, levels in given.items() if levels}
-    for text in options.norms:
-        kind = text.partition(":")[0]
-        require(kind in KINDS, f"--norms: unknown kind {kind!r}; choose from {', '.join(KINDS)}, separated by spaces")
+    choices: tuple = (("--norms", options.norms, KINDS), ("--placements", options.placements, PLACEMENTS))
+    for flag, levels, known in choices:
+        for kind in (text.partition(":")[0] for text in levels):
+            require(kind in known, f"{flag}: unknown {kind!r}; choose from {', '.join(known)}, separated by spaces")
     for text in options.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
-        known = name in FIELDS or name == "recipe"
-        require(known, f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer")
+        require(
+            name in FIELDS or name == "recipe",
+            f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer",
+        )
         require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
         require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
@@ -166,67 +183,100 @@ def run_ablation(ablation: Ablation, command: str) -> None:
     grid, lrs = ablation.grid, ablation.lrs
     arms = list(grid.settings)
     write_atomically(grid.folder / "command.txt", command + "\n")
-    sweep = []
     optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
     try:
         if len(lrs) > 1:
-            sweep, optima = selection(arms, lrs, ablation.seeds.start), {}
-            optima, found = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
-            sweep = list(found)
+            optima = {}
+            optima, _ = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
         grid.run(ablation.reported(optima))
     except Elsewhere as left:
         print(*map(grid.shell_line, left.cells), sep="\n")
         sys.exit()
     finally:
-        write_report(ablation, sweep, optima, command)
+        write_report(ablation, optima, command)
 
 
-def write_report(ablation: Ablation, sweep: list[Cell], optima: Mapping[Arm, Optimum], command: str) -> None:
-    """Write `runs.csv`, `table.md`, the plots and `report.html` about the runs that have ended.
-
-    `sweep` are the runs that search for learning rates, and `optima` what they found: empty before all have ended.
-    """
+def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str) -> None:
+    """Write the files about the runs that have ended. `optima` is empty before all learning rates are known."""
     grid, folder, seeds = ablation.grid, ablation.grid.folder, ablation.seeds
     reported = ablation.reported(optima)
+    sweep = [cell for cell in dict.fromkeys(grid.asked) if cell.seed not in seeds]
     outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
-    rows, file = [run.row | {"run": cell.name} for cell, run in outcomes.items()], io.StringIO()
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "runs.csv", file.getvalue())
-    found, (summary, *tables) = comparison_section(reported, outcomes, optima) if reported else ({}, [""])
-    tables += sweep_section(sweep, outcomes, optima) if sweep else []
+    flops = {arm: costs(*each)["flops"] for arm, each in grid.settings.items() if arm.size}
+    comparison = Comparison({}, {}, {}, {}, [""])
+    if reported:
+        comparison = comparison_section(reported, outcomes, optima, flops)
+    comparison.text[0] = f"{missing([*reported, *sweep], outcomes)} {comparison.text[0]}".strip()
+    comparison.text.extend(sweep_section(sweep, outcomes, optima) if sweep else [])
     model_config, config = next(iter(grid.settings.values()))
     machine = f"{describe(torch.device(config.device))}, {grid.jobs * len(grid.devices)} at a time"
     title = f"seeds {seeds[0]} to {seeds[-1]}"
-    about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}.", *HOW_TO_READ]
-    write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
-    figures, styles = {}, arm_styles(grid.settings)
+    about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}."]
+    figures, found, styles = {}, comparison.found, arm_styles(grid.settings)
     if any(finding.values for finding in found.values()):
-        named = {arm.name: finding for arm, finding in found.items()}
-        label = "val_bpb, paired by seed\n← better                    worse →"
-        figures["differences"] = plot_differences(
-            named, label, f"Difference from {reported[0].arm.name}, {title}", styles
-        )
-    if runs := [outcomes[cell] for cell in reported if cell in outcomes]:
+        against = f"Difference from {'the first arm of a size' if flops else reported[0].arm.name}, {title}"
+        named, label = {arm.name: each for arm, each in found.items()}, f"val_bpb, paired by seed\n{SIDES}"
+        figures["differences"] = plot_differences(named, label, against, styles)
+    if comparison.trends:
+        figures["ladder"] = plot_ladder(found, flops, title)
+    if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
         figures["curves"] = plot_curves(runs, styles, f"Means of {title}", ["step"])
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_streams(watched, styles)
+    named_runs = {cell.name: run for cell, run in outcomes.items()}
+    more = [folded(f"Heat maps of {name}", figure(plot_maps(log), name, "colors")) for name, log in watched.items()]
+    more.append(folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))))
+    levels = grouped(dict.fromkeys(level for arm in grid.settings for level in arm.factors))
+    compared = "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
+    write_files(folder, compared, comparison, named_runs, grid.settings, about, figures, "\n".join(more))
+
+
+def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
+    """Parameters, training tokens, and FLOPs of a run."""
+    with torch.device("meta"):
+        model = Llama(model_config)
+    tokens = config.steps * config.batch_size * model_config.context
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return {"parameters": parameters, "tokens": tokens, "flops": tokens * flops_per_token(model)}
+
+
+def write_files(
+    folder: Path,
+    title: str,
+    comparison: Comparison,
+    runs: Mapping[str, Outcome],
+    settings: Settings,
+    about: list[str],
+    figures: Mapping[str, Figure],
+    more: str = "",
+) -> None:
+    """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, the figures, and `report.html` with `more` at its end.
+
+    `settings` may lack arms. Their size is not known.
+    """
+    for arm in comparison.rows.keys() & settings.keys():
+        comparison.rows[arm].update(costs(*settings[arm]))
+    arms = list(comparison.rows.values())
+    for name, rows in (("runs", [run.row | {"run": each} for each, run in runs.items()]), ("arms", arms)):
+        file = io.StringIO()
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(folder / f"{name}.csv", file.getvalue())
+    summary, *tables = comparison.text
+    pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in comparison.pairs.items()]
+    slopes = [{"arm": arm.name, **each.row} for arm, each in comparison.trends.items()]
+    report = {"summary": summary, "arms": arms, "comparisons": pairs, "slopes": slopes}
+    write_atomically(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    about = [*about, *HOW_TO_READ]
+    write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     sections = [markdown(summary)]
     for name, plot in figures.items():
         for kind in ("png", "svg", "pdf"):
             save_plot(plot, folder / f"{name}.{kind}")
         sections.append(figure(plot, alt=f"{name} of the arms"))
-    for name, rows in watched.items():
-        sections.append(folded(f"Heat maps of {name}", figure(plot_maps(rows), f"heat maps of {name}", "colors")))
-    sections += [
-        markdown("\n\n".join(tables)),
-        folded("How to read this", markdown("\n\n".join(about))),
-        folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))),
-    ]
-    levels = grouped(dict.fromkeys(level for arm in grid.settings for level in arm.factors))
-    compared = "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
-    write_atomically(folder / "report.html", page(compared or folder.name, sections))
+    sections += [markdown("\n\n".join(tables)), folded("How to read this", markdown("\n\n".join(about))), more]
+    write_atomically(folder / "report.html", page(title, sections))

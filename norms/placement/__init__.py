@@ -14,8 +14,13 @@ from norms.placement.many_streams import (
     BlockAttentionResidual,
     HyperConnection,
     HyperConnectionOutput,
+    ResiDual,
+    ResiDualOutput,
+    Siamese,
+    SiameseOutput,
     attention_residual_output,
     copies,
+    duplicate,
     newest,
     one_source,
 )
@@ -38,7 +43,6 @@ from norms.placement.one_stream import (
     parallel,
     without_final_norm,
 )
-from norms.placement.two_streams import ResiDual, ResiDualOutput, Siamese, SiameseOutput, duplicate
 from norms.registry import TRAITS, check_arguments
 
 
@@ -96,7 +100,7 @@ PLACEMENTS = {
     "mix": Placement(mix_norm),
     "residual": Placement(ResiDual, ResiDualOutput, duplicate),
     "hybrid": Placement(hybrid_norm, qkv_norm=True),
-    "hybrid_star": Placement(hybrid_star, qkv_norm=True),
+    "hybrid-star": Placement(hybrid_star, qkv_norm=True),
     "siamese": Placement(Siamese, SiameseOutput, duplicate),
     "rezero": Placement(ReZero, without_norm=True),
     "keel": Placement(keel, without_final_norm, depth_scaled=False),

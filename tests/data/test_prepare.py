@@ -152,18 +152,6 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
     assert capsys.readouterr().err.count("training a tokenizer") == 2 * (kind == "sentencepiece")
 
 
-def test_processes_encode_what_one_does(source, monkeypatch):
-    one = prepare_from(source)
-    monkeypatch.setattr(encoding, "WORKERS_FROM", 0)
-    monkeypatch.setattr(encoding, "BATCH_CHARS", 500)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    several = prepare([str(source)], "sentencepiece", 350, source.parent / "other", 16)
-    assert several.train.tobytes() == one.train.tobytes() and several.val.tobytes() == one.val.tobytes()
-    with pytest.raises(OSError, match=r"^a process that encodes text was killed; run the command again"):
-        monkeypatch.setattr(encoding.sys, "executable", "/bin/false")
-        prepare([str(source)], "sentencepiece", 350, source.parent / "third", 16)
-
-
 def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capsys):
     """But what was said of it is said again. `verify` reads it, and so does another modification time."""
     folder = source.parent / "folder"

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import pickle
 import random
 import shutil
 import sys
@@ -108,11 +107,10 @@ def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_
     with pytest.raises(ValueError, match="surrogates not allowed"):
         ours.encode("\ud800")
     assert their_ids(theirs, theirs.eos_token) == [ours.end_of_document]
-    elsewhere = pickle.loads(pickle.dumps(ours))  # in another process; the library forgets what special tokens are
     for text in (theirs.eos_token, f"a{theirs.eos_token}b", theirs.eos_token * 2, "<s>", "<unk>", "<pad>"):
         ids = ours.encode(text)
         assert ours.decode(ids) == text and all(ours.token_bytes[ids] > 0), "a special token typed as text is text"
-        assert ids == elsewhere.encode(text) == their_ids(theirs, text, split_special_tokens=True)
+        assert ids == their_ids(theirs, text, split_special_tokens=True)
     ours.save(tmp_path)
     again, in_transformers = PretrainedTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert (again.hash, again.vocab_size, again.end_of_document) == (ours.hash, ours.vocab_size, ours.end_of_document)

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from data import sources
 from data.sources import find_files, read_documents, short_name, text_files
 
 CHUNK = sources.CHUNK_BYTES
+UTF_16 = {"utf-16": "UTF-16", "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}
 TEXTS = ["one\ntwo", "", "\u2028 é", "x" * (CHUNK + 5), *map(str, range(200))]
 
 
@@ -136,33 +136,19 @@ def test_names_that_are_no_text_are_refused(tmp_path):
             find_files(str(tmp_path / name), tmp_path)
 
 
-def converted(path: Path) -> Path:
-    """What the command in the error about a file makes of it."""
-    with pytest.raises(ValueError, match=f"^--val-data {path} is .*, not text in UTF-8: ") as error:
-        texts_behind(str(path), path.parent, "--val-data")
-    advice = str(error.value).partition("UTF-8: ")[2].removeprefix("make JSON lines of it, ")
-    command = advice.partition(", and name")[0].replace("python", sys.executable, 1)
-    environment = {"PATH": os.environ["PATH"], "PYTHONUTF8": "1"}
-    subprocess.run(command, shell=True, check=True, cwd=path.parent, env=environment)
-    (made,) = set(path.parent.iterdir()) - {path}
-    return made
-
-
-@pytest.mark.parametrize("name, start", [("a.csv", ""), ("a.CSV", "\ufeff"), ("a.tsv", "")])
-def test_a_table_is_refused_with_the_command_that_converts_it(tmp_path, name, start):
-    content = start + 'content,id\n"first, é\nline",1\nsecond,2\n'
-    content = content.replace(",", "\t") if name.endswith("tsv") else content
-    made = converted(write(tmp_path / "folder" / name, content))
-    texts = ["".join(document).replace("\t", ",") for document in read_documents(made, "content")]
-    assert texts == ["first, é\nline", "second"]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("name", ["a.txt", "b.jsonl"])
-def test_utf_16_is_refused_with_the_command_that_converts_it(tmp_path, name, encoding):
-    lines = '{"text": "café text"}\n{"text": "here"}\n'
-    made = converted(write(tmp_path / "folder" / name, lines.encode(encoding)))
-    assert text_of(made) == ([lines] if name == "a.txt" else ["café text", "here"])
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("a.csv", b"text,id\nfirst,1\n", "CSV"),
+        ("a.TSV.gz", gzip.compress(b"text\tid\nfirst\t1\n"), "TSV"),
+        *((f"a.{name}", "café".encode(name), kind) for name, kind in UTF_16.items()),
+    ],
+)
+def test_tables_and_utf_16_are_refused_with_what_to_make_of_them(tmp_path, name, content, kind):
+    path = write(tmp_path / name, content)
+    advice = rf"as with iconv -f {kind} -t UTF-8$" if "UTF" in kind else "make JSON lines of it, and name the column"
+    with pytest.raises(ValueError, match=f"^--val-data {path} is {kind}, not text in UTF-8; .*{advice}"):
+        texts_behind(str(path), tmp_path, "--val-data")
     (tmp_path / "nul").write_bytes(b"\0" * 100)
     assert texts_behind(str(tmp_path / "nul"), tmp_path), "NUL alone is no UTF-16"
 

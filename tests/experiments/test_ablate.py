@@ -52,8 +52,18 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
         assert run["resolved"]["norm_args"] == ({} if row["norm"] == "rmsnorm" else {"bias": False})
     base, arm = (float(row["val_bpb"]) for row in rows)
     table = (folder / "table.md").read_text()
-    assert f"| rmsnorm | pre | 0.01 | {base:.4f} (1) | – | – | – | 0 of 1 |" in table and "Partial" not in table
-    assert f"| layernorm:bias=false | pre | 0.01 | {arm:.4f} (1) | {arm - base:+.4f} (1) | – | – | 0 of 1 |" in table
+    assert f"| rmsnorm | pre | 0.01 | {base:.4f} (1) | – | – | – | 0 of 1 | – |" in table and "Partial" not in table
+    assert (
+        f"| layernorm:bias=false | pre | 0.01 | {arm:.4f} (1) | {arm - base:+.4f} (1) | – | – | 0 of 1 | undecided |"
+        in table
+    )
+    report = json.loads((folder / "report.json").read_text())
+    assert report["summary"] == table.splitlines()[0] and report["arms"][0]["val_bpb"] == base
+    (found,) = report["comparisons"]
+    assert (found["difference"], found["verdict"], found["baseline"]) == (arm - base, "undecided", "rmsnorm pre")
+    with open(folder / "arms.csv", newline="") as file:
+        sizes = [int(row["parameters"]) for row in csv.DictReader(file)]
+    assert sizes == [run["parameters"]] * 2
     command = "python ablate.py " + " ".join(arguments)
     assert (folder / "command.txt").read_text() == command + "\n" and command in table
 

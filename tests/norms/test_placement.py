@@ -63,7 +63,7 @@ def reference_logits(
     def attention(path: str) -> Callable[[Tensor], Tensor]:
         def f(h: Tensor) -> Tensor:
             q, k, v = (h @ w[f"{path}{part}_proj.weight"].T for part in "qkv")
-            hybrid = placement in ("hybrid", "hybrid_star")
+            hybrid = placement in ("hybrid", "hybrid-star")
             per_head = qk_norm == "head" or (hybrid and qk_norm == "none")
             if qk_norm == "full":
                 q, k = norm(path + "q_norm.norm")(q), norm(path + "k_norm.norm")(k)
@@ -148,9 +148,9 @@ def reference_logits(
             case "residual":
                 z = f(x)
                 x, y = norm(first)(x + z), y + z
-            case "hybrid_star" if block == 1:
+            case "hybrid-star" if block == 1:
                 x = x + f(norm(first)(x))
-            case "hybrid" | "hybrid_star":
+            case "hybrid" | "hybrid-star":
                 h = x if number % 2 == 0 else norm(first)(x)
                 x = h + f(h)
             case "siamese":
@@ -236,7 +236,7 @@ KEYS = {
     "mix": (ONE, ONE, ["weight"]),
     "residual": (ONE, ONE, ["norm.weight"]),
     "hybrid": ([], ONE, ["weight"]),
-    "hybrid_star": ([], ONE, ["weight"]),
+    "hybrid-star": ([], ONE, ["weight"]),
     "siamese": (
         [*ONE, "norm_x.weight", "norm_y.weight"],
         [*ONE, "norm_x.weight", "norm_y.weight"],
@@ -260,13 +260,13 @@ def test_state_dict_keys(placement):
     in_block = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
     in_block += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     in_block += [f"attention_residual.{key}" for key in attention] + [f"mlp_residual.{key}" for key in mlp]
-    if placement in ("hybrid", "hybrid_star"):
+    if placement in ("hybrid", "hybrid-star"):
         in_block += [f"self_attn.{part}_norm.weight" for part in "qkv"]
     if placement == "ngpt":
         in_block += NGPT_SCALES
     expected = {f"layers.{layer}.{key}" for layer in range(8) for key in in_block}
     expected |= {"embed_tokens.weight", "lm_head.weight", *(f"final_norm.{key}" for key in final)}
-    if placement == "hybrid_star":
+    if placement == "hybrid-star":
         expected.add("layers.0.attention_residual.norm.weight")
     if placement == "keel":
         expected.remove("layers.0.attention_residual.norm_out.weight")

@@ -60,6 +60,6 @@ def test_a_zero_centered_gain_is_bit_identical_to_gemmas(gain_dtype):
 def test_without_gain(cast_order):
     norm = RMSNorm(512, elementwise_affine=False, cast_order=cast_order)
     x = normal(64, 512, dtype=torch.float64)
-    assert not norm.state_dict()
+    assert not norm.state_dict() and str(norm) == "RMSNorm(512, eps=1e-06)"
     torch.testing.assert_close(norm(x), oracle(x, {"weight": torch.ones(512)}), rtol=1e-14, atol=0)
     assert norm(x.bfloat16()).dtype == torch.bfloat16

@@ -55,10 +55,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny run on a text with characters that HTML must escape."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "a b.txt").write_text("the <cat> sees &amp; a bird.\n" * 300)
-    sizes = (
-        "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 2 --watch 1"
-    )
-    places = ["--data", str(folder / "a b.txt"), "--cache-dir", str(folder / "cache"), "--out", str(folder / "run")]
+    sizes = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 2"
+    places = [
+        "--data",
+        str(folder / "a b.txt"),
+        "--cache-dir",
+        str(folder / "cache"),
+        "--out",
+        str(folder / "run"),
+        "--watch=1",
+    ]
     train.main([*sizes.split(), *places])
     return folder / "run"
 
@@ -74,7 +80,6 @@ def test_the_page_of_a_run_loads_nothing_from_elsewhere(run):
 
 def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     described = read_run_file(run / "run.json") | {"device": "a <fast> card", "command": ["train.py", "--data", "b c"]}
-    described["resumed"] = [{"command": ["train.py", "--resume", "--steps", steps]} for steps in ("25", "30")]
     write_run_file(tmp_path / "run.json", described)
     log = Log(tmp_path, 0, lambda row: None)
     for step in range(1, 24):
@@ -86,9 +91,13 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     needs = "After 30 steps the model needs 2.3083 bits per byte of the validation text"
     assert f"{needs}, 15% worse than gzip -9 on the whole validation text (2.0000)." in html
     assert f"{described['parameters']:,} parameters, on a &lt;fast&gt; card." in html
-    commands = "python train.py --data &#x27;b c&#x27;\npython train.py --resume --steps 30<"  # the first and the last
-    assert commands in html and "tie_embeddings: true" in html
+    assert "python train.py --data &#x27;b c&#x27;" in html and "tie_embeddings: true" in html
     assert re.findall(r"text (\d+)\. if a &lt; b: café", html) == [str(step) for step in range(4, 24)]
+    write_run_file(
+        tmp_path / "run.json", described | {"resumed": [{"command": ["a"]}, {"command": ["train.py", "--resume"]}]}
+    )
     log.add(step=31, not_finite=True)
     write_report(tmp_path, gzip_bpb=2.0)
-    assert "Diverged: loss, gradient or weight not finite at step 31." in (tmp_path / "report.html").read_text("utf-8")
+    html = (tmp_path / "report.html").read_text("utf-8")
+    assert "Diverged: loss, gradient or weight not finite at step 31." in html
+    assert "<pre>python train.py --resume</pre>" in html, "the command that ran last"

@@ -9,6 +9,7 @@ import ablate
 import bench
 import generate
 import train
+from runtime.run import ROOT, commit
 
 SMALL = "--tokenizer bytes --device cpu --dtype float32 --dim 8 --layers 1 --context 16 --eval-tokens 32 --steps 2"
 REFUSED: dict[str, tuple[Callable, str]] = {
@@ -27,6 +28,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --optimizer adamw": (train.main, "has --optimizer muon, not adamw"),
     "--resume --out taken --data nothing.txt": (train.main, "nothing.txt"),
     "--resume --out taken --tokenizer sentencepiece": (train.main, "--tokenizer bytes, not sentencepiece"),
+    "--init-from taken --layers 2": (train.main, "--layers 2 contradicts --init-from, which has 1; leave it out"),
+    "--resume --init-from taken": (train.main, "--init-from is for new runs"),
     "--eval-only --data a.txt --val-data b.txt": (train.main, "--eval-only takes --data or --val-data, not both"),
     "--data missing.txt": (train.main, "missing.txt"),
     "--data taken/loss.png": (train.main, "loss.png: not UTF-8 at byte 0"),
@@ -85,3 +88,12 @@ def test_a_wrong_flag(flags, place, ends, monkeypatch):
     code, error = ends(command, [*([] if whole else [*SMALL.split(), "--data", "text.txt"]), *flags.split()])
     assert code == 2 and message in error and error.count("error: ") == error.count("\n") == 1, error
     assert contents(place) == before
+
+
+@pytest.mark.parametrize("command", [train, generate, ablate, bench])
+def test_the_version_is_that_of_the_citation(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--version"])
+    name, version, *commits = capsys.readouterr().out.split()
+    assert {f"title: {name}", f"version: {version}"} < {*(ROOT / "CITATION.cff").read_text("utf-8").splitlines()}
+    assert commits == [*filter(None, [commit()])]

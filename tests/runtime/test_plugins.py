@@ -222,13 +222,6 @@ def test_a_norm_whose_sites_share_a_tensor_is_refused_before_training(refused):
     assert "are the same tensor" in refused(call, f"train.py --norm mynorm {TOY} --import bad.py")
 
 
-def test_a_placement_whose_sites_share_a_tensor_is_refused_before_training(refused):
-    third = PLACEMENT.replace("class", "ONES = torch.nn.Parameter(torch.ones(1))\n\nclass")
-    init = "def __init__(self, site):\n        super().__init__(site)\n        self.scale = ONES"
-    Path("third.py").write_text(third.replace("pass", init))
-    assert "are the same tensor" in refused(call, f"train.py --placement third {TOY} --import third.py")
-
-
 def test_a_norm_with_a_network_starts_from_the_seed_and_keeps_its_precision():
     with_gate = NORM.replace("= factor", "= torch.nn.Linear(dim, 1)").replace(
         "return x * self.factor",

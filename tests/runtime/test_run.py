@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import train
-from config import DEFAULTS, PRESETS, ModelConfig, TrainConfig
 from data.prepare import prepare
-from machine import device
 from machine.process import Stopped
 from runtime import run
 from runtime.run_dir import newest_run, read_run_file
@@ -29,31 +27,6 @@ def changes(asked: dict[str, Any], previous: dict[str, Any], continues: bool) ->
     """What is asked changes these options of the run, which `continues` or whose run.json is taken."""
     now = run.fields_of(*run.resolve(asked, previous, continues)[1:])
     return {name: now[name] for name in now if now[name] != previous["resolved"][name]}
-
-
-@either
-def test_a_run_keeps_its_dtype_where_products_are_timed_differently(continues, monkeypatch):
-    monkeypatch.setattr(device, "product_times", lambda: [3.0, 1.0])
-    previous = run_file({"device": "cpu"})
-    assert previous["resolved"]["dtype"] == "bfloat16"
-    monkeypatch.setattr(device, "product_times", lambda: [1.0, 3.0])
-    assert changes({}, previous, continues) == {}
-    assert changes({"dtype": "auto"}, previous, continues) == {"dtype": "float32"}
-
-
-@either
-def test_a_changed_default_is_that_of_new_runs_only(continues, monkeypatch):
-    """That of an option or of a preset. What follows from a new flag does."""
-    previous = run_file(CPU)
-    for config, name, value in ((ModelConfig, "layers", 3), (TrainConfig, "lr", 0.5)):
-        monkeypatch.setitem(DEFAULTS, name, value)
-        changed = tuple(DEFAULTS[each] for each in config.__annotations__)
-        monkeypatch.setattr(config.__init__, "__defaults__", changed)
-    monkeypatch.setitem(PRESETS, "tiny", {"momentum": 0.5})
-    assert changes({}, previous, continues) == {}
-    assert changes({"steps": 40}, previous, continues) == {"steps": 40, "warmup": 2}
-    _, model, training = run.resolve(CPU)
-    assert (model.layers, training.lr, training.momentum) == (3, 0.5, 0.5)
 
 
 @either

@@ -77,9 +77,8 @@ def test_a_complete_log_is_an_outcome(log, expected):
 def test_differences_are_paired_by_seed_where_neither_diverged():
     baseline = [outcome("rmsnorm", 0, 1.0), outcome("rmsnorm", 1, None), outcome("rmsnorm", 2, 3.0)]
     arm = [outcome("dyt", 2, 3.5), outcome("dyt", 1, 1.0), outcome("dyt", 0, 9.0, diverged=True)]
-    (found,) = compare(
-        {RMSNORM: final_bpb(baseline), DYT: final_bpb(arm)}, dict.fromkeys((RMSNORM, DYT), range(3))
-    ).values()
+    planned = dict.fromkeys((RMSNORM, DYT), range(3))
+    (found,) = compare({RMSNORM: final_bpb(baseline), DYT: final_bpb(arm)}, planned)[0].values()
     assert found.values == [0.5] and not found.complete
 
 
@@ -100,7 +99,7 @@ def p_of(values: list[float], center: float) -> float:
 
 def test_p_values_are_those_of_scipy_beyond_the_regrets_corrected_by_hand():
     """Two of three tests have a p-value: sorted, they are multiplied by 3 and 2."""
-    layernorm, none, dyt = compare(BPB, PLANNED, regrets={RMSNORM: 0.1, LAYERNORM: 0.2}).values()
+    layernorm, none, dyt = compare(BPB, PLANNED, regrets={RMSNORM: 0.1, LAYERNORM: 0.2})[0].values()
     assert layernorm.estimate and layernorm.estimate.mean == pytest.approx(-0.5) and layernorm.complete
     assert layernorm.estimate.high == pytest.approx(-0.5 + T_TWO * 0.1 / 3**0.5 + 0.3)
     assert layernorm.p == pytest.approx(3 * p_of(BELOW, -0.3))
@@ -117,16 +116,18 @@ def test_the_whole_table_and_its_plot():
     """
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=[1.5, 2.6, 3.4], batchnorm=[1.9, None, 3.9], none=[None] * 3)
     optima = dict.fromkeys((RMSNORM, LAYERNORM, BATCHNORM, NONE), Optimum(0.01, 0.05))
-    found, section = comparison_section(list(runs), runs, optima)
-    assert table(section) == [
-        "| norm | placement | lr | val_bpb (n) | paired difference from rmsnorm pre (n) | detectable | p | diverged |",
-        "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 (3) | – | – | – | 0 of 3 |",
-        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.6028 | 0.061 | 0 of 3 |",
-        "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | 1 of 3 |",
-        "| none | pre | 0.01 | – | – | – | – | 3 of 3 |",
+    found = comparison_section(list(runs), runs, optima)
+    assert table(found.text) == [
+        "| norm | placement | lr | val_bpb (n) | paired difference from rmsnorm pre (n) | detectable | p | diverged | "
+        "verdict |",
+        "| rmsnorm | pre | 0.01 | 3.0000 ± 2.4841 (3) | – | – | – | 0 of 3 | – |",
+        "| layernorm | pre | 0.01 | 2.5000 ± 2.3697 (3) | -0.5000 ± 0.3484 (3) | 0.6028 | 0.061 | 0 of 3 | undecided |",
+        "| batchnorm | pre | 0.01 | 2.9000 ± 12.7062 (2 of 3)† | -0.1000 ± 0.1000 (2 of 3)† | – | – | 1 of 3 | "
+        "undecided |",
+        "| none | pre | 0.01 | – | – | – | – | 3 of 3 | undecided |",
     ]
     drawn = (
-        plot_differences({arm.name: finding for arm, finding in found.items()}, "")
+        plot_differences({arm.name: finding for arm, finding in found.found.items()}, "")
         .axes[0]
         .collections[0]
         .get_paths()[0]
@@ -140,25 +141,66 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     bpb: dict[str, list[float | None]] = {norm: [1.99 + d, 3 + d, 4.01 + d] for norm, d in means.items()}
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], **bpb, derf=[2.0, 3.4, 4.8], crmsnorm=[2.0, None, 3.0])
     optima = {BATCHNORM: Optimum(0.01, 0.0, loss=2.8), arm_of("crmsnorm"): Optimum(0.01, None)}  # its seeds end at 3
-    assert comparison_section(list(runs), runs, optima)[1][0] == (
-        "Compared with rmsnorm pre: layernorm pre is better by 1.0000 ± 0.0248; none pre is worse by 1.0000 ± 0.0248; "
-        "dyt pre is indistinguishable (+0.0010 ± 0.0248, p = 1); batchnorm pre is not compared (the best learning "
-        "rate was not found); derf pre is indistinguishable (+0.4000 ± 0.9937, p = 0.9); crmsnorm pre is not "
-        "compared (runs diverged or have not ended). In bits per byte (val_bpb), n = 2 or 3, all at learning rate 0.01."
+    assert comparison_section(list(runs), runs, optima).text[0] == (
+        "Compared with rmsnorm pre: layernorm pre is better; none pre is worse; dyt pre and derf pre are undecided; "
+        "batchnorm pre is undecided, as the best learning rate was not found; crmsnorm pre is undecided, as runs "
+        "diverged or have not ended. In bits per byte (val_bpb), n = 2 or 3, all at learning rate 0.01."
     )
-    corrected = Finding(estimate([0.10, 0.11, 0.12]), 3, p=0.2)
-    assert str(corrected) == "may differ (+0.1100 ± 0.0248, p = 0.2)"  # alone, its p is 0.003
-    assert str(Finding(estimate([0.0, 0.0]), 2, p=1.0)) == "has the same losses"
-    assert [columns_of(Finding(None, 2, p=p))[-1] for p in (0.0, 0.012)] == ["< 0.0001", "0.012"]
+    few = {cell: run for cell, run in runs.items() if cell.arm in (RMSNORM, LAYERNORM, DYT)}
+    text = comparison_section(list(few), few).text[0]
+    assert text.startswith(
+        "Compared with rmsnorm pre: layernorm pre (-1.0000 ± 0.0248, p = 6.7e-05) is better; dyt pre ("
+    )
+    assert [columns_of(Finding(None, 2, p=p))[2] for p in (0.0, 0.012)] == ["< 0.0001", "0.012"]
 
 
 def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
     runs = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=[1.5, 2.6, 3.4])
     ended = dict(list(runs.items())[1:])
-    _, section = comparison_section(list(runs), ended)
-    assert "**Partial: 5 of 6 runs have ended.**" in section
-    assert "| -0.5000 ± 1.2706 (2 of 3)† | – | – |" in table(section)[2]
-    assert missing(list(runs), runs) == ""
+    assert "| -0.5000 ± 1.2706 (2 of 3)† | – | – |" in table(comparison_section(list(runs), ended).text)[2]
+    assert missing(runs, ended) == "**Partial: 5 of 6 runs have ended.**" and missing(runs, runs) == ""
+
+
+@pytest.mark.parametrize(
+    "values, p, verdict",
+    [
+        pytest.param([0.001, 0.002, 0.003], 0.07, "as good up to 0.01", id="inside"),
+        pytest.param([0.0049, 0.005, 0.0051], 0.0001, "as good up to 0.01", id="inside, although above 0"),
+        pytest.param([0.001, 0.002, 0.007], 0.07, "undecided", id="partly outside"),  # 0.0033 ± 0.0080
+        pytest.param([0.10, 0.11, 0.12], 0.0499, "worse", id="above"),
+        pytest.param([-0.10, -0.11, -0.12], 0.0499, "better", id="below"),
+        pytest.param([0.10, 0.11, 0.12], 0.05, "undecided", id="not after the correction"),
+        pytest.param([0.0201, 0.0221], 0.029, "undecided", id="two seeds"),
+        pytest.param([0.0, 0.0], 1.0, "as good up to 0.01", id="two seeds, the same"),
+        pytest.param([0.0], None, "undecided", id="a single seed"),
+    ],
+)
+def test_one_rule_for_all_verdicts(values, p, verdict):
+    """An interval of three values is ± 4.3027 · s / √3."""
+    assert Finding(estimate(values), len(values), p=p).verdict[0] == verdict
+
+
+def test_two_factors_are_compared_one_at_a_time_too_and_all_count_for_holm():
+    """Three arms with the first, and the last with the two that differ from it in one factor: five tests."""
+    arms = [
+        Arm.of(norm="dyt", placement=place, optimizer=name) for place in ("pre", "post") for name in ("muon", "adamw")
+    ]
+    losses = ([2.0, 3.0, 4.0], [2.1, 3.0, 4.2], [2.3, 3.4, 4.2], [2.5, 3.3, 4.6])
+    runs = {}
+    for arm, values in zip(arms, losses, strict=True):
+        for seed, bpb in enumerate(values):
+            runs[Cell(arm, 0.01, seed)] = Outcome(arm, 0.01, seed, False, 20, bpb, bpb, bpb, None, None, [])
+    found = comparison_section(list(runs), runs)
+    p_values = {pair: scipy.stats.ttest_rel(*(losses[arms.index(arm)] for arm in pair)).pvalue for pair in found.pairs}
+    ranks = sorted(p_values, key=lambda pair: p_values[pair])
+    assert len(ranks) == 5 and found.pairs[ranks[0]].p == pytest.approx(5 * p_values[ranks[0]])
+    assert [line.split(" | ")[:2] for line in found.text[-1].splitlines()[2:]] == [
+        ["| optimizer=adamw − optimizer=muon", "dyt pre"],
+        ["| post − pre", "dyt optimizer=muon"],
+        ["| post − pre", "dyt optimizer=adamw"],
+        ["| optimizer=adamw − optimizer=muon", "dyt post"],
+    ]
+    assert found.pairs[arms[3], arms[1]].values == pytest.approx([0.4, 0.3, 0.4])
 
 
 # --- learning rates --------------------------------------------------------------------------------------------------

@@ -66,18 +66,20 @@ def csv_rows(file: Path) -> list[dict[str, str]]:
 
 def test_arms_are_the_product_of_all_factors(resolve):
     ablation = resolve(
-        "--norms rmsnorm dyt:alpha=0.5 --placements pre --factor clip=0,8 --factor tie-embeddings=true,false --watch 3"
+        "--norms rmsnorm dyt:alpha=0.5 --placements mhc:streams=2 --factor clip=0,8 "
+        "--factor tie-embeddings=true,false --watch 3"
     )
     arms = ablation.grid.settings
     assert [tuple(value for _, value in arm.factors) for arm in arms] == [
-        (norm, "pre", clip, tied)
+        (norm, "mhc:streams=2", clip, tied)
         for norm in ("rmsnorm", "dyt:alpha=0.5") for clip in "08" for tied in ("true", "false")
     ]  # fmt: skip
     cell = ablation.reported(dict.fromkeys(arms, Optimum(0.02, 0.0)))[-1]
     asked = read_train(ablation.grid.command(cell)[2:])
     expected = {"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 8.0, "tie_embeddings": False}
+    expected |= {"placement": "mhc", "placement_args": {"streams": 2}}
     assert asked.items() >= (expected | {"lr": 0.02, "seed": 2, "compile": False, "watch": 3}).items()
-    assert cell.arm.name == "dyt:alpha=0.5 pre clip=8 tie_embeddings=false"
+    assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=2 clip=8 tie_embeddings=false"
     ablation.grid.cell_folder(cell).mkdir(parents=True)
     (ablation.grid.cell_folder(cell) / "run.json").touch()
     assert read_train(ablation.grid.command(cell)[2:])["watch"] == 3
@@ -107,8 +109,11 @@ def test_arms_of_recipes_are_single_runs(resolve):
     [
         ("--factor recipe=llama,gema", "--factor recipe: unknown 'gema'; choose from llama, mistral"),
         ("--factor recipe=llama,gemma --recipe gemma", "--recipe is for a single run; list all values with --factor"),
-        ("--norms rmsnrm", "--norms: unknown kind 'rmsnrm'; choose from batchnorm"),
-        ("--norms rmsnorm,layernorm", "prmsnorm, rmsnorm, scalenorm, separated by spaces"),
+        ("--norms rmsnrm", "--norms: unknown 'rmsnrm'; choose from batchnorm"),
+        ("--placements pre mhd:streams=2", "--placements: unknown 'mhd'; choose from pre, post"),
+        ("--placements pre mhc:stream=2", "placement 'mhc' has no argument 'stream'; it takes streams, end"),
+        ("--placement-arg streams=2", "--placement-arg is for a single run; write --placements mhc:streams=2"),
+        ("--norms rmsnorm,layernorm", "rmsnorm, scalenorm, seednorm, separated by spaces"),
         ("--norms rmsnorm rmsnorm", "--norms needs distinct values"),
         ("--norm rmsnorm", "--norm is for a single run; list all values with --norms"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
@@ -230,11 +235,17 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
     assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.1"))]
     assert len(rows) == 4 + 2 * 11 and {seed for _, _, seed in rows[4:]} == {"1005", "1006"}
     table = (ablation.grid.folder / "table.md").read_text()
-    assert table.startswith(
-        "Compared with rmsnorm pre: dyt pre is indistinguishable (+0.1000 ± 0.6541, p = 0.35). In bits per"
+    assert table.startswith("Compared with rmsnorm pre: dyt pre (+0.1000 ± 0.6541, p = 0.35) is undecided. In bits per")
+    assert (
+        "| dyt | pre | 0.1 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6541 (2) | 0.7230 | 0.35 | 0 of 2 | undecided |" in table
     )
-    assert "| dyt | pre | 0.1 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6541 (2) | 0.7230 | 0.35 |" in table
     assert "| 0.02 | 0.0017 |" in table and "| 0.1 | 0.0172 |" in table and "Partial" not in table
+    monkeypatch.setattr("experiments.ablation.grid.find_optimum", lambda losses: 1 / 0)  # after all rounds
+    with pytest.raises(ZeroDivisionError):
+        run_ablation(ablation, "command")
+    report = json.loads((ablation.grid.folder / "report.json").read_text())
+    assert report["arms"] == [] and len(csv_rows(ablation.grid.folder / "runs.csv")) == 22  # all of the search
+    monkeypatch.undo()
     found = ablation.grid.tune({DYT: ablation.lrs}, ablation.seeds, widen=0)[0][DYT]
     assert (found.lr, found.regret) == (0.08, None)
 
@@ -255,7 +266,7 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match="the same command"):
         patch.setattr(Grid, "start", stop_after)
         run_ablation(replace(ablation, grid=replace(grid, jobs=1)), "command")
-    assert "**Partial: 1 of 2 runs have ended.**" in (grid.folder / "table.md").read_text()
+    assert (grid.folder / "table.md").read_text().startswith("**Partial: 1 of 2 runs have ended.**")
     del in_process[:]
     run_ablation(ablation, "command")
     assert [cell.seed for cell, _ in in_process] == [4]
@@ -270,7 +281,7 @@ def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, u
         run_ablation(ablation, "command")
     (row,) = csv_rows(ablation.grid.folder / "runs.csv")
     assert row["diverged"] == "True" and len(in_process) == 1
-    assert "| rmsnorm | pre | 1e+30 | – | – | – | – | 1 of 1 |" in (ablation.grid.folder / "table.md").read_text()
+    assert "| rmsnorm | pre | 1e+30 | – | – | – | – | 1 of 1 | – |" in (ablation.grid.folder / "table.md").read_text()
 
 
 def test_other_settings_and_another_text_are_refused(resolve, in_process, undrawn, tmp_path):

@@ -29,7 +29,7 @@ def runs(arm: Arm, *finals: float | None, losses: tuple = (5.0, 4.0, 3.0, 2.0)) 
 
 def differences(outcomes: list[Outcome]) -> Figure:
     cells = {Cell(run.arm, 0.01, run.seed): run for run in outcomes}
-    found, _ = comparison_section(list(cells), cells)
+    found = comparison_section(list(cells), cells).found
     return plot_differences({arm.name: finding for arm, finding in found.items()}, "minus rmsnorm", "title")
 
 

@@ -13,7 +13,7 @@ from scipy import optimize, stats
 
 from experiments.ablation.grid import Cell, Grid
 from experiments.ablation.outcome import Arm, Outcome
-from experiments.ablation.rates import SPACING, find_optimum, next_runs
+from experiments.ablation.rates import SPACING, find_optimum, most_runs, next_runs
 from experiments.ablation.report import Finding, compare
 
 RATES = LOW, _, MIDDLE, NEXT, HIGH = [0.01 * 1.5**i for i in range(-2, 3)]
@@ -82,14 +82,26 @@ def report(curves: Iterable[tuple[float, float]], noise: float, rng: np.random.G
         return Outcome(cell.arm, cell.lr, cell.seed, False, 1, loss, loss, loss, None, None, [])
 
     rates = [SPACING**i for i in range(-2, 3)]
-    grid: Any = SimpleNamespace(run=lambda cells: {cell: outcome(cell) for cell in cells})
+    made: list[tuple[int, int]] = []  # how many runs there are after a round, and how many later ones it announced
+
+    def run(cells: list[Cell], later: int) -> dict[Cell, Outcome]:
+        found = {cell: outcome(cell) for cell in cells}
+        made.append((outcome.cache_info().currsize, later))
+        return found
+
+    grid: Any = SimpleNamespace(run=run)
     optima, _ = Grid.tune(grid, dict.fromkeys(arms, rates), range(5), widen=14)
     bpb = {arm: {seed: outcome(Cell(arm, optima[arm].lr, seed)).val_bpb or 0.0 for seed in range(5)} for arm in arms}
-    return list(
-        compare(
-            bpb, dict.fromkeys(bpb, range(5)), regrets={arm: found.regret for arm, found in optima.items()}
-        ).values()
-    )
+    assert all(made[-1][0] + 5 * len(arms) <= so_far + later for so_far, later in made), "the search was announced"
+    found, _ = compare(bpb, dict.fromkeys(bpb, range(5)), regrets={arm: each.regret for arm, each in optima.items()})
+    return list(found.values())
+
+
+def test_a_search_says_how_many_runs_it_takes_at_most():
+    """Five rates and one of two seeds have ended. In two rounds, 5 · 4, 6 · 3 or 7 · 2 runs are reached at most."""
+    assert most_runs({}, RATES, 2, 0) == 10 and most_runs({lr: [2.0] for lr in RATES}, RATES, 2, 2) == 20 - 5
+    for seed in range(20):
+        report([(0.03, 0.25), (0.3, 0.0)], 0.04, np.random.default_rng(seed))
 
 
 @pytest.mark.slow
