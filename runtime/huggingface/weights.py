@@ -38,7 +38,7 @@ NORMS = {
 }
 # The weights that the architectures have: matrices, and gains and biases of norms.
 IN_BLOCK = r"self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|self_attn\.[qk]_norm|\w+_layernorm"
-KNOWN = rf"(lm_head|model\.(embed_tokens|norm|layers\.\d+\.({IN_BLOCK})))\.weight|model\.\S*norm\.bias"
+KNOWN = rf"(lm_head|model\.(embed_tokens|norm|layers\.\d+\.({IN_BLOCK})))\.weight|model\.\S*(norm|[qkv]_proj)\.bias"
 
 
 def hugging_face_name(ours: str, config: ModelConfig) -> str:
