@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from config import MAX_SIZE, ROPE_SCALING, ModelConfig, check_fields, combine
+from config import MAX_SIZE, ROPE_SCALING, ModelConfig, combine
 from files import is_a, require, warn
 from norms import KINDS
 from recipes import RECIPES
@@ -217,9 +217,9 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     whole = rope["rotary_fraction"] == 1 or "partial_rotary_factor" in architecture.has
     require(whole, f"partial_rotary_factor {rope['rotary_fraction']} is not supported with {architecture.name}")
     for name in CARRIED.keys() & architecture.has:
-        ours = CARRIED[name]
-        given[ours] = theirs.get(name, getattr(ModelConfig(), ours))
-        check_fields({ours: given[ours]}, name)
+        usual = getattr(ModelConfig(), CARRIED[name])
+        given[CARRIED[name]] = value = theirs.get(name, usual)
+        require(is_a(value, type(usual)), f"{name} must be of type {type(usual).__name__}, not {value!r}")
     config = ModelConfig(**given | rope, tie_embeddings=tied)
     window, windowed = theirs.get("sliding_window"), architecture.window in ("all", "null") or LAYER_TYPES[1] in types
     whole = window is None or (is_a(window, int) and window >= config.context and architecture.window != "null")
