@@ -66,7 +66,7 @@ def test_an_option_is_off_by_default_and_changes_no_initial_weight(option):
         return
     assert not torch.equal(random_weights_model(**option)(TOKENS), random_weights_model()(TOKENS))
     named = "zero_centered" if name == "norm_args" else name
-    if expressed := {"attention_bias": "qwen2"}.get(name):
+    if expressed := {"attention_bias": "qwen2", "embedding_scale": "granite"}.get(name):
         assert to_theirs(other.config)["model_type"] == expressed
     else:
         with pytest.raises(ValueError, match=f"no Hugging Face architecture computes this: .*{named}"):

@@ -1,7 +1,7 @@
 """Configurations of Hugging Face's architectures and ours, both ways.
 
 An architecture is a row in `ARCHITECTURES`, under its model_type. What it computes is its recipe, in recipes.py; the
-row says how its configuration differs from Llama's. A field that is not known here is refused by its name,
+row says how its configuration and weights differ from Llama's. A field that is not known here is refused by its name,
 whatever its value: it may change what the model computes.
 """
 
@@ -14,6 +14,7 @@ from config import MAX_SIZE, ROPE_SCALING, ModelConfig, combine
 from files import is_a, require, warn
 from norms import KINDS
 from recipes import RECIPES
+from runtime.huggingface.weights import Layout
 
 Fields = dict[str, Any]  # a configuration, or a part of one
 
@@ -37,13 +38,20 @@ CARRIED = {  # fields of some architectures, and our options that say the same
     "attention_bias": "attention_bias",
     "attn_logit_softcapping": "attention_cap",
     "final_logit_softcapping": "logit_cap",
+    "embedding_multiplier": "embedding_scale",
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
+FOLDED: dict[str, tuple[Any, float, str]] = {  # multipliers: where they do nothing, their power, modules of ours
+    "query_pre_attn_scalar": (lambda config: config.head_dim, -0.5, "q_proj"),
+    "attention_multiplier": (lambda config: config.head_dim**-0.5, 1, "q_proj"),
+    "residual_multiplier": (lambda config: 1.0, 1, "o_proj down_proj"),
+    "logits_scaling": (lambda config: 1.0, -1, "final_norm"),
+}
 # Other fields that are read, and those that do not change the logits, such as settings of generation and what tools
 # leave behind. `auto_map` names code, which is never run.
 OTHERS = """
 tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama
-max_window_layers sliding_window_pattern _sliding_window_pattern rope_local_base_freq
+max_window_layers sliding_window_pattern _sliding_window_pattern rope_local_base_freq no_rope_layer_interval
 _name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
 use_cache initializer_range pretraining_tp is_llama_config tokenizer_class is_decoder layer_types max_sequence_length
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
@@ -64,11 +72,13 @@ class Architecture:
 
     eps: its field for the norm's eps, or "" if that is fixed.
     defaults: its defaults for missing fields, if not those in COMMON; that of `eps` is 1e-5 otherwise.
-    has: its fields in CARRIED.
+    has: its fields in CARRIED and FOLDED.
     ours: our options besides those of the recipe.
+    unused: its fields that do nothing.
     square: its head_dim is always hidden_size / num_attention_heads.
     window: "" if it has no sliding_window, "off" if that is not used, "null" if we compute null only; or the layers
         that have it: "all", those of "layer_types", or these with "layer_rope", RoPE of their own.
+    names, interleaved: see `Layout`.
     """
 
     name: str
@@ -76,8 +86,11 @@ class Architecture:
     defaults: Fields = field(default_factory=dict)
     has: tuple[str, ...] = ()
     ours: Fields = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
     square: bool = False
     window: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    interleaved: bool = False
 
 
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
@@ -94,6 +107,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2
 LATE, TIED, WINDOW = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
 GEMMA = LATE | TIED | WINDOW | {"query_pre_attn_scalar": 256}
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", defaults=LATE),
@@ -104,20 +118,45 @@ ARCHITECTURES = {
         "StableLmForCausalLM", eps="layer_norm_eps", defaults={"partial_rotary_factor": 0.25},
         has=("partial_rotary_factor",), square=True, ours={"norm_args": {"elementwise_affine": True, "bias": True}},
     ),
+    "granite": Architecture(
+        "GraniteForCausalLM", defaults=LATE | {"attention_multiplier": 1.0},
+        has=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
     "gemma": Architecture("GemmaForCausalLM", defaults=LATE | TIED),
     "gemma2": Architecture(
-        "Gemma2ForCausalLM", defaults=GEMMA | CAPS, has=tuple(CAPS), window="layer_types",
+        "Gemma2ForCausalLM", defaults=GEMMA | CAPS, has=("query_pre_attn_scalar", *CAPS), window="layer_types",
     ),
     "gemma3_text": Architecture(
         "Gemma3ForCausalLM", defaults=GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        has=("final_logit_softcapping",), window="layer_rope",
+        has=("query_pre_attn_scalar", "final_logit_softcapping"), window="layer_rope",
     ),
     "exaone4": Architecture("Exaone4ForCausalLM", defaults=WINDOW, window="null"),  # other layers have no positions
+    "glm4": Architecture(
+        "Glm4ForCausalLM", has=("partial_rotary_factor", "attention_bias"),
+        defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
+        names=FUSED | {
+            "post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+        },
+        interleaved=True,
+    ),
     "arcee": Architecture("ArceeForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM", defaults=LATE, ours={"attention_bias": True}, window="off"),
     # What these compute is also a Llama or OLMo 2, and is saved as that unless it was read as one of these.
     "mistral": Architecture("MistralForCausalLM", defaults=LATE | WINDOW, window="all"),
+    "helium": Architecture(
+        "HeliumForCausalLM", defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5}, square=True, interleaved=True,
+    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", defaults=TIED | {"rope_theta": 5e5}, interleaved=True),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM", defaults=LATE | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
+    ),
     "seed_oss": Architecture("SeedOssForCausalLM", defaults=LATE | {"attention_bias": True}, has=("attention_bias",)),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", has=("partial_rotary_factor",), ours={"rope_scaling": {}}, window="all",
+        unused=("original_max_position_embeddings",),
+        names=FUSED | {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"},
+    ),
     "olmo3": Architecture("Olmo3ForCausalLM", defaults=WINDOW | {"rope_theta": 5e5}, window="layer_rope"),
 }  # fmt: skip
 
@@ -129,10 +168,10 @@ def _ours(model_type: str) -> Fields:
 
 def _fixed(model_type: str, config: ModelConfig) -> Fields:
     """The fields that we compute at one value only, except those in COMMON."""
-    activation = ACTIVATIONS[config.activation]
+    activation, layers = ACTIVATIONS[config.activation], config.layers
     fixed: Fields = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": activation}
     fixed |= {"hidden_activation": activation} if model_type.startswith("gemma") else {}
-    fixed |= {"query_pre_attn_scalar": config.head_dim} if model_type in ("gemma2", "gemma3_text") else {}
+    fixed |= {"no_rope_layers": [1] * layers} if model_type == "smollm3" else {}
     return {name: value for name, value in fixed.items() if name not in ARCHITECTURES[model_type].has}
 
 
@@ -186,6 +225,7 @@ def to_theirs(config: ModelConfig) -> Fields:
     if by_layer or architecture.window in ("null", "all"):  # null is an error by layer, although none has the window
         theirs["sliding_window"] = theirs["max_position_embeddings"] if by_layer else None
     theirs["rope_parameters"] = dict.fromkeys(LAYER_TYPES, rope) if architecture.window == "layer_rope" else rope
+    theirs |= {name: FOLDED[name][0](config) for name in FOLDED.keys() & architecture.has}
     return theirs | _fixed(nearest, config)
 
 
@@ -225,6 +265,8 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     whole = window is None or (is_a(window, int) and window >= config.context and architecture.window != "null")
     least = f"only null or at least max_position_embeddings, {config.context}"
     require(whole or not windowed, f"sliding_window {window!r} is not supported, {least}")
+    for name in FOLDED.keys() & architecture.has:
+        require(_number(theirs, name, 1.0) > 0, f"{name} must be positive, not {theirs.get(name)!r}")
     fixed = {name: value for name, value in COMMON.items() if name not in architecture.has}
     fixed |= _fixed(model_type, config)
     for name, value in fixed.items():
@@ -233,12 +275,29 @@ def from_theirs(theirs: Fields) -> ModelConfig:
             warn(f"{name} {actual} is not used: --dropout is that of training")
         else:
             require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
-    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.has, architecture.eps}
+    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.has, *architecture.unused, architecture.eps}
     known |= {"sliding_window"} if architecture.window else set()
     for name in (name for name in theirs.keys() - known if not name.startswith("unsloth_")):
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
+    for name in ARCHITECTURES[model_type].ours.keys() - {"norm_args"}:
+        expected = ARCHITECTURES[model_type].ours[name]
+        require(getattr(config, name) == expected, f"{architecture.name} has {name} {expected}")
     nearest = min(ARCHITECTURES, key=lambda name: len(_differences(config, name)))
     return config if nearest == model_type else replace(config, model_type=model_type)
+
+
+def layout(theirs: Fields, config: ModelConfig) -> Layout:
+    """How the weights of `config` are stored beside the configuration `theirs`."""
+    model_type, factors = theirs["model_type"], dict[str, float]()
+    if model_type == OWN_TYPE:
+        return Layout(config)
+    for name in FOLDED.keys() & ARCHITECTURES[model_type].has:
+        neutral, power, modules = FOLDED[name]
+        if config.qk_norm != "none":  # which would undo a factor of the matrix
+            modules = modules.replace("q_proj", "q_norm")
+        factor = (_number(_with_defaults(theirs), name, 1.0) / neutral(config)) ** power
+        factors |= dict.fromkeys(modules.split(), factor)
+    return Layout(config, ARCHITECTURES[model_type].names, ARCHITECTURES[model_type].interleaved, factors)
 
 
 def _with_defaults(theirs: Fields) -> Fields:

@@ -24,7 +24,7 @@ from norms import KINDS
 from norms.placement import PLACEMENTS
 from recipes import RECIPES
 from runtime.checkpoint import load_pretrained, save_pretrained, weight_hashes
-from runtime.huggingface.architectures import ARCHITECTURES, OTHERS, from_theirs, to_theirs
+from runtime.huggingface.architectures import ARCHITECTURES, OTHERS, from_theirs, layout, to_theirs
 from runtime.huggingface.architectures import SIZES as SIZES_OF_THEIRS
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
@@ -242,7 +242,8 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
         assert "Hugging Face" in described["not_in_transformers"]
     with pytest.raises(ValueError, match="normal-llama"):
         transformers.AutoModelForCausalLM.from_pretrained(directory)  # the last
-    assert expressed == [{"norm": "layernorm"}, {"norm": "rmsnorm"}, {"placement": "pre", "layers": 4}]
+    expected: list[dict[str, Any]] = [{"norm": "layernorm"}, {"norm": "rmsnorm"}, {"placement": "pre", "layers": 4}]
+    assert expressed == [*expected, {"placement": "sandwich", "layers": 4}, {"embedding_scale": 2.0}]
 
 
 def test_fields_changed_by_others_count_more_than_ours(tmp_path):
@@ -267,11 +268,14 @@ def test_fields_of_a_family_are_computed_or_refused_by_their_names(model_type):
     """All that transformers has for it, at other values than ours."""
     transformers = pytest.importorskip("transformers")
     theirs, known = to_theirs(of_family(model_type)), {*SIZES_OF_THEIRS, *OTHERS.split(), "sliding_window"}
+    known |= {*ARCHITECTURES[model_type].unused}
+    computed = from_theirs(theirs), layout(theirs, from_theirs(theirs))
     for name in transformers.AutoConfig.for_model(model_type).to_dict().keys() - known:
         for other in (True, 0.5, "tanh"):
             try:
-                changed = other != theirs.get(name, False) and from_theirs(theirs | {name: other})
-                assert changed != from_theirs(theirs) or name.endswith("_dropout"), (name, other)
+                config = from_theirs(theirs | {name: other})
+                same = (config, layout(theirs | {name: other}, config)) == computed
+                assert not same or other == theirs.get(name, False) or name.endswith("_dropout"), (name, other)
             except ValueError as error:
                 assert name in str(error), (name, error)
 
