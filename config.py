@@ -94,6 +94,7 @@ class ModelConfig:
     qk_norm_args: dict[str, Any] = option({}, "argument of the norm on queries and keys, if not that of --norm-arg")
     placement_args: dict[str, Any] = option({}, "argument of the placement, such as streams=2; may be repeated")
     qk_norm_after_rope: bool = option(False, "the norm on queries and keys comes after RoPE, not before it")
+    attention_bias: bool = option(False, "biases on queries, keys and values, as in Qwen2")
     v_norm: bool = option(False, "RMSNorm without gain on the values of each head")
     inner_norm: bool = option(False, "also a norm inside each sublayer, before its last matrix")
     embedding_norm: str = option(
@@ -121,6 +122,7 @@ class ModelConfig:
     context: int = carried(256, "maximum sequence length in tokens")
     vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
     trained_context: int = carried(None, "")  # the context of --init-from, if it was longer
+    model_type: str = carried("", "")  # Hugging Face's for --init-from, if a model like it is saved as another
     rope_theta: float = carried(10000.0, "base of the rotary frequencies")
     rope_scaling: dict[str, float] = carried(
         {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"

@@ -168,9 +168,9 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim, self.group, self.cap = config.head_dim, config.heads // config.kv_heads, config.attention_cap
-        self.q_proj = Linear(config.dim, config.heads * config.head_dim, role="query")
-        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="key")
-        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="value")
+        self.q_proj = Linear(config.dim, config.heads * config.head_dim, role="query", bias=config.attention_bias)
+        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="key", bias=config.attention_bias)
+        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="value", bias=config.attention_bias)
         self.o_proj = Linear(config.heads * config.head_dim, config.dim, role="attention_out")
         gates = {"none": 0, "head": config.heads, "element": config.heads * config.head_dim}[config.attention_gate]
         self.gate_proj = Linear(config.dim, gates, role="attention_gate") if gates else None

@@ -32,15 +32,16 @@ ROLES += [Role("stream_map", low_precision=False)]
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without a bias, whose weight is drawn by its role, a name in `ROLES`, and is zero until then."""
+    """`nn.Linear` whose weight is drawn by its role, a name in `ROLES`, and is zero until then. A bias starts at 0."""
 
-    def __init__(self, inputs: int, outputs: int, role: str):
+    def __init__(self, inputs: int, outputs: int, role: str, bias: bool = False):
         self.role = next((each for each in ROLES if each.name == role), None)  # known when the weight is made
         require(self.role, f"role {role!r} is not known: add it to ROLES in roles.py")
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias)
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
 
 def matrices(model: Any) -> Iterator[tuple[Role, str, nn.Parameter]]:

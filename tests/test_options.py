@@ -34,6 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"embedding_scale": "sqrt"},
     {"qk_norm_args": {"elementwise_affine": False}, "qk_norm": "head"},
     {"qk_norm_after_rope": True, "qk_norm": "full"},
+    {"attention_bias": True},
     {"v_norm": True},
     {"inner_norm": True},
     {"norm_args": {"zero_centered": True}},
@@ -59,7 +60,7 @@ def random_weights_model(**options: Any) -> Llama:
 
 @pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
 def test_an_option_is_off_by_default_and_changes_no_initial_weight(option):
-    """And it changes what is computed, so no other architecture and no decoder in C has it."""
+    """And it changes what is computed, so Llama and the decoder in C do not have it."""
     plain, other = Llama(SMALL, seed=3), Llama(dataclasses.replace(SMALL, **option), seed=3)
     before = {name: weight for _, name, weight in matrices(plain)}
     after = {name: weight for _, name, weight in matrices(other)}
@@ -75,8 +76,11 @@ def test_an_option_is_off_by_default_and_changes_no_initial_weight(option):
         return
     assert not torch.equal(random_weights_model(**option)(TOKENS), random_weights_model()(TOKENS))
     named = "zero_centered" if name == "norm_args" else name
-    with pytest.raises(ValueError, match=f"no Hugging Face architecture computes this: .*{named}"):
-        to_theirs(dataclasses.replace(SMALL, **option))
+    if expressed := {"attention_bias": "qwen2", "embedding_scale": "granite"}.get(name):
+        assert to_theirs(other.config)["model_type"] == expressed
+    else:
+        with pytest.raises(ValueError, match=f"no Hugging Face architecture computes this: .*{named}"):
+            to_theirs(dataclasses.replace(SMALL, **option))
     assert named in str(unsupported(dataclasses.replace(SMALL, **{"qk_norm": "none"} | option))) or "qk" in name
 
 

@@ -1,4 +1,4 @@
-"""Parity with `transformers` through directories on disk, both ways: for random configurations of five architectures,
+"""Parity with `transformers` through directories on disk, both ways: for random configurations of each architecture,
 and for eight families in the shape in which they are published.
 
 In float64 the two compute the same. In fp32 and bf16, our error against that is at most as large as theirs, up to a
@@ -22,8 +22,9 @@ from config import ModelConfig
 from data.tokenizer import SentencePieceTokenizer, train_tokenizer
 from generate import Sampling, generate, stream_ids
 from model import Llama
+from recipes import RECIPES
 from runtime.checkpoint import load_pretrained, save_pretrained
-from runtime.huggingface.architectures import to_theirs
+from runtime.huggingface.architectures import ARCHITECTURES, to_theirs
 from runtime.huggingface.directory import TOKEN_IDS
 from tests.random_values import randomize
 
@@ -31,13 +32,12 @@ transformers = pytest.importorskip("transformers")
 
 CONTEXT, VOCAB = 128, 384
 TOKENS = torch.randint(0, VOCAB, (8, 48), generator=torch.Generator().manual_seed(2))
-OURS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"qk_norm": "head"},
-    "olmo": {"norm": "layernorm", "norm_args": {"elementwise_affine": False}},
-    "olmo2": {"placement": "reordered", "qk_norm": "full"},
-    "stablelm": {"norm": "layernorm"},
-}
+OURS: dict[str, dict[str, Any]] = {name: dict(RECIPES[name.removesuffix("_text")]) for name in ARCHITECTURES}
+for name in ("mistral", "helium", "ernie4_5", "smollm3", "seed_oss", "phi3", "olmo3"):  # others compute the same
+    OURS[name]["model_type"] = name
+for name in ("qwen2", "seed_oss", "glm4"):
+    OURS[name]["attention_bias"] = True
+OURS["granite"]["embedding_scale"] = 3.0
 
 
 def draw_config(name: str, seed: int) -> ModelConfig:
@@ -45,15 +45,16 @@ def draw_config(name: str, seed: int) -> ModelConfig:
     choose = random.Random(f"{name} {seed}").choice
     heads = choose([2, 4])
     dim = heads * choose([8, 16])
-    head_dim = None if name == "stablelm" else choose([None, 8, 24])
+    head_dim = None if ARCHITECTURES[name].square else choose([None, 8, 24])
     norm_args = OURS[name].get("norm_args", {}) | ({} if name == "olmo" else {"eps": choose([1e-3, 1e-5, 1e-6])})
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32.0}
     return ModelConfig(
         **OURS[name] | dict(
             dim=dim, layers=choose([1, 3]), heads=heads, kv_heads=choose([1, 2, heads]), head_dim=head_dim,
             hidden_dim=choose([48, 96]), context=CONTEXT, vocab_size=VOCAB, rope_theta=choose([500.0, 1e4, 5e5]),
-            rope_scaling=choose([{}, scaling]), tie_embeddings=choose([True, False]), norm_args=norm_args,
-            rotary_fraction=0.25 if name == "stablelm" else 1.0,
+            rope_scaling=choose([{}, {} if name == "phi3" else scaling]), tie_embeddings=choose([True, False]),
+            norm_args=norm_args,
+            rotary_fraction={"stablelm": 0.25, "glm4": 0.5, "phi3": 0.5}.get(name, 1.0),
         )
     )  # fmt: skip
 
@@ -79,16 +80,18 @@ def their_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def exact_logits(directory: Path) -> Tensor:
+def exact_logits(directory: Path, atol: float = 1e-9) -> Tensor:
     """Logits in float64, and that ours and theirs are the same, as are 40 greedy tokens, or fewer if they end."""
     (ours, tokenizer), theirs = load_pretrained(directory), their_model(directory, torch.float32)
     with fp32_is_float64():
         ours, theirs = ours.double(), theirs.double()  # ours computes its rotary table again
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        if hasattr(theirs.model.embed_tokens, "embed_scale"):
+            theirs.model.embed_tokens.embed_scale.fill_(ours.config.embedding_scale)
         tokens = TOKENS % ours.config.vocab_size
         logits, prompt = theirs(tokens).logits, tokens[:1, :8]
         assert logits.dtype == torch.float64
-        torch.testing.assert_close(ours(tokens), logits, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours(tokens), logits, rtol=0, atol=atol)
         generated = theirs.generate(
             prompt, do_sample=False, max_new_tokens=40, attention_mask=torch.ones_like(prompt), pad_token_id=0
         )
@@ -104,7 +107,7 @@ def assert_as_exact(directory: Path, dtype: torch.dtype, exact: Tensor) -> None:
     for weight in theirs.parameters():  # not `theirs.to(dtype)`, which would round the RoPE frequencies too
         weight.data = weight.to(dtype)
     logits = ours(TOKENS), theirs(TOKENS).logits
-    assert all(each.dtype == dtype for each in logits)
+    assert all(each.dtype == dtype for each in logits) or ours.config.logit_cap  # our cap is in fp32
     our_error, their_error = (float((each - exact).square().mean().sqrt()) for each in logits)
     rounding = torch.finfo(dtype).eps / 2 * float(exact.square().mean().sqrt())  # rounding of the logits alone
     assert our_error <= 1.5 * their_error + rounding
@@ -125,6 +128,7 @@ def in_transformers_4(directory: Path) -> None:
     """Spell the rotary parameters as transformers 4 does, and remove what only we write."""
     config = json.loads((directory / "config.json").read_text())
     rope = config.pop("rope_parameters")
+    rope = rope.get("full_attention", rope)
     del config["normal_llama"]
     config |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
@@ -157,9 +161,27 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
 
     # A directory that knows nothing of us, in the spelling of an earlier version.
     in_transformers_4(again)
-    transformers.AutoTokenizer.from_pretrained(again).save_pretrained(again)
+    llama = transformers.LlamaConfig()  # qwen2 would name a kind of tokenizer
+    transformers.AutoTokenizer.from_pretrained(again, config=llama).save_pretrained(again)
     exact = exact_logits(again)
     assert_as_exact(again, torch.bfloat16, exact)
+
+
+MULTIPLIERS: dict[str, dict[str, Any]] = {
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 7.0},
+    "gemma2": {"query_pre_attn_scalar": 50},
+    "gemma3_text": {"query_pre_attn_scalar": 50},
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIERS)
+def test_multipliers_are_folded_into_weights(tmp_path, tokenizer, name):
+    save_pretrained(tmp_path / "ours", randomize(Llama(draw_config(name, 0))), tokenizer)
+    path = tmp_path / "ours/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | MULTIPLIERS[name]))
+    before = exact_logits(tmp_path / "ours", atol=1e-5)  # the folded weights are rounded to fp32
+    save_pretrained(tmp_path / "again", *load_pretrained(tmp_path / "ours"))
+    torch.testing.assert_close(exact_logits(tmp_path / "again"), before, rtol=0, atol=1e-5)
 
 
 # --- families --------------------------------------------------------------------------------------------------------

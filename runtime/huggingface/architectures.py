@@ -1,19 +1,20 @@
 """Configurations of Hugging Face's architectures and ours, both ways.
 
-An architecture is a row in `ARCHITECTURES`: what our settings must be for it, and its own fields that we compute at one
-value only. A field that is not known here is refused by its name, whatever its value: it may change what the model
-computes.
+An architecture is a row in `ARCHITECTURES`, under its model_type. What it computes is its recipe, in recipes.py; the
+row says how its configuration and weights differ from Llama's. A field that is not known here is refused by its name,
+whatever its value: it may change what the model computes.
 """
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from config import MAX_SIZE, ROPE_SCALING, ModelConfig
+from config import MAX_SIZE, ROPE_SCALING, ModelConfig, combine
 from files import is_a, require, warn
 from norms import KINDS
+from recipes import RECIPES
+from runtime.huggingface.weights import Layout
 
 Fields = dict[str, Any]  # a configuration, or a part of one
 
@@ -31,10 +32,26 @@ SIZES = {  # theirs, ours
     "max_position_embeddings": "context",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is off, not the default
+CARRIED = {  # fields of some architectures, and our options that say the same
+    "partial_rotary_factor": "rotary_fraction",
+    "attention_bias": "attention_bias",
+    "attn_logit_softcapping": "attention_cap",
+    "final_logit_softcapping": "logit_cap",
+    "embedding_multiplier": "embedding_scale",
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+FOLDED: dict[str, tuple[Any, float, str]] = {  # multipliers: where they do nothing, their power, modules of ours
+    "query_pre_attn_scalar": (lambda config: config.head_dim, -0.5, "q_proj"),
+    "attention_multiplier": (lambda config: config.head_dim**-0.5, 1, "q_proj"),
+    "residual_multiplier": (lambda config: 1.0, 1, "o_proj down_proj"),
+    "logits_scaling": (lambda config: 1.0, -1, "final_norm"),
+}
 # Other fields that are read, and those that do not change the logits, such as settings of generation and what tools
 # leave behind. `auto_map` names code, which is never run.
 OTHERS = """
 tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama
+max_window_layers sliding_window_pattern _sliding_window_pattern rope_local_base_freq no_rope_layer_interval
 _name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
 use_cache initializer_range pretraining_tp is_llama_config tokenizer_class is_decoder layer_types max_sequence_length
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
@@ -53,77 +70,126 @@ remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_sup
 class Architecture:
     """A causal language model of `transformers`.
 
-    ours: the fields of ModelConfig, and the arguments of the norm, that it fixes.
     eps: its field for the norm's eps, or "" if that is fixed.
-    fixed: its fields that we compute at one value only, which is also their default.
-    defaults: its other defaults for missing fields; that of `eps` is 1e-5 otherwise.
-    unused: its fields that do nothing at the fixed values.
-    carries: options of ours, besides sizes and rotary positions, that its configuration has at any value.
+    defaults: its defaults for missing fields, if not those in COMMON; that of `eps` is 1e-5 otherwise.
+    has: its fields in CARRIED and FOLDED.
+    ours: our options besides those of the recipe.
+    unused: its fields that do nothing.
+    square: its head_dim is always hidden_size / num_attention_heads.
+    window: "" if it has no sliding_window, "off" if that is not used, "null" if we compute null only; or the layers
+        that have it: "all", those of "layer_types", or these with "layer_rope", RoPE of their own.
+    names, interleaved: see `Layout`.
     """
 
     name: str
-    ours: Fields
-    norm_args: Fields
-    fixed: Callable[[ModelConfig], Fields]
     eps: str = "rms_norm_eps"
     defaults: Fields = field(default_factory=dict)
+    has: tuple[str, ...] = ()
+    ours: Fields = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-    carries: tuple[str, ...] = ()
+    square: bool = False
+    window: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    interleaved: bool = False
 
 
-PRE = {"placement": "pre", "norm": "rmsnorm", "qk_norm": "none"}
-RMSNORM = {"elementwise_affine": True}
-NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "eps": 1e-5}
-# Fields of any architecture, which `transformers` writes only if they are not at these defaults, or in a full dump.
+NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
+# Fields that we compute at one value only, of any architecture, or of some that have this default.
 COMMON: Fields = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
 COMMON |= {"is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False}
-COMMON |= {"chunk_size_feed_forward": 0, "pruned_heads": {}}
-USUAL = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}
+COMMON |= {"chunk_size_feed_forward": 0, "pruned_heads": {}, "use_bidirectional_attention": False}
+COMMON |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "residual_dropout": 0.0, "clip_qkv": None}
+COMMON |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_logit_softcapping": None, "use_sliding_window": False}
+COMMON |= dict.fromkeys(["attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"], False)
+COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual"], False)
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+
+LATE, TIED, WINDOW = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
+GEMMA = LATE | TIED | WINDOW | {"query_pre_attn_scalar": 256}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 ARCHITECTURES = {
-    "llama": Architecture(
-        "LlamaForCausalLM", PRE, RMSNORM,
-        lambda config: USUAL | {"mlp_bias": False},
-        defaults={"rms_norm_eps": 1e-6},
-    ),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM", PRE | {"qk_norm": "head"}, RMSNORM,
-        lambda config: USUAL | {"use_sliding_window": False},
-        defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
-        unused=("sliding_window", "max_window_layers"),
-    ),
-    "olmo": Architecture(
-        "OlmoForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": False, "eps": 1e-5},
-        lambda config: USUAL | {"clip_qkv": None},
-        eps="",
-    ),
-    "olmo2": Architecture(
-        "Olmo2ForCausalLM", PRE | {"placement": "reordered", "qk_norm": "full"}, RMSNORM,
-        lambda config: USUAL,
-    ),
+    "llama": Architecture("LlamaForCausalLM", defaults=LATE),
+    "qwen3": Architecture("Qwen3ForCausalLM", defaults=LATE | {"head_dim": 128}, window="off"),
+    "olmo": Architecture("OlmoForCausalLM", eps="", ours={"norm_args": {"eps": 1e-5}}),
+    "olmo2": Architecture("Olmo2ForCausalLM"),
     "stablelm": Architecture(
-        "StableLmForCausalLM", PRE | {"norm": "layernorm"}, {"elementwise_affine": True, "bias": True},
-        lambda config: {
-            "hidden_act": "silu", "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_qkv_bias": False,
-            "qk_layernorm": False, "use_parallel_residual": False, "head_dim": config.dim // config.heads,
-        },
-        eps="layer_norm_eps",
-        defaults={"partial_rotary_factor": 0.25},
-        carries=("rotary_fraction",),
+        "StableLmForCausalLM", eps="layer_norm_eps", defaults={"partial_rotary_factor": 0.25},
+        has=("partial_rotary_factor",), square=True, ours={"norm_args": {"elementwise_affine": True, "bias": True}},
     ),
+    "granite": Architecture(
+        "GraniteForCausalLM", defaults=LATE | {"attention_multiplier": 1.0},
+        has=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
+    "gemma": Architecture("GemmaForCausalLM", defaults=LATE | TIED),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", defaults=GEMMA | CAPS, has=("query_pre_attn_scalar", *CAPS), window="layer_types",
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3ForCausalLM", defaults=GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        has=("query_pre_attn_scalar", "final_logit_softcapping"), window="layer_rope",
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", defaults=WINDOW, window="null"),  # other layers have no positions
+    "glm4": Architecture(
+        "Glm4ForCausalLM", has=("partial_rotary_factor", "attention_bias"),
+        defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
+        names=FUSED | {
+            "post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+        },
+        interleaved=True,
+    ),
+    "arcee": Architecture("ArceeForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM", defaults=LATE, ours={"attention_bias": True}, window="off"),
+    # What these compute is also a Llama or OLMo 2, and is saved as that unless it was read as one of these.
+    "mistral": Architecture("MistralForCausalLM", defaults=LATE | WINDOW, window="all"),
+    "helium": Architecture(
+        "HeliumForCausalLM", defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5}, square=True, interleaved=True,
+    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", defaults=TIED | {"rope_theta": 5e5}, interleaved=True),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM", defaults=LATE | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
+    ),
+    "seed_oss": Architecture("SeedOssForCausalLM", defaults=LATE | {"attention_bias": True}, has=("attention_bias",)),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", has=("partial_rotary_factor",), ours={"rope_scaling": {}}, window="all",
+        unused=("original_max_position_embeddings",),
+        names=FUSED | {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"},
+    ),
+    "olmo3": Architecture("Olmo3ForCausalLM", defaults=WINDOW | {"rope_theta": 5e5}, window="layer_rope"),
 }  # fmt: skip
 
 
-def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
+def _ours(model_type: str) -> Fields:
+    recipe = RECIPES[model_type.removesuffix("_text")]
+    return combine({"norm_args": {"elementwise_affine": True}}, recipe, ARCHITECTURES[model_type].ours)
+
+
+def _fixed(model_type: str, config: ModelConfig) -> Fields:
+    """The fields that we compute at one value only, except those in COMMON."""
+    activation, layers = ACTIVATIONS[config.activation], config.layers
+    fixed: Fields = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": activation}
+    fixed |= {"hidden_activation": activation} if model_type.startswith("gemma") else {}
+    fixed |= {"no_rope_layers": [1] * layers} if model_type == "smollm3" else {}
+    return {name: value for name, value in fixed.items() if name not in ARCHITECTURES[model_type].has}
+
+
+def _differences(config: ModelConfig, model_type: str) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
     defaults = {each.name: each.default for each in inspect.signature(KINDS[config.norm]).parameters.values()}
-    carried = {*architecture.norm_args, "eps", "cast_order"}  # the order of casts changes rounding only
+    options = _ours(model_type)
+    carried = {*options["norm_args"], "eps", "cast_order"}  # the order of casts changes rounding only
     computed = [each.name for each in fields(ModelConfig) if each.metadata["export"] == "computed"]
     theirs = {name: getattr(ModelConfig(), name) for name in computed}
     theirs |= {name: defaults[name] for name in config.norm_args if name not in carried}
-    theirs |= architecture.ours | architecture.norm_args
-    theirs = {name: value for name, value in theirs.items() if name not in ("norm_args", *architecture.carries)}
-    if config.dim % config.heads or "head_dim" in architecture.fixed(config):
+    theirs |= options | options["norm_args"]
+    if theirs["embedding_scale"] == "sqrt":
+        theirs["embedding_scale"] = math.sqrt(config.dim)
+    architecture = ARCHITECTURES[model_type]
+    for name in {"norm_args", *(CARRIED.get(each, "norm_args") for each in architecture.has)}:
+        del theirs[name]
+    if config.dim % config.heads or architecture.square:
         theirs["head_dim"] = config.dim / config.heads
     ours = NORM_DEFAULTS | asdict(config) | config.norm_args
     return [f"{name} {value}, not {ours[name]}" for name, value in theirs.items() if ours[name] != value]
@@ -131,9 +197,9 @@ def _differences(config: ModelConfig, architecture: Architecture) -> list[str]:
 
 def to_theirs(config: ModelConfig) -> Fields:
     """The fields of Hugging Face's configuration that say what the model computes. Raises ValueError if none can."""
-    nearest = min(ARCHITECTURES, key=lambda model_type: len(_differences(config, ARCHITECTURES[model_type])))
-    architecture = ARCHITECTURES[nearest]
-    differences = _differences(config, architecture)
+    names = sorted(ARCHITECTURES, key=lambda name: name != config.model_type)  # of several, that of --init-from
+    nearest = min(names, key=lambda name: len(_differences(config, name)))
+    architecture, differences = ARCHITECTURES[nearest], _differences(config, nearest)
     if differences:
         reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences)}"
         raise ValueError(f"no Hugging Face architecture computes this: {reason}")
@@ -143,14 +209,24 @@ def to_theirs(config: ModelConfig) -> Fields:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
     scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
     theirs["max_position_embeddings"] = max(config.context, config.trained_context or 0)
-    carries = "rotary_fraction" in architecture.carries
-    rotated = {"partial_rotary_factor": config.rotary_fraction} if carries else {}
-    theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta, **rotated}
+    theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta}
+    for name in CARRIED.keys() & architecture.has:
+        value = getattr(config, CARRIED[name])
+        theirs[name] = None if name in NULLABLE and not value else value
     if scaling:
         scaling[ROPE_SCALING[-1]] = int(scaling[ROPE_SCALING[-1]])  # transformers asks for an integer
     theirs["rope_scaling"] = scaling  # the spelling of transformers 4; the next is that of 5
-    theirs["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta} | rotated
-    return theirs | architecture.fixed(config)
+    rope = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+    if "partial_rotary_factor" in theirs:
+        rope["partial_rotary_factor"] = theirs["partial_rotary_factor"]
+    by_layer = architecture.window.startswith("layer")
+    if by_layer or architecture.window == "null":
+        theirs["layer_types"] = ["full_attention"] * config.layers
+    if by_layer or architecture.window in ("null", "all"):  # null is an error by layer, although none has the window
+        theirs["sliding_window"] = theirs["max_position_embeddings"] if by_layer else None
+    theirs["rope_parameters"] = dict.fromkeys(LAYER_TYPES, rope) if architecture.window == "layer_rope" else rope
+    theirs |= {name: FOLDED[name][0](config) for name in FOLDED.keys() & architecture.has}
+    return theirs | _fixed(nearest, config)
 
 
 def from_theirs(theirs: Fields) -> ModelConfig:
@@ -161,37 +237,93 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     architecture = ARCHITECTURES[model_type]
     names = theirs.get("architectures")
     require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
-    theirs = architecture.defaults | {name: value for name, value in theirs.items() if value is not None}
-    theirs |= {"hidden_act": "silu"} if theirs.get("hidden_act") == "swish" else {}  # two names of one function
-    given = dict(architecture.ours)
+    theirs = _with_defaults(theirs)
+    given = _ours(model_type)
     for name, ours in SIZES.items():
         value = theirs.get(name)
         if value is not None or name not in OPTIONAL:
             valid = type(value) is int and 1 <= value <= MAX_SIZE
             require(valid, f"{name} must be a positive integer up to {MAX_SIZE}, not {value!r}")
             given[ours] = value
-    norm_args = dict(architecture.norm_args)
     if architecture.eps:
-        norm_args["eps"] = _number(theirs, architecture.eps, 1e-5)
+        given["norm_args"] |= {"eps": _number(theirs, architecture.eps, 1e-5)}
     tied = theirs.get("tie_word_embeddings", False)
     require(is_a(tied, bool), "tie_word_embeddings must be true or false")
-    rope = _rope(theirs)
-    whole = rope["rotary_fraction"] == 1 or "rotary_fraction" in architecture.carries
+    by_layer = architecture.window.startswith("layer")
+    types = theirs.get("layer_types", LAYER_TYPES if by_layer else [])
+    others = [kind for kind in types if kind not in (LAYER_TYPES if by_layer else LAYER_TYPES[:1])]
+    require(not others, f"layer_types {others[:1]} is not supported, only 'full_attention'")
+    rope = _rope(theirs | (_same_rope(theirs, types) if architecture.window == "layer_rope" else {}))
+    whole = rope["rotary_fraction"] == 1 or "partial_rotary_factor" in architecture.has
     require(whole, f"partial_rotary_factor {rope['rotary_fraction']} is not supported with {architecture.name}")
-    config = ModelConfig(**rope | given, norm_args=norm_args, tie_embeddings=tied)
-    windows = [kind for kind in theirs.get("layer_types", []) if kind != "full_attention"]
-    require(not windows, f"layer_types {windows[:1]} is not supported, only 'full_attention'")
-    fixed = COMMON | architecture.fixed(config)
+    for name in CARRIED.keys() & architecture.has:
+        usual = getattr(ModelConfig(), CARRIED[name])
+        given[CARRIED[name]] = value = theirs.get(name, usual)
+        require(is_a(value, type(usual)), f"{name} must be of type {type(usual).__name__}, not {value!r}")
+    config = ModelConfig(**given | rope, tie_embeddings=tied)
+    window, windowed = theirs.get("sliding_window"), architecture.window in ("all", "null") or LAYER_TYPES[1] in types
+    whole = window is None or (is_a(window, int) and window >= config.context and architecture.window != "null")
+    least = f"only null or at least max_position_embeddings, {config.context}"
+    require(whole or not windowed, f"sliding_window {window!r} is not supported, {least}")
+    for name in FOLDED.keys() & architecture.has:
+        require(_number(theirs, name, 1.0) > 0, f"{name} must be positive, not {theirs.get(name)!r}")
+    fixed = {name: value for name, value in COMMON.items() if name not in architecture.has}
+    fixed |= _fixed(model_type, config)
     for name, value in fixed.items():
         actual = theirs.get(name, value)
         if name.endswith("_dropout") and _number(theirs, name, value) > 0:
             warn(f"{name} {actual} is not used: --dropout is that of training")
         else:
             require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
-    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.unused, architecture.eps}
+    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.has, *architecture.unused, architecture.eps}
+    known |= {"sliding_window"} if architecture.window else set()
     for name in (name for name in theirs.keys() - known if not name.startswith("unsloth_")):
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
-    return config
+    for name in ARCHITECTURES[model_type].ours.keys() - {"norm_args"}:
+        expected = ARCHITECTURES[model_type].ours[name]
+        require(getattr(config, name) == expected, f"{architecture.name} has {name} {expected}")
+    nearest = min(ARCHITECTURES, key=lambda name: len(_differences(config, name)))
+    return config if nearest == model_type else replace(config, model_type=model_type)
+
+
+def layout(theirs: Fields, config: ModelConfig) -> Layout:
+    """How the weights of `config` are stored beside the configuration `theirs`."""
+    model_type, factors = theirs["model_type"], dict[str, float]()
+    if model_type == OWN_TYPE:
+        return Layout(config)
+    for name in FOLDED.keys() & ARCHITECTURES[model_type].has:
+        neutral, power, modules = FOLDED[name]
+        if config.qk_norm != "none":  # which would undo a factor of the matrix
+            modules = modules.replace("q_proj", "q_norm")
+        factor = (_number(_with_defaults(theirs), name, 1.0) / neutral(config)) ** power
+        factors |= dict.fromkeys(modules.split(), factor)
+    return Layout(config, ARCHITECTURES[model_type].names, ARCHITECTURES[model_type].interleaved, factors)
+
+
+def _with_defaults(theirs: Fields) -> Fields:
+    """Without fields that are null, and with the architecture's defaults for missing ones."""
+    model_type = theirs["model_type"]
+    off = [name for name in NULLABLE if name in theirs]
+    defaults = {name: value for name, value in ARCHITECTURES[model_type].defaults.items() if name not in off}
+    theirs = defaults | {name: value for name, value in theirs.items() if value is not None}
+    for name, same in [("swish", "silu")] + [("gelu", "gelu_pytorch_tanh")] * (model_type == "gemma"):
+        if theirs.get("hidden_act") == name:  # two names of one function
+            theirs["hidden_act"] = same
+    return theirs
+
+
+def _same_rope(theirs: Fields, kinds: list[str]) -> Fields:
+    """RoPE's fields for all layers, of which each kind has its own. Raises ValueError unless they are equal."""
+    given, theta, scaling = theirs.get("rope_parameters", {}), theirs["rope_theta"], theirs.get("rope_scaling", {})
+    require(isinstance(scaling, dict), f"rope_scaling must be an object, not {scaling!r}")
+    valid = is_a(given, dict[str, dict]) and given.keys() <= set(LAYER_TYPES)
+    require(valid, f"rope_parameters must have a part for each kind of layers, not {given!r}")
+    full = given.get("full_attention") or {"rope_theta": theta}  # or in the spelling of transformers 4
+    sliding = given.get("sliding_attention") or {"rope_theta": theirs.get("rope_local_base_freq", theta)}
+    parts = {"full_attention": full | scaling, "sliding_attention": sliding}
+    used = [parts[kind] for kind in kinds]
+    require(used.count(used[0]) == len(used), f"RoPE that differs by layer is not supported: {parts}")
+    return {"rope_parameters": used[0], "rope_scaling": None}
 
 
 def _rope(theirs: Fields) -> Fields:

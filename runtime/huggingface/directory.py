@@ -6,7 +6,8 @@ a model_type of ours, which `transformers` refuses, and the reason.
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +18,8 @@ from data.tokenizer import KINDS, SentencePieceTokenizer, Tokenizer, load_tokeni
 from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
-from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, to_theirs
-from runtime.huggingface.weights import KNOWN, WEIGHTS, StoredTensor, hugging_face_name, save_tensors, stored_weights
+from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
+from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, join, save_tensors, stored_weights
 from runtime.plugins import import_records, warn_of_imports
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -37,7 +38,7 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # it also starts a text without a prompt
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    tensors = {hugging_face_name(name, config): tensor for name, tensor in state.items()}
+    stored = Layout(config)
     described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
     try:
         for record in import_records():
@@ -45,13 +46,17 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
         edited = edited_module(model)
         require(edited is None, f"{edited or 'the model'} is not as model.py makes it")
         theirs = to_theirs(config)
-        unknown = [name for name in tensors if not re.fullmatch(KNOWN, name)]
+        unknown = [name for name in stored.places(state) if not re.fullmatch(KNOWN, name)]
         require(not unknown, f"no Hugging Face architecture has {', '.join(unknown[:1])}")
         described |= theirs
+        stored = layout(theirs, config)
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
+    tensors = {}
+    for name, ours in stored.places(state).items():
+        tensors[name] = join([stored.reordered(each, state[each], back=True) for each in ours])
     save_tensors(tensors, directory / WEIGHTS)
     tokenizer.save(directory)
     if tokenizer.generation:
@@ -149,27 +154,33 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
 
 def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, StoredTensor]:
     """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
-    expected = stored_state(model)
-    names = {hugging_face_name(name, model.config): name for name in expected}
+    expected, stored = stored_state(model), layout(read_json(directory / CONFIG, dict), model.config)
+    places = stored.places(expected)
+    wanted = {name: join([expected[each] for each in ours]) for name, ours in places.items()}
     # transformers < 4.32 stored rotary frequencies too.
     found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}
     if model.config.tie_embeddings and "lm_head.weight" in found:
         head, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())
         require(same, f"{head.path}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
-    for name in sorted(names.keys() | found.keys()):
+    for name in sorted(places.keys() | found.keys()):
         if name not in found:
             problem = "lacks"
-        elif name not in names:
+        elif name not in places:
             problem = "has an unknown"
-        elif found[name].shape != expected[names[name]].shape:
+        elif found[name].shape != wanted[name].shape:
             problem = "has the wrong shape for"
-        elif expected[names[name]].is_floating_point() and found[name].dtype not in DTYPES:
+        elif wanted[name].is_floating_point() and found[name].dtype not in DTYPES:
             problem = f"has a dtype other than {', '.join(DTYPES)} for"
         else:
             continue
         raise ValueError(f"{directory / WEIGHTS} does not match {directory / CONFIG}: it {problem} {name}")
-    return {ours: found[name] for name, ours in names.items()}
+    matched = {}
+    for name, ours in places.items():
+        rows = [len(expected[each]) for each in ours] if len(ours) > 1 else []
+        for part, each in enumerate(ours):
+            matched[each] = replace(found[name], change=partial(stored.to_ours, each, rows=rows, part=part))
+    return matched
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:

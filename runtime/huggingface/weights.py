@@ -1,10 +1,12 @@
 """Weights under Hugging Face's names, in one safetensors file or several with an index. No pickle.
 
-The layouts agree: nothing is transposed or permuted.
+The layouts of most architectures agree with ours. `Layout` has the differences of others.
 """
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,8 +39,8 @@ NORMS = {
     },
 }
 # The weights that the architectures have: matrices, and gains and biases of norms.
-IN_BLOCK = r"self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|self_attn\.[qk]_norm|\w+_layernorm"
-KNOWN = rf"(lm_head|model\.(embed_tokens|norm|layers\.\d+\.({IN_BLOCK})))\.weight|model\.\S*norm\.bias"
+IN_BLOCK = r"self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|self_attn\.(rotated_)?[qk]_norm|\w+_layernorm"
+KNOWN = rf"(lm_head|model\.(embed_tokens|norm|layers\.\d+\.({IN_BLOCK})))\.weight|model\.\S*(norm|[qkv]_proj)\.bias"
 
 
 def hugging_face_name(ours: str, config: ModelConfig) -> str:
@@ -54,13 +56,60 @@ def hugging_face_name(ours: str, config: ModelConfig) -> str:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How the weights of a model are stored, where that is not as in Llama.
+
+    names: names of modules, by Llama's. Matrices with one name are stored as one, below each other in our order.
+    interleaved: RoPE rotates the pairs of features (2i, 2i + 1), not (i, i + R/2).
+    factors: what their configuration multiplies weights with, by our names of modules.
+    """
+
+    config: ModelConfig
+    names: dict[str, str] = field(default_factory=dict)
+    interleaved: bool = False
+    factors: dict[str, float] = field(default_factory=dict)
+
+    def places(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Our `names` of weights, by the name under which they are stored."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            parts = hugging_face_name(name, self.config).split(".")
+            found.setdefault(".".join(self.names.get(part, part) for part in parts), []).append(name)
+        return found
+
+    def to_ours(self, name: str, stored: Tensor, rows: list[int], part: int) -> Tensor:
+        """The weight with our `name`, which is a `part` of what is stored if that has `rows` of several."""
+        weight = self.reordered(name, stored.split(rows)[part] if rows else stored)
+        module = name.split(".")[-2]
+        factor = self.factors.get(module, 1.0)
+        if math.isclose(factor, 1):
+            return weight
+        start = float("norm" in module and self.config.norm_args.get("zero_centered", False))  # the gain is 1 + weight
+        return ((weight.float() + start) * factor - start).to(weight.dtype)
+
+    def reordered(self, name: str, weight: Tensor, back: bool = False) -> Tensor:
+        """With interleaved pairs, `weight` with each head's features in our order, or `back` in theirs."""
+        if not self.interleaved or name.split(".")[-2] not in ("q_proj", "k_proj"):
+            return weight
+        order, rotated = torch.arange(self.config.head_dim), int(self.config.head_dim * self.config.rotary_fraction)
+        order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
+        return weight.unflatten(0, (-1, len(order)))[:, order.argsort() if back else order].flatten(0, 1)
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """One below the other."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+@dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. `dtype` is safetensors' name for it, such as BF16."""
+    """A tensor in a file. `dtype` is safetensors' name for it, such as BF16. `change` makes it a weight of ours."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    change: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
     def read(self) -> Tensor:
         """The tensor in its own memory, because matrix products round differently at other alignments.
@@ -68,7 +117,7 @@ class StoredTensor:
         The file is closed again, so that the pages of a large file do not add up. Raises ValueError for NaN and inf.
         """
         with safe_open(self.path, "pt") as file:
-            tensor = file.get_tensor(self.name).clone()
+            tensor = self.change(file.get_tensor(self.name)).clone()
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{self.path}: {self.name} has values that are NaN or infinite")
         return tensor

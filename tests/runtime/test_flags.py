@@ -45,7 +45,7 @@ def help_text(capsys) -> str:
 def test_every_field_has_a_flag_in_the_help(capsys):
     text = help_text(capsys)
     hidden = {name for name, field in FIELDS.items() if not field.metadata["help"]}
-    assert {name for name in FIELDS if f" {flag_name(name)}" not in text} == hidden == {"trained_context"}
+    assert {name for name in FIELDS if f" {flag_name(name)}" not in text} == hidden == {"trained_context", "model_type"}
     assert len(FIELDS) == len(dataclasses.fields(ModelConfig)) + len(dataclasses.fields(TrainConfig))
 
 

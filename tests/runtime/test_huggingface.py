@@ -22,8 +22,10 @@ from files import sha256
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
+from recipes import RECIPES
 from runtime.checkpoint import load_pretrained, save_pretrained, weight_hashes
-from runtime.huggingface.architectures import from_theirs, to_theirs
+from runtime.huggingface.architectures import ARCHITECTURES, OTHERS, from_theirs, layout, to_theirs
+from runtime.huggingface.architectures import SIZES as SIZES_OF_THEIRS
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
 LLAMA = ModelConfig(**SIZES, tie_embeddings=False)
@@ -89,7 +91,7 @@ def set_header(directory: Path, text: bytes, length: int) -> None:
 
 # How a directory is changed, and what the error says of it. `()` removes a field.
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+    ({"model_type": "glm"}, "model_type 'glm' is not supported"),
     ({"model_type": "\x1b[2J"}, r"model_type '\\x1b\[2J' is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
     ({"hidden_size": "16"}, "hidden_size must be a positive integer"),
@@ -240,7 +242,8 @@ def test_every_norm_and_placement_is_saved_and_read_again(tmp_path):
         assert "Hugging Face" in described["not_in_transformers"]
     with pytest.raises(ValueError, match="normal-llama"):
         transformers.AutoModelForCausalLM.from_pretrained(directory)  # the last
-    assert expressed == [{"norm": "layernorm"}, {"norm": "rmsnorm"}, {"placement": "pre", "layers": 4}]
+    expected: list[dict[str, Any]] = [{"norm": "layernorm"}, {"norm": "rmsnorm"}, {"placement": "pre", "layers": 4}]
+    assert expressed == [*expected, {"placement": "sandwich", "layers": 4}, {"embedding_scale": 2.0}]
 
 
 def test_fields_changed_by_others_count_more_than_ours(tmp_path):
@@ -252,7 +255,62 @@ def test_fields_changed_by_others_count_more_than_ours(tmp_path):
     assert changed.norm_args["eps"] == 0.5 and changed == from_theirs(to_theirs(changed))
 
 
-@pytest.mark.parametrize("model_type, config", [("llama", LLAMA), ("qwen3", QWEN3)])
+FAMILIES = [name for name in ARCHITECTURES if name not in ("llama", "qwen3", "olmo", "olmo2", "stablelm")]
+
+
+def of_family(model_type: str) -> ModelConfig:
+    options: dict[str, Any] = RECIPES[model_type.removesuffix("_text")] | ARCHITECTURES[model_type].ours
+    return ModelConfig(**SIZES | options | {"model_type": model_type})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fields_of_a_family_are_computed_or_refused_by_their_names(model_type):
+    """All that transformers has for it, at other values than ours."""
+    transformers = pytest.importorskip("transformers")
+    theirs, known = to_theirs(of_family(model_type)), {*SIZES_OF_THEIRS, *OTHERS.split(), "sliding_window"}
+    known |= {*ARCHITECTURES[model_type].unused}
+    computed = from_theirs(theirs), layout(theirs, from_theirs(theirs))
+    for name in transformers.AutoConfig.for_model(model_type).to_dict().keys() - known:
+        for other in (True, 0.5, "tanh"):
+            try:
+                config = from_theirs(theirs | {name: other})
+                same = (config, layout(theirs | {name: other}, config)) == computed
+                assert not same or other == theirs.get(name, False) or name.endswith("_dropout"), (name, other)
+            except ValueError as error:
+                assert name in str(error), (name, error)
+
+
+ROPES = [{"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": theta}} for theta in (1e6, 1e4)]
+MIXED, V4 = ["full_attention", "sliding_attention"], {"rope_parameters": None, "rope_theta": 1e6}
+WINDOWS: list[tuple[str, dict[str, Any], str]] = [  # "" if it is read
+    ("mistral", {"sliding_window": 16}, ""),
+    ("mistral", {"sliding_window": 15}, "sliding_window 15 is not supported, only null or at least .*, 16"),
+    ("mistral", {"sliding_window": (), "max_position_embeddings": 8192}, "sliding_window 4096 is not supported"),
+    ("gemma2", {"sliding_window": 8}, ""),
+    ("gemma2", {"sliding_window": 8, "layer_types": None}, "sliding_window 8 is not supported"),
+    ("olmo3", {"layer_types": MIXED, "sliding_window": 15}, "sliding_window 15 is not supported"),
+    ("gemma3_text", {"layer_types": MIXED, "rope_parameters": ROPES[0]}, ""),
+    ("gemma3_text", {"layer_types": MIXED, "rope_parameters": ROPES[1]}, "RoPE that differs by layer"),
+    ("gemma3_text", {"rope_parameters": ROPES[1]}, ""),
+    ("gemma3_text", V4 | {"layer_types": MIXED}, "RoPE that differs by layer"),
+    ("gemma3_text", V4 | {"layer_types": MIXED, "rope_local_base_freq": 1e6}, ""),
+    ("exaone4", {"sliding_window": 16}, "sliding_window 16 is not supported, only null"),
+    ("exaone4", {"layer_types": MIXED}, "layer_types .* is not supported"),
+]
+
+
+@pytest.mark.parametrize("model_type, fields, message", WINDOWS)
+def test_windows_shorter_than_the_context_are_refused(model_type, fields, message):
+    theirs = to_theirs(of_family(model_type)) | fields
+    theirs = {name: value for name, value in theirs.items() if value != ()}
+    if message:
+        with pytest.raises(ValueError, match=message):
+            from_theirs(theirs)
+    else:
+        assert from_theirs(theirs).rope_theta == (1e6 if model_type == "gemma3_text" else 1e4)
+
+
+@pytest.mark.parametrize("model_type, config", [("llama", LLAMA), *((name, of_family(name)) for name in FAMILIES)])
 def test_missing_fields_have_the_defaults_of_transformers(model_type, config):
     transformers = pytest.importorskip("transformers")
     theirs = to_theirs(config)
@@ -260,6 +318,7 @@ def test_missing_fields_have_the_defaults_of_transformers(model_type, config):
     default = transformers.AutoConfig.for_model(model_type)
     for name in ("rms_norm_eps", "layer_norm_eps", "rope_theta", "tie_word_embeddings"):
         if name in theirs:
-            expected = default.rope_parameters[name] if name == "rope_theta" else getattr(default, name)
+            rope = default.rope_parameters.get("full_attention", default.rope_parameters)
+            expected = rope[name] if name == "rope_theta" else getattr(default, name)
             without = {field: value for field, value in theirs.items() if field not in (name, "rope_parameters")}
             assert from_theirs(without) == from_theirs(without | {name: expected}), name
