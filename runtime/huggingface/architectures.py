@@ -51,7 +51,6 @@ FOLDED: dict[str, tuple[Any, float, str]] = {  # multipliers: where they do noth
 # leave behind. `auto_map` names code, which is never run.
 OTHERS = """
 tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama
-max_window_layers sliding_window_pattern _sliding_window_pattern rope_local_base_freq no_rope_layer_interval
 _name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
 use_cache initializer_range pretraining_tp is_llama_config tokenizer_class is_decoder layer_types max_sequence_length
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
@@ -74,7 +73,7 @@ class Architecture:
     defaults: its defaults for missing fields, if not those in COMMON; that of `eps` is 1e-5 otherwise.
     has: its fields in CARRIED and FOLDED.
     ours: our options besides those of the recipe.
-    unused: its fields that do nothing.
+    unused: its other fields, which are read elsewhere or do nothing.
     square: its head_dim is always hidden_size / num_attention_heads.
     window: "" if it has no sliding_window, "off" if that is not used, "null" if we compute null only; or the layers
         that have it: "all", those of "layer_types", or these with "layer_rope", RoPE of their own.
@@ -111,7 +110,9 @@ FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", defaults=LATE),
-    "qwen3": Architecture("Qwen3ForCausalLM", defaults=LATE | {"head_dim": 128}, window="off"),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", defaults=LATE | {"head_dim": 128}, window="off", unused=("max_window_layers",)
+    ),
     "olmo": Architecture("OlmoForCausalLM", eps="", ours={"norm_args": {"eps": 1e-5}}),
     "olmo2": Architecture("Olmo2ForCausalLM"),
     "stablelm": Architecture(
@@ -129,8 +130,11 @@ ARCHITECTURES = {
     "gemma3_text": Architecture(
         "Gemma3ForCausalLM", defaults=GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         has=("query_pre_attn_scalar", "final_logit_softcapping"), window="layer_rope",
+        unused=("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
     ),
-    "exaone4": Architecture("Exaone4ForCausalLM", defaults=WINDOW, window="null"),  # other layers have no positions
+    "exaone4": Architecture(  # with a window, other layers have no positions
+        "Exaone4ForCausalLM", defaults=WINDOW, window="null", unused=("sliding_window_pattern",),
+    ),
     "glm4": Architecture(
         "Glm4ForCausalLM", has=("partial_rotary_factor", "attention_bias"),
         defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
@@ -141,7 +145,9 @@ ARCHITECTURES = {
         interleaved=True,
     ),
     "arcee": Architecture("ArceeForCausalLM"),
-    "qwen2": Architecture("Qwen2ForCausalLM", defaults=LATE, ours={"attention_bias": True}, window="off"),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM", defaults=LATE, ours={"attention_bias": True}, window="off", unused=("max_window_layers",)
+    ),
     # What these compute is also a Llama or OLMo 2, and is saved as that unless it was read as one of these.
     "mistral": Architecture("MistralForCausalLM", defaults=LATE | WINDOW, window="all"),
     "helium": Architecture(
@@ -150,6 +156,7 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", defaults=TIED | {"rope_theta": 5e5}, interleaved=True),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM", defaults=LATE | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
+        unused=("no_rope_layer_interval", "max_window_layers"),
     ),
     "seed_oss": Architecture("SeedOssForCausalLM", defaults=LATE | {"attention_bias": True}, has=("attention_bias",)),
     "phi3": Architecture(
