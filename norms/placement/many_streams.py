@@ -22,7 +22,7 @@ Ends = Literal["weighted", "mean"]
 # --- two streams, each B T C, as a pair ------------------------------------------------------------------------------
 
 
-def duplicate(x: Tensor) -> tuple[Tensor, Tensor]:
+def duplicate(x: Tensor, **arguments) -> tuple[Tensor, Tensor]:
     """Both streams start as the embedding."""
     return x, x
 
