@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from files import is_a, require
 from norms import KINDS, TRAITS, build_norm
-from norms.placement import PLACEMENTS, check_placement
+from norms.placement import PLACEMENTS, Site, check_placement
 from norms.registry import Traits
 from recipes import RECIPES
 
@@ -194,6 +195,11 @@ class ModelConfig:
             if self.qk_norm_args:
                 kind, norm_args = self.head_norm("query")
                 build_norm(kind, self.head_dim, **norm_args)
+            if self.placement_args:
+                make_norm = partial(build_norm, self.norm, self.dim, **self.norm_args)
+                make_matrix = lambda inputs, outputs, role: torch.nn.Linear(inputs, outputs)  # noqa: E731
+                site = Site("mlp", 0, self.layers, self.dim, make_norm, make_matrix)
+                placement.connection(site, **self.placement_args)  # checks their values
 
     def head_norm(self, site: str) -> tuple[str, dict[str, Any]]:
         """Kind and arguments of the norm on the heads at `site`: RMSNorm if the model's does not support single heads.

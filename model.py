@@ -23,6 +23,7 @@ from norms.placement import PLACEMENTS, Site
 from roles import EMBEDDING, Linear, draw_weights
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and sines, each T R/2
+Stream = Tensor | tuple[Tensor, ...]  # what blocks pass on: B T C, or several as B T n C or a tuple
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -55,8 +56,7 @@ class Llama(nn.Module):
         self.embed_tokens = Embedding(config)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config)
-        # the embedding -> the residual stream, which may be a tuple
-        self.init_stream = partial(placement.init_stream, **config.placement_args)
+        self.init_stream = partial(placement.init_stream, **config.placement_args)  # B T C to the stream
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
         site = Site("final", config.layers, config.layers, config.dim, make_norm, Linear)
@@ -81,7 +81,7 @@ class Llama(nn.Module):
         require(tokens.ndim == 2, "token ids must have the shape (B, T); tokens.unsqueeze(0) is a batch of one")
         length = tokens.shape[1]
         rope = self.rope(slice(length) if cache is None else cache[0].positions(length))
-        x = self.init_stream(self.dropout(self.embed_tokens(tokens)))  # B T C
+        x = self.init_stream(self.dropout(self.embed_tokens(tokens)))  # the stream
         for layer, block in enumerate(self.layers):
             if self.recompute and cache is None and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, use_reentrant=False)
@@ -154,7 +154,7 @@ class Block(nn.Module):
         self.mlp_residual = connection(Site("mlp", layer, config.layers, config.dim, make_norm, Linear))
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
+    def forward(self, x: Stream, rope: RopeTable, cache: "LayerCache | None" = None) -> Stream:
         x = self.attention_residual(x, self.self_attn, rope, cache)
         return self.mlp_residual(x, self.mlp)
 
@@ -305,7 +305,7 @@ def head_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
     """The norm on queries, keys or values, B T heads D: per head (arXiv 2010.04245), over all heads, or none.
 
     `--qk-norm` sets it for queries and keys. If that is "none", and for values without `--v-norm`, the placement
-    decides. It uses the model's norm, or RMSNorm if that norm does not support single heads.
+    decides. The kind is that of the model, or RMSNorm if that does not support single heads.
     """
     if site == "value" and config.v_norm:
         return build_norm("rmsnorm", config.head_dim, elementwise_affine=False)

@@ -124,11 +124,9 @@ def register_placement(name: str, placement: Placement) -> None:
 
 
 def check_placement(name: str, norm: str, norm_args: dict[str, Any], placement_args: dict[str, Any]) -> None:
-    """Raise Unsupported if a placement is not supported with that norm, ValueError for a wrong argument."""
+    """Raise Unsupported if a placement is not supported with that norm, ValueError unless it has these arguments."""
     placement = PLACEMENTS[name]
     check_arguments(f"placement {name!r}", placement.connection, placement_args)
-    make = lambda *_: nn.Identity()  # noqa: E731
-    placement.connection(Site("mlp", 0, 1, 1, make, make), **placement_args)  # checks their values
     if placement.own_norm and (norm_args or norm != "rmsnorm"):
         raise Unsupported(f"--placement {name} has a built-in norm; leave out --norm and --norm-arg")
     if TRAITS[norm].identity and not placement.without_norm:

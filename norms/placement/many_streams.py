@@ -22,7 +22,7 @@ Ends = Literal["weighted", "mean"]
 # --- two streams, each B T C, as a pair ------------------------------------------------------------------------------
 
 
-def duplicate(x: Tensor) -> tuple[Tensor, Tensor]:
+def duplicate(x: Tensor, **arguments) -> tuple[Tensor, Tensor]:
     """Both streams start as the embedding."""
     return x, x
 
@@ -87,7 +87,7 @@ class HyperConnection(OneNorm):
 
     Each token has its own weights: with z = s ⊙ W r(X) + b, where r is over all n · C features, pre = σ(z) + ε and
     post = 2σ(z) are vectors of n, and M is n × n, the softmax of z with rows and columns divided by their sums in turn.
-    So M mixes the streams without making them larger. s is 1 and b is 0 at the start.
+    So M mixes the streams without making them larger. s, a number for each of the three, starts at 1, and b at 0.
     """
 
     def __init__(self, site: Site, *, streams: int = 4, end: Ends = "weighted"):
@@ -162,14 +162,14 @@ def newest(sources: Sources) -> Sources:
 class Mixture(OneNorm):
     """N(Σᵢ wᵢ vᵢ), w = softmaxᵢ(q · r(vᵢ) / √C), with a learned vector q, 0 at the start.
 
-    scale_scores: divide scores by √C. Without, as in the paper, q changes √C times as fast.
+    scale_scores: divide scores by √C. Without that, as in the paper, q changes √C times as fast.
     normalize_values: sum r(vᵢ), as in Inkling 2.
     """
 
     def __init__(self, site: Site, *, scale_scores: bool = True, normalize_values: bool = False):
         super().__init__(site)
-        only = (site.name, site.layer) == ("attention", 0)  # has one source, which it reads as it is
-        self.query = None if only else nn.Parameter(torch.zeros(site.dim))
+        first = (site.name, site.layer) == ("attention", 0)  # There is one source, which is read as it is.
+        self.query = None if first else nn.Parameter(torch.zeros(site.dim))
         self.scale, self.normalize_values = site.dim**-0.5 if scale_scores else 1.0, normalize_values
 
     def read(self, sources: Sources) -> Tensor:
@@ -194,7 +194,7 @@ class AttentionResidual(Mixture):
 
 
 class BlockAttentionResidual(AttentionResidual):
-    """Sources are the embedding and the sums of what groups of `layers` blocks add, the last so far. Inkling 2."""
+    """Sources are the embedding and, of each group of `layers` blocks, the sum of its outputs so far. Inkling 2."""
 
     def __init__(self, site: Site, *, layers: int = 2, scale_scores: bool = True, normalize_values: bool = False):
         super().__init__(site, scale_scores=scale_scores, normalize_values=normalize_values)

@@ -24,7 +24,7 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(upcast(x), dim=-1)
 
 
-def init_on_sphere(x: Tensor) -> Tensor:
+def init_on_sphere(x: Tensor, **arguments) -> Tensor:
     """The stream starts as the embedding, with length 1 after dropout as well."""
     return unit(x).to(x.dtype)
 

@@ -202,6 +202,6 @@ class ReZero(nn.Module):
         return x + self.a * f(x, *args)
 
 
-def without_final_norm(site: Site) -> nn.Module:
+def without_final_norm(site: Site, **arguments) -> nn.Module:
     """No norm between the last block and the head: the output of the block is already normalized."""
     return nn.Identity()

@@ -35,13 +35,17 @@ class MyNorm(torch.nn.Module):
         return x * self.factor
 """
 PLACEMENT = """
-import torch
-from norms.placement import Placement, PreNorm, register_placement
+from norms.placement import Placement, PreNorm, register_placement, without_final_norm
 
 class Third(PreNorm):
-    pass
+    def __init__(self, site, *, scale: float = 1.0):
+        super().__init__(site)
+        self.scale = scale / self.norm.factor
 
-register_placement("third", Placement(Third))
+    def forward(self, x, f, *args):
+        return x + self.scale * f(self.norm(x), *args)
+
+register_placement("third", Placement(Third, without_final_norm))
 """
 COMMANDS = [
     "generate.py --checkpoint copy --tokens 2",
@@ -89,8 +93,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 40)
         Path("mynorm.py").write_text(NORM)
         Path("third.py").write_text(PLACEMENT)
-        files = "--import third.py --import mynorm.py"
-        call(f"train.py --norm mynorm --norm-arg factor=0.25 --placement third {files} --out run {TOY}")
+        files = "--placement third --placement-arg scale=0.5 --import third.py --import mynorm.py"
+        call(f"train.py --norm mynorm --norm-arg factor=0.25 {files} --out run {TOY}")
     return folder
 
 
