@@ -312,6 +312,12 @@ def test_mix_is_post_norm_in_the_first_quarter(layers, post):
     "changes, message",
     [
         ({"placement": "post", "norm": "none"}, "--norm none is not supported with --placement post; choose "),
+        (
+            {"placement": "minimax", "placement_args": {"beta": math.nan}},
+            "alpha and beta must be finite, not 1.0 and nan",
+        ),
+        ({"placement": "mhc", "placement_args": {"streams": 0}}, "streams must be at least 1, not 0"),
+        ({"placement": "attnres-block", "placement_args": {"layers": -1}}, "layers must be at least 1, not -1"),
         ({"placement": "ngpt", "norm": "layernorm"}, "ngpt has a built-in norm; leave out --norm and --norm-arg"),
         ({"placement": "ngpt", "norm_args": {"eps": 1e-5}}, "ngpt has a built-in norm; leave out --norm"),
     ],
