@@ -88,6 +88,7 @@ def test_all_of_a_folder_and_an_imported_norm(make, refused, monkeypatch):
     Path("runs/earlier/report.json").touch()
     compared(*runs)
     assert ["parameters" in arm for arm in json.loads(Path("out/report.json").read_text())["arms"]] == [True, False]
+    monkeypatch.setattr("runtime.plugins.IMPORTED", {})
     for table in (KINDS, TRAITS):
         monkeypatch.setitem(table, "mine", None)
         del table["mine"]
