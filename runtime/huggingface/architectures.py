@@ -188,7 +188,8 @@ def _differences(config: ModelConfig, model_type: str) -> list[str]:
     options = _ours(model_type)
     carried = {*options["norm_args"], "eps", "cast_order"}  # the order of casts changes rounding only
     computed = [each.name for each in fields(ModelConfig) if each.metadata["export"] == "computed"]
-    theirs = {name: getattr(ModelConfig(), name) for name in computed}
+    plain = ModelConfig()
+    theirs = {name: getattr(plain, name) for name in computed}
     theirs |= {name: defaults[name] for name in config.norm_args if name not in carried}
     theirs |= options | options["norm_args"]
     if theirs["embedding_scale"] == "sqrt":
