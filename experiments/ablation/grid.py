@@ -143,7 +143,7 @@ class Grid:
     threads: int
     devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
     elsewhere: bool = False  # raise Elsewhere instead of running
-    asked: list[Cell] = field(default_factory=list)  # of `run`, so far
+    asked: list[Cell] = field(default_factory=list)  # all cells that `run` was called with
     took: list[float] = field(default_factory=list)  # seconds of each run that has ended meanwhile
 
     def cell_folder(self, cell: Cell) -> Path:

@@ -94,7 +94,7 @@ class HyperConnection(OneNorm):
         super().__init__(site)
         if streams < 1:
             raise ValueError(f"--placement-arg streams must be at least 1, not {streams}")
-        self.sizes = (streams, streams, streams * streams)  # of pre, post and M
+        self.sizes = (streams, streams, streams * streams)  # pre, post and M
         self.maps = site.make_matrix(streams * site.dim, sum(self.sizes), "stream_map")
         self.scale, self.base = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(sum(self.sizes)))
 

@@ -205,7 +205,7 @@ def _differences(config: ModelConfig, model_type: str) -> list[str]:
 
 def to_theirs(config: ModelConfig) -> Fields:
     """The fields of Hugging Face's configuration that say what the model computes. Raises ValueError if none can."""
-    names = sorted(ARCHITECTURES, key=lambda name: name != config.model_type)  # of several, that of --init-from
+    names = sorted(ARCHITECTURES, key=lambda name: name != config.model_type)  # --init-from's comes first
     nearest = min(names, key=lambda name: len(_differences(config, name)))
     architecture, differences = ARCHITECTURES[nearest], _differences(config, nearest)
     if differences:
@@ -301,7 +301,7 @@ def layout(theirs: Fields, config: ModelConfig) -> Layout:
         return Layout(config)
     for name in FOLDED.keys() & ARCHITECTURES[model_type].has:
         neutral, power, modules = FOLDED[name]
-        if config.qk_norm != "none":  # which would undo a factor of the matrix
+        if config.qk_norm != "none":  # It would undo a factor of the matrix.
             modules = modules.replace("q_proj", "q_norm")
         factor = (_number(_with_defaults(theirs), name, 1.0) / neutral(config)) ** power
         factors |= dict.fromkeys(modules.split(), factor)

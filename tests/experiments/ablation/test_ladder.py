@@ -17,7 +17,7 @@ PLAIN = [Arm.of(norm="rmsnorm"), Arm.of(norm="dyt:alpha=1")]
 SIZES = ("dim=32,heads=2,steps=10", "dim=64,heads=4,steps=40", "dim=96,heads=6,steps=90")
 FLOPS = dict(zip(SIZES, (1e9, 8e9, 1e11), strict=True))
 ARMS = [Arm((("size", size), *arm.factors)) for size in SIZES for arm in PLAIN]
-LOSSES = np.random.default_rng(0).normal(0, 0.01, (6, 4))  # of six arms with four seeds
+LOSSES = np.random.default_rng(0).normal(0, 0.01, (6, 4))  # six arms, four seeds
 
 
 def bpb_of(losses: np.ndarray) -> dict[Arm, dict[int, float]]:
