@@ -52,9 +52,13 @@ def training_step(model: Llama, objective: Callable, step: int, dtype: torch.dty
 
 
 def assert_training_matches(
-    config: ModelConfig, recompute: bool = False, dtype: torch.dtype = torch.float32, backend: str = "aot_eager"
+    config: ModelConfig,
+    recompute: bool = False,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "aot_eager",
+    bound: float = 1e-5,
 ) -> None:
-    """No element of a gradient or buffer differs by more than 1e-5 times the largest of its tensor."""
+    """No element of a gradient or buffer differs by more than `bound` times the largest of its tensor."""
     torch.compiler.reset()
     eager, compiled = (randomize(Llama(config)).train() for _ in range(2))
     eager.recompute = compiled.recompute = recompute
@@ -66,7 +70,7 @@ def assert_training_matches(
         for name, tensor in expected.items():
             error, largest = (got[name] - tensor).abs().max().item(), tensor.abs().max().item()
             assert math.isfinite(largest) and (largest > 0 or not name.startswith("gradient")), f"step {step}: {name}"
-            assert error <= 1e-5 * largest, f"step {step}: {name} differs by {error / largest:.1e}"
+            assert error <= bound * largest, f"step {step}: {name} differs by {error / largest:.1e}"
 
 
 @pytest.mark.parametrize("kind, placement, backend", CELLS)
@@ -79,7 +83,12 @@ def test_training_matches_eager(kind, placement, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("option", EVERY, ids=str)
 def test_training_with_inductor_matches_eager(option):
-    assert_training_matches(dataclasses.replace(SMALL, **{"qk_norm": "head"} | option), backend="inductor")
+    """Inductor sums in another order, which may err a few times as much as eager's does against float64."""
+    config = dataclasses.replace(SMALL, **{"qk_norm": "head"} | option)
+    eager, exact = randomize(Llama(config)).train(), randomize(Llama(config)).train().double()
+    (_, found), (_, expected) = (training_step(model, model.objective, 0, torch.float32) for model in (eager, exact))
+    errors = [(found[name] - x).abs().max() / x.abs().max() for name, x in expected.items()]
+    assert_training_matches(config, backend="inductor", bound=max(1e-5, 4 * float(max(errors))))
 
 
 def test_training_with_all_options_matches_eager():
