@@ -56,7 +56,7 @@ def compared(*runs: str) -> str:
     return Path("out/table.md").read_text("utf-8")
 
 
-def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys):
+def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys, monkeypatch):
     """Also for cells of an ablation, and for a norm whose file is not imported. The baseline has a third seed."""
     for seed, bpb in enumerate((2.0, 2.5, 9.0)):
         make(f"abl/cells/{9 - seed}", bpb, seed=seed)
@@ -74,6 +74,7 @@ def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys):
     html = Path("out/report.html").read_text("utf-8")
     assert html.index("is undecided") < html.index("<img ") < html.index("<table>")
     assert Path("out/curves.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # drawn once is enough
     Path("abl/runs.csv").unlink()  # as of an ablation that was killed
     assert {f"| abl/cells/{number} |" in compared(*runs) for number in (7, 8, 9)} == {True}
 
