@@ -5,9 +5,11 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -17,6 +19,7 @@ try:
 except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
+ROOT = Path(__file__).parent
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
 
@@ -156,3 +159,13 @@ def lock_file(path: Path, wait: bool = False) -> Iterator[None]:
                 print(f"waiting for another process, which holds {path}", file=sys.stderr)
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def commit() -> str | None:
+    """The commit of this code, marked if code differs from it. None outside a clone."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return None
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    head = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+    changed = git(["git", "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]).stdout
+    return f"{head}-dirty" if changed else head or None

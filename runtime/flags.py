@@ -22,10 +22,9 @@ from config import (
     check_fields,
     flag_name,
 )
-from files import BadInput, one_line, require
+from files import ROOT, BadInput, commit, one_line, require
 from machine.process import bad_input
-from runtime.plugins import ROOT, import_first
-from runtime.run import commit
+from runtime.plugins import import_first
 
 SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
     "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",

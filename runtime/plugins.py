@@ -20,13 +20,12 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from config import Asked, ModelConfig
-from files import one_line, require, sha256, warn, write_atomically
+from files import ROOT, one_line, require, sha256, warn, write_atomically
 from machine import distributed
 from machine.process import bad_input
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
-ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]  # what run.json and config.json say about an imported file
 IMPORTED: dict[Path, tuple[Record, bytes]] = {}  # with the source
 

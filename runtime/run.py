@@ -4,13 +4,10 @@ import math
 import os
 import platform
 import secrets
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import NamedTuple
 
 import torch
@@ -20,7 +17,7 @@ from data.corpus import Corpus
 from data.prepare import Prepared, given_tokenizer, prepare
 from data.token_files import find_token_files
 from data.tokenizer import KINDS, NoTokenizer
-from files import require, warn
+from files import commit, require, warn
 from machine import distributed
 from machine.device import check_compile, compiling_pays, describe, has_device, pick_device, pick_dtype
 from model import Llama
@@ -28,7 +25,7 @@ from norms import TRAITS
 from roles import matrices
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
-from runtime.plugins import ROOT, check_imported_norm, import_records, warn_of_imports
+from runtime.plugins import check_imported_norm, import_records, warn_of_imports
 from runtime.run_dir import (
     RUNS_FOLDER,
     RunFile,
@@ -266,13 +263,3 @@ def describe_run(run: Run, parameters: int) -> RunFile:
         **origin,
         "id": secrets.token_hex(4),  # Weights & Biases knows the run by it, also when it is resumed
     }
-
-
-def commit() -> str | None:
-    """The commit of this code, marked if code differs from it. None outside a clone."""
-    if not (ROOT / ".git").exists() or not which("git"):
-        return None
-    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
-    head = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-    changed = git(["git", "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]).stdout
-    return f"{head}-dirty" if changed else head or None

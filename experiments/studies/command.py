@@ -21,12 +21,11 @@ from experiments.ablation.rates import SPACING
 from experiments.studies import trained, untrained
 from experiments.studies.page import RESULTS, read_entries, write_page
 from experiments.studies.study import Measured, Protocol, Row, Study
-from files import digest, lock_file, read_json, require, write_atomically
+from files import commit, digest, lock_file, read_json, require, write_atomically
 from machine.device import describe
 from machine.process import bad_input
 from runtime.checkpoint import load_pretrained
 from runtime.flags import Parser, read_train
-from runtime.run import commit
 from runtime.run_dir import LOCK, RUNS_FOLDER, read_run_file
 from runtime.watch import stream_rms
 

@@ -145,8 +145,9 @@ ARCHITECTURES = {
         interleaved=True,
     ),
     "arcee": Architecture("ArceeForCausalLM"),
-    "qwen2": Architecture(
-        "Qwen2ForCausalLM", defaults=LATE, ours={"attention_bias": True}, window="off", unused=("max_window_layers",)
+    "qwen2": Architecture(  # without a field for its biases
+        "Qwen2ForCausalLM", defaults=LATE | {"attention_bias": True}, has=("attention_bias",),
+        ours={"attention_bias": True}, window="off", unused=("max_window_layers",),
     ),
     # What these compute is also a Llama or OLMo 2, and is saved as that unless it was read as one of these.
     "mistral": Architecture("MistralForCausalLM", defaults=LATE | WINDOW, window="all"),
@@ -258,7 +259,10 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     tied = theirs.get("tie_word_embeddings", False)
     require(is_a(tied, bool), "tie_word_embeddings must be true or false")
     by_layer = architecture.window.startswith("layer")
-    types = theirs.get("layer_types", LAYER_TYPES if by_layer else [])
+    types = theirs.get("layer_types", [])
+    valid = is_a(types, list[str]) and len(types) in (0, given["layers"])
+    require(valid, f"layer_types must name the kind of each of {given['layers']} layers, not {types!r}")
+    types = types or (list(LAYER_TYPES) if by_layer else [])
     others = [kind for kind in types if kind not in (LAYER_TYPES if by_layer else LAYER_TYPES[:1])]
     require(not others, f"layer_types {others[:1]} is not supported, only 'full_attention'")
     rope = _rope(theirs | (_same_rope(theirs, types) if architecture.window == "layer_rope" else {}))

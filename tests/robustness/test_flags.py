@@ -9,7 +9,7 @@ import ablate
 import bench
 import generate
 import train
-from runtime.run import ROOT, commit
+from files import ROOT, commit
 
 SMALL = "--tokenizer bytes --device cpu --dtype float32 --dim 8 --layers 1 --context 16 --eval-tokens 32 --steps 2"
 REFUSED: dict[str, tuple[Callable, str]] = {

@@ -296,6 +296,12 @@ WINDOWS: list[tuple[str, dict[str, Any], str]] = [  # "" if it is read
     ("gemma3_text", V4 | {"layer_types": MIXED, "rope_local_base_freq": 1e6}, ""),
     ("exaone4", {"sliding_window": 16}, "sliding_window 16 is not supported, only null"),
     ("exaone4", {"layer_types": MIXED}, "layer_types .* is not supported"),
+    *(
+        (name, {"layer_types": kinds}, "layer_types must name the kind of each of 2 layers")
+        for name in ("gemma3_text", "mistral")
+        for kinds in (5, "full_attention", {}, [[]], MIXED[:1], MIXED * 2)
+    ),
+    *((name, {"layer_types": []}, "") for name in ("gemma3_text", "mistral")),
 ]
 
 

@@ -24,9 +24,11 @@ def bpb_of(losses: np.ndarray) -> dict[Arm, dict[int, float]]:
     return {arm: dict(enumerate(map(float, row))) for arm, row in zip(ARMS, losses, strict=True)}
 
 
-def test_a_size_has_heads_and_steps_for_its_width(text):
+def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
     shared = read_train(f"--data {text} --tokenizer bytes --layers 2 --head-dim 16 --batch-size 4 --context 8".split())
     arms = climb([64, 32], PLAIN, shared, 3.0)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count(" parameters, 3 tokens for each")) == ("", 2)  # --print-commands has stdout
     assert [(arm.asked["dim"], arm.asked["heads"], arm.name.split()[1]) for arm in arms] == [
         (dim, dim // 16, arm.name) for dim in (32, 64) for arm in PLAIN
     ]
@@ -49,6 +51,19 @@ def test_a_size_has_heads_and_steps_for_its_width(text):
 def test_other_sizes_are_refused(widths, flags, message, text):
     with pytest.raises(ValueError, match=re.escape(message)):
         climb(widths, PLAIN, read_train(f"--data {text} --tokenizer bytes {flags}".split()), 4.4)
+
+
+@pytest.mark.parametrize(
+    "arm, tokens, message",
+    [
+        (Arm.of(steps="5"), 4.4, "--steps follows from --ladder; leave it out"),
+        (PLAIN[0], float("nan"), "--tokens-per-parameter must be positive, not nan"),
+        (PLAIN[0], 0.0, "--tokens-per-parameter must be positive, not 0.0"),
+    ],
+)
+def test_a_factor_is_no_size_and_tokens_are_needed(arm, tokens, message, text):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        climb([32, 64], [arm], read_train(f"--data {text} --tokenizer bytes".split()), tokens)
 
 
 def test_a_slope_is_that_of_each_seed_and_p_counts_all_comparisons():
