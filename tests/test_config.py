@@ -140,6 +140,12 @@ NEW: dict[str, dict[str, Any]] = {
     "--recipe olmo --norm layernorm": {"norm": "layernorm"},
     "--recipe llama4 --norm dyt": {"norm": "dyt", "qk_norm": "head"},
     "--recipe llama4 --qk-norm none": {},
+    "--recipe glm5_next --placement mhc": {"placement": "mhc"},
+    "--recipe glm5_next --norm layernorm": {"placement": "mhc", "placement_args": {"end": "mean"}, "norm": "layernorm"},
+    "--recipe glm5_next --placement-arg streams=2": {
+        "placement": "mhc",
+        "placement_args": {"end": "mean", "streams": 2},
+    },
     "--recipe llama4 --qk-norm full": {"qk_norm": "full", "qk_norm_args": {"elementwise_affine": False}},
     "--recipe hunyuan_v1_dense --qk-norm none": {},
     "--recipe laguna --attention-gate none": {"qk_norm": "head"},

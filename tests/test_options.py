@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from config import ModelConfig
 from fast.compiled import CompiledDecoder
 from fast.decode import unsupported
+from generate import cast_matrices
 from model import Llama, capped_attention
+from norms.placement import PLACEMENTS
 from roles import matrices
 from runtime.huggingface.architectures import to_theirs
 from runtime.watch import measure
@@ -98,7 +100,31 @@ def test_generation_with_a_cache_is_that_without(option, monkeypatch):
                 found, expected = decoder.next_logits(part, cache), model(TOKENS[:, :end])[:, -1]
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # the table of RoPE is in fp32
     rows = measure(model, TOKENS)
+    assert not any(column.startswith("second") for row in rows for column in row)  # no option has two streams
     assert len(rows) == 6 and all(math.isfinite(row["max_logit"]) for row in rows if row["site"] == "attention")
+
+
+STREAMS = [option for option in OPTIONS if "placement" in option]
+
+
+@pytest.mark.parametrize("option", STREAMS, ids=str)
+def test_the_stream_and_its_maps_are_in_fp32_also_in_mixed_precision(option):
+    """And when matrices are stored in bf16 for generation. A model that is bf16 throughout runs as well."""
+    model: Any = Llama(dataclasses.replace(SMALL, **option)).eval()
+    streams, seen = PLACEMENTS[model.config.placement].streams, []
+    for block in model.layers:
+        block.register_forward_hook(lambda module, args, output: seen.extend(streams(output)))
+    for module in model.modules():
+        if getattr(getattr(module, "role", None), "name", "") == "stream_map":
+            module.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(TOKENS)
+    assert {x.dtype for x in seen} == {torch.float32} and len(seen) >= SMALL.layers
+    cast_matrices(model, torch.bfloat16)
+    low = {name for name, weight in model.named_parameters() if weight.dtype == torch.bfloat16}
+    assert "layers.0.mlp.down_proj.weight" in low and not any("maps" in name for name in low)
+    logits = model.bfloat16()(TOKENS)
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
 
 
 @pytest.mark.parametrize("causal, masked", [(True, False), (False, True), (False, False)])
