@@ -111,7 +111,7 @@ STREAMS = [option for option in OPTIONS if "placement" in option]
 def test_the_stream_and_its_maps_are_in_fp32_also_in_mixed_precision(option):
     """And when matrices are stored in bf16 for generation. A model that is bf16 throughout runs as well."""
     model: Any = Llama(dataclasses.replace(SMALL, **option)).eval()
-    streams, seen = PLACEMENTS[model.config.placement].streams, []
+    streams, seen = PLACEMENTS[model.config.placement].streams, list[torch.Tensor]()
     for block in model.layers:
         block.register_forward_hook(lambda module, args, output: seen.extend(streams(output)))
     for module in model.modules():

@@ -17,6 +17,8 @@ PLAIN = [Arm.of(norm="rmsnorm"), Arm.of(norm="dyt:alpha=1")]
 SIZES = ("dim=32,heads=2,steps=10", "dim=64,heads=4,steps=40", "dim=96,heads=6,steps=90")
 FLOPS = dict(zip(SIZES, (1e9, 8e9, 1e11), strict=True))
 ARMS = [Arm((("size", size), *arm.factors)) for size in SIZES for arm in PLAIN]
+FLOPS_BY_ARM = {arm: FLOPS[arm.size] for arm in ARMS}
+PLANNED = dict.fromkeys(ARMS, range(5))
 LOSSES = np.random.default_rng(0).normal(0, 0.01, (6, 4))  # six arms, four seeds
 
 
@@ -68,25 +70,25 @@ def test_a_factor_is_no_size_and_tokens_are_needed(arm, tokens, message, text):
 
 def test_a_slope_is_that_of_each_seed_and_p_counts_all_comparisons():
     """Against numpy's line through the effects of each seed, scipy's test, and Holm's steps by hand."""
+    losses = LOSSES.copy()
+    losses[1::2] += np.array([0.02, 0.04, 0.08])[:, None]
     regrets = {ARMS[1]: 0.003, ARMS[5]: 0.001}
-    pairs, trends = compare(bpb_of(LOSSES), dict.fromkeys(ARMS, range(4)), regrets, FLOPS_BY_ARM)
+    pairs, trends = compare(bpb_of(losses), dict.fromkeys(ARMS, range(4)), regrets, FLOPS_BY_ARM)
     assert [pair for pair in pairs] == [(ARMS[1], ARMS[0]), (ARMS[3], ARMS[2]), (ARMS[5], ARMS[4])]
     x = np.log2([*FLOPS.values()])
-    slopes = np.polyfit(x, LOSSES[1::2] - LOSSES[::2], 1)[0]
+    slopes = np.polyfit(x, losses[1::2] - losses[::2], 1)[0]
     (slope,) = trends.values()
     assert slope.values == pytest.approx(slopes) and [*trends] == [PLAIN[1]] and slope.estimate
     weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
     cost = abs(weights[0]) * 0.003 + abs(weights[2]) * 0.001
     assert slope.estimate.high == pytest.approx(slopes.mean() + 3.18245 * scipy.stats.sem(slopes) + cost, rel=1e-5)
-    differences = LOSSES[1::2] - LOSSES[::2]
+    differences = losses[1::2] - losses[::2]
     beyond = [*zip([*differences, slopes], (0.003, 0.0, 0.001, cost), strict=True)]
     p = [scipy.stats.t.sf(max(0, abs(v.mean()) - slack) / scipy.stats.sem(v), 3) * 2 for v, slack in beyond]
     ordered = np.maximum.accumulate([min(1.0, value * (4 - rank)) for rank, value in enumerate(sorted(p))])
     corrected = [ordered[sorted(p).index(value)] for value in p]
-    assert [each.p for each in (*pairs.values(), slope)] == pytest.approx(corrected) and min(p) < 0.25
-
-
-FLOPS_BY_ARM = {arm: FLOPS[arm.size] for arm in ARMS}
+    assert max(corrected) < 1
+    assert [each.p for each in (*pairs.values(), slope)] == pytest.approx(corrected)
 
 
 def section(losses: np.ndarray) -> Comparison:
@@ -117,6 +119,3 @@ def test_equal_arms_show_a_trend_in_at_most_six_of_a_hundred_ladders():
         (slope,) = compare(bpb_of(generator.normal(0, 0.01, (6, 5))), PLANNED, {}, FLOPS_BY_ARM)[1].values()
         shown += slope.p is not None and slope.p < 0.05
     assert shown <= 0.06 * 2000
-
-
-PLANNED = dict.fromkeys(ARMS, range(5))
