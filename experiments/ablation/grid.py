@@ -37,7 +37,6 @@ from runtime.plugins import check_imports, import_flags
 from runtime.run import fields_of, read_config_file, resolve
 from runtime.run_dir import read_rows, read_run_file
 
-SELECTION_SEEDS = 2  # seeds that select each arm's learning rate
 WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
@@ -75,7 +74,7 @@ def cells_for(arms: Collection[Arm], lrs: Iterable[float], seeds: Collection[int
     return [Cell(arm, lr, seed) for lr in lrs for seed in seeds for arm in arms]
 
 
-def selection(arms: Collection[Arm], lrs: Iterable[float], first_seed: int, seeds: int = SELECTION_SEEDS) -> list[Cell]:
+def selection(arms: Collection[Arm], lrs: Iterable[float], first_seed: int, seeds: int = 1) -> list[Cell]:
     """The runs that select learning rates, on seeds that are not reported."""
     first = first_seed + MAX_SEEDS
     return cells_for(arms, lrs, range(first, first + seeds))
@@ -271,15 +270,15 @@ class Grid:
         return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
 
     def tune(
-        self, lrs: Mapping[Arm, list[float]], seeds: range, widen: int = WIDEN, first: int = SELECTION_SEEDS
+        self, lrs: Mapping[Arm, list[float]], seeds: range, widen: int = WIDEN
     ) -> tuple[dict[Arm, Optimum], Outcomes]:
         """The optimum of each arm, to be reported on `seeds`, and the runs that found it.
 
-        An arm starts with its `lrs` and `first` other seeds. Up to `widen` times, it gets another rate or seed.
+        An arm starts with its `lrs` and one other seed. Up to `widen` times, it gets another rate or seed.
         """
         found: Outcomes = {}
         losses: dict[Arm, Losses] = {}
-        wanted = {arm: (rates, first) for arm, rates in lrs.items()}
+        wanted = {arm: (rates, 1) for arm, rates in lrs.items()}
         for rounds in range(widen, -1, -1):
             groups = (selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items())
             asked = [*chain.from_iterable(groups)]

@@ -72,7 +72,7 @@ class AblationConfig:
     seeds: int = option(3, "number of seeds per arm, from --seed on")
     lrs: list[float] = option(
         [],
-        "learning rates from which the search for each arm's best one starts, in addition to --lr, on two other seeds",
+        "learning rates from which the search for each arm's best one starts, in addition to --lr, on another seed",
         type=float,
         metavar="LR",
     )

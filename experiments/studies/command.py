@@ -113,7 +113,7 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
         for name in names:
             if lr := protocol.arms[name].lr:
                 starts[arms[name]] = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
-        found, tried = grid.tune(starts, seeds, WIDEN, first=1)
+        found, tried = grid.tune(starts, seeds, WIDEN)
         nats_per_bit = [run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb]
         optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in names if arms[name] in found}
         cells = [
