@@ -1,6 +1,7 @@
 """The GPU benchmark suite, most important part first: `python bench.py gpu`.
 
-A part runs a few commands of this project. Each part is limited to `PART_SECONDS`, to fit into a short GPU session.
+A part runs a few commands of this project, also after one that failed. Each part is limited to `PART_SECONDS`, to fit
+into a short GPU session: then its command is killed.
 """
 
 import shlex
@@ -57,11 +58,6 @@ class GPUConfig:
         require(not Path(self.folder).exists(), f"--folder {self.folder} exists; name a new one")
 
 
-def bench_gpu(config: GPUConfig, device: torch.device) -> Report:
-    """Run the GPU benchmark suite, in parts of at most eight minutes each."""
-    return {"folder": config.folder, "rows": run_parts(commands(config), Path(config.folder).resolve())}
-
-
 def commands(config: GPUConfig) -> dict[str, list[list[str]]]:
     """The arguments of python for each command of each part."""
     out, text = (shlex.quote(str(Path(name).resolve())) for name in (config.folder, config.text))
@@ -74,14 +70,11 @@ def commands(config: GPUConfig) -> dict[str, list[list[str]]]:
     return parts
 
 
-def run_parts(parts: dict[str, list[list[str]]], out: Path) -> list[dict[str, Any]]:
-    """Run all commands, also after one that failed. Returns a row for each; their output is in `out`/PART.txt.
-
-    A command is killed when its part is out of time. The same ablation continues where it was.
-    """
-    rows = []
+def bench_gpu(config: GPUConfig, device: torch.device) -> Report:
+    """Run the GPU benchmark suite, in parts of at most eight minutes each."""
+    rows, out = [], Path(config.folder).resolve()
     out.mkdir(parents=True)
-    for name, part in parts.items():
+    for name, part in commands(config).items():
         deadline = time.monotonic() + PART_SECONDS
         for command in part:
             started, ended = time.monotonic(), "out of time"
@@ -94,4 +87,4 @@ def run_parts(parts: dict[str, list[list[str]]], out: Path) -> list[dict[str, An
             seconds = round(time.monotonic() - started, 1)
             rows.append({"part": name, "seconds": seconds, "ended": ended, "command": shlex.join(command)})
             print(f"{name}: {ended} after {seconds} s", file=sys.stderr)
-    return rows
+    return {"folder": config.folder, "rows": rows}

@@ -12,9 +12,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from shutil import which
 from statistics import fmean
@@ -59,25 +58,8 @@ class Cell:
         return re.sub(r"[^\w.=+-]", "-", f"{self.arm.name}-lr{self.lr}-seed{self.seed}")
 
 
-class Elsewhere(Exception):
-    """These `cells` are to be run by other commands, which are printed."""
-
-    def __init__(self, cells: list[Cell]):
-        self.cells = cells
-
-
 Outcomes = dict[Cell, Outcome]  # only cells that have ended
 Settings = dict[Arm, tuple[ModelConfig, TrainConfig]]
-
-
-def cells_for(arms: Collection[Arm], lrs: Iterable[float], seeds: Collection[int]) -> list[Cell]:
-    return [Cell(arm, lr, seed) for lr in lrs for seed in seeds for arm in arms]
-
-
-def selection(arms: Collection[Arm], lrs: Iterable[float], first_seed: int, seeds: int = 1) -> list[Cell]:
-    """The runs that select learning rates, on seeds that are not reported."""
-    first = first_seed + MAX_SEEDS
-    return cells_for(arms, lrs, range(first, first + seeds))
 
 
 def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
@@ -141,7 +123,7 @@ class Grid:
     jobs: int
     threads: int
     devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
-    elsewhere: bool = False  # raise Elsewhere instead of running
+    print_commands: bool = False  # instead of running
     asked: list[Cell] = field(default_factory=list)  # all cells that `run` was called with
     took: list[float] = field(default_factory=list)  # seconds of each run that has ended meanwhile
 
@@ -184,13 +166,15 @@ class Grid:
         """Run those of `cells` that have not ended. Returns all their outcomes, in the order of `cells`.
 
         A line says how many runs that is, with at most so many `later` ones, and how long these take.
-        Raises Stopped after a signal and CellFailed if a run fails. Running cells save before either.
+        Raises Stopped after a signal and CellFailed if a run fails. Running cells save before either. With
+        `print_commands`, prints a line of shell for each run that has not ended, and exits.
         """
         self.asked.extend(cells)
         outcomes = self.outcomes(cells)
         waiting = [cell for cell in dict.fromkeys(cells) if cell not in outcomes]
-        if self.elsewhere and waiting:
-            raise Elsewhere(waiting)
+        if self.print_commands and waiting:
+            print(*map(self.shell_line, waiting), sep="\n")
+            sys.exit()
         free = list(self.devices) * self.jobs
         running: dict[Cell, tuple[subprocess.Popen, str, float]] = {}
         with stop_requests() as stop, tqdm(total=len(waiting), unit="run", disable=None, dynamic_ncols=True) as bar:
@@ -280,8 +264,12 @@ class Grid:
         losses: dict[Arm, Losses] = {}
         wanted = {arm: (rates, 1) for arm, rates in lrs.items()}
         for rounds in range(widen, -1, -1):
-            groups = (selection([arm], rates, seeds.start, count) for arm, (rates, count) in wanted.items())
-            asked = [*chain.from_iterable(groups)]
+            asked = [
+                Cell(arm, lr, seeds.start + MAX_SEEDS + number)
+                for arm, (rates, count) in wanted.items()
+                for lr in rates
+                for number in range(count)
+            ]
             most = sum(most_runs(losses.get(arm, {}), *more, rounds) for arm, more in wanted.items())
             found |= self.run(asked, most - len(set(asked) - found.keys()) + len(lrs) * len(seeds))
             losses |= {arm: losses_of(arm, found.values()) for arm in wanted}

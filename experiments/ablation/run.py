@@ -5,7 +5,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,18 +19,14 @@ from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
     Cell,
-    Elsewhere,
     Grid,
     Settings,
-    cells_for,
     prepare_text,
     resolve_arms,
     resolve_devices,
-    selection,
     settings_digest,
 )
-from experiments.ablation.ladder import climb
-from experiments.ablation.outcome import Arm, Outcome, grouped
+from experiments.ablation.outcome import SIZE, Arm, Outcome, grouped
 from experiments.ablation.plots import SIDES, arm_styles, plot_curves, plot_differences, plot_ladder
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import HOW_TO_READ, Comparison, comparison_section, missing, sweep_section
@@ -135,14 +131,14 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
         jobs=options.jobs or most,
         threads=options.threads,
         devices=devices,
-        elsewhere=options.print_commands,
+        print_commands=options.print_commands,
     )
     lrs = sorted({*options.lrs, config.lr})
     seeds = range(config.seed, config.seed + options.seeds)
     torch.set_num_threads(options.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
-    planned = [*cells_for(settings, lrs, seeds), *selection(settings, lrs, config.seed)]
+    planned = [Cell(arm, lr, seed) for arm in settings for lr in lrs for seed in (*seeds, seeds[0] + MAX_SEEDS)]
     grid.outcomes(planned)  # refuses runs with other settings before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     return Ablation(grid, lrs, seeds)
@@ -153,12 +149,12 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
 
     An arm has a norm or a placement only if --norms or --placements says so: else it is that of its recipe.
     """
-    given = {"norm": options.norms, "placement": options.placements}
-    factors = {name: levels for name, levels in given.items() if levels}
-    choices: tuple = (("--norms", options.norms, KINDS), ("--placements", options.placements, PLACEMENTS))
-    for flag, levels, known in choices:
+    factors: dict[str, list[str]] = {}
+    choices: tuple = (("norm", options.norms, KINDS), ("placement", options.placements, PLACEMENTS))
+    for name, levels, known in choices:
         for kind in (text.partition(":")[0] for text in levels):
-            require(kind in known, f"{flag}: unknown {kind!r}; choose from {', '.join(known)}, separated by spaces")
+            require(kind in known, f"--{name}s: unknown {kind!r}; choose from {', '.join(known)}, separated by spaces")
+        factors |= {name: levels} if levels else {}
     for text in options.factor:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
@@ -170,12 +166,37 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
         require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
         factors[name] = values.split(",")
-    for name in {**given, **factors}:
+    for name in dict.fromkeys(["norm", "placement", *factors]):
         flag = OWN_FLAG.get(name, f"--factor {name}")
         levels = factors.get(name, [])
         require(all(levels) and len(set(levels)) == len(levels), f"{flag} needs distinct values, not {levels}")
         require(name not in shared, f"{flag_name(name)} is for a single run; list all values with {flag}")
     return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
+
+
+def climb(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per_parameter: float) -> list[Arm]:
+    """Each of `arms` at each width. Prints what a size is. Raises ValueError for widths that heads do not divide.
+
+    Heads have the same width at every size, and steps give the same number of tokens per parameter of the first arm.
+    """
+    require(len(set(widths)) > 1 and min(widths) > 0, f"--ladder needs two widths or more, not {widths}")
+    require(0 < tokens_per_parameter < math.inf, f"--tokens-per-parameter must be positive, not {tokens_per_parameter}")
+    for name in ("dim", "heads", "hidden_dim", "steps"):
+        given = name in shared or name in dict(arms[0].factors)
+        require(not given, f"{flag_name(name)} follows from --ladder; leave it out")
+    (head_dim,) = {model.head_dim for model, _ in resolve_arms(arms[:1], shared).values()}
+    climbed = []
+    for width in sorted(widths):
+        advice = f"must be a multiple of the size of a head, {head_dim}; --head-dim sets it"
+        require(width % head_dim == 0, f"--ladder {width} {advice}")
+        sizes = {"dim": width, "heads": width // head_dim}
+        ((model, config),) = resolve_arms(arms[:1], shared | sizes).values()
+        parameters = costs(model, config)["parameters"]
+        steps = max(1, round(tokens_per_parameter * parameters / (config.batch_size * model.context)))
+        value = ",".join(f"{name}={number}" for name, number in {**sizes, "steps": steps}.items())
+        print(f"{value}: {parameters:,} parameters, {tokens_per_parameter:g} tokens for each", file=sys.stderr)
+        climbed += [Arm(((SIZE, value), *arm.factors)) for arm in arms]
+    return climbed
 
 
 def run_ablation(ablation: Ablation, command: str) -> None:
@@ -189,9 +210,6 @@ def run_ablation(ablation: Ablation, command: str) -> None:
             optima = {}
             optima, _ = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
         grid.run(ablation.reported(optima))
-    except Elsewhere as left:
-        print(*map(grid.shell_line, left.cells), sep="\n")
-        sys.exit()
     finally:
         write_report(ablation, optima, command)
 

@@ -13,22 +13,18 @@ from runtime.flags import read_train
 
 
 def test_a_failure_stops_nothing_and_ends_with_1(tmp_path, monkeypatch):
-    parts = {"good": [["-c", "print(6 * 7)"], ["-c", "exit(3)"]], "other": [["-c", "pass"]]}
+    """A command that ignores SIGTERM is killed when its part is out of time."""
+    long = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    long += "; print(os.getpid(), flush=True); time.sleep(60)"
+    parts = {"long": [["-c", "exit(3)"], ["-c", long]], "next": [["-c", "print(6 * 7)"]]}
+    monkeypatch.setattr(gpu, "PART_SECONDS", 2)
     monkeypatch.setattr(gpu, "commands", lambda config: parts)
     monkeypatch.setattr(gpu.GPUConfig, "device", "cpu")
     with pytest.raises(SystemExit) as ended:
         bench.main(f"gpu --folder {tmp_path}/out --json {tmp_path}/report.json".split())
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
-    assert ended.value.code == 1 and [row["ended"] for row in rows] == ["exit 0", "exit 3", "exit 0"]
-    assert "42" in (tmp_path / "out" / "good.txt").read_text()
-
-
-def test_a_command_out_of_time_is_killed(tmp_path, monkeypatch):
-    """Although it ignores SIGTERM, and the next part runs."""
-    ignore = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    monkeypatch.setattr(gpu, "PART_SECONDS", 2)
-    parts = {"long": [["-c", f"{ignore}; print(os.getpid(), flush=True); time.sleep(60)"]], "next": [["-c", "pass"]]}
-    assert [row["ended"] for row in gpu.run_parts(parts, tmp_path / "out")] == ["out of time", "exit 0"]
+    assert ended.value.code == 1 and [row["ended"] for row in rows] == ["exit 3", "out of time", "exit 0"]
+    assert "42" in (tmp_path / "out" / "next.txt").read_text()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "out/long.txt").read_text().split()[-1]), 0)
 

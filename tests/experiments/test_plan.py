@@ -10,8 +10,7 @@ import torch
 
 import bench
 from config import PRESETS, configure
-from experiments.cards import BEFORE_AMPERE, CARDS
-from experiments.plan import Trace, estimate
+from experiments.plan import BEFORE_AMPERE, CARDS, Trace, estimate
 from model import Llama
 from runtime.run import fields_of
 from runtime.run_dir import write_run_file
@@ -144,7 +143,7 @@ def test_time_is_that_of_the_slower_of_memory_and_arithmetic():
 
 def test_traced_flops_are_those_of_the_formula(monkeypatch):
     """A card with endless bandwidth reaches an MFU of 1, except for what flash attention's backward computes again."""
-    monkeypatch.setitem(CARDS, "h100", replace(CARDS["h100"], bandwidth=1e30))
+    monkeypatch.setitem(CARDS, "h100", CARDS["h100"]._replace(bandwidth=1e30))
     row = plan(f"{SMALL} --kv-heads 1 --batch-size 2")
     flops = 6 * (512 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352) + 6 * 128 * 256
     assert row["MFU"] == pytest.approx(flops / (flops + 128 * 256), rel=1e-4)

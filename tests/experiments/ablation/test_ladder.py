@@ -7,9 +7,9 @@ import pytest
 import scipy.stats
 
 from experiments.ablation.grid import Cell
-from experiments.ablation.ladder import climb
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.report import Comparison, compare, comparison_section
+from experiments.ablation.run import climb
 from model import Llama
 from runtime.flags import read_train
 
