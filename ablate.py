@@ -33,11 +33,10 @@ def main(arguments: list[str] | None = None) -> None:
             return commands[arguments[0]](arguments)
         options, shared = parse(arguments)
         with bad_input():
-            ablation = resolve_ablation(options, shared)
-        folder = ablation.grid.folder
-        with lock_file(folder / LOCK):
-            run_ablation(ablation, shlex.join(["python", "ablate.py", *arguments]))
-    print(f"see {folder}/report.html or {folder}/table.md")
+            grid = resolve_ablation(options, shared)
+        with lock_file(grid.folder / LOCK):
+            run_ablation(grid, shlex.join(["python", "ablate.py", *arguments]))
+    print(f"see {grid.folder}/report.html or {grid.folder}/table.md")
 
 
 def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:

@@ -45,32 +45,31 @@ class Card(NamedTuple):
     memory: float  # bytes
 
 
-# name, TFLOP/s, TFLOP/s in float32, GB/s, GB
+# The name of a card, and the fields of `Card`.
 TABLE = """\
-t4            65      8.1   320   16
-v100         125     15.7   900   16
-a10          125     31.2   600   24
-a100         312     19.5  2039   80
-h100         989       67  3350   80
-h200         989       67  4800  141
-b200        2250       75  7700  180
-l4           121     30.3   300   24
-l40s         362     91.6   864   48
-rtx-3060    25.4     12.7   360   12
-rtx-3080    59.5     29.8   760   10
-rtx-3090      71     35.6   936   24
-rtx-4060    30.2     15.1   272    8
-rtx-4070    58.3     29.1   504   12
-rtx-4080    97.5     48.7   717   16
-rtx-4090     165     82.6  1008   24
-rtx-5070    61.7     30.9   672   12
-rtx-5080     113     56.3   960   16
-rtx-5090     210      105  1792   32
+t4           65e12   8.1e12   320e9   16e9
+v100        125e12  15.7e12   900e9   16e9
+a10         125e12  31.2e12   600e9   24e9
+a100        312e12  19.5e12  2039e9   80e9
+h100        989e12    67e12  3350e9   80e9
+h200        989e12    67e12  4800e9  141e9
+b200       2250e12    75e12  7700e9  180e9
+l4          121e12  30.3e12   300e9   24e9
+l40s        362e12  91.6e12   864e9   48e9
+rtx-3060   25.4e12  12.7e12   360e9   12e9
+rtx-3080   59.5e12  29.8e12   760e9   10e9
+rtx-3090     71e12  35.6e12   936e9   24e9
+rtx-4060   30.2e12  15.1e12   272e9    8e9
+rtx-4070   58.3e12  29.1e12   504e9   12e9
+rtx-4080   97.5e12  48.7e12   717e9   16e9
+rtx-4090    165e12  82.6e12  1008e9   24e9
+rtx-5070   61.7e12  30.9e12   672e9   12e9
+rtx-5080    113e12  56.3e12   960e9   16e9
+rtx-5090    210e12   105e12  1792e9   32e9
 """
 CARDS = {}
-for line in TABLE.splitlines():
-    name, flops, float32, bandwidth, memory = line.split()
-    CARDS[name] = Card(float(f"{flops}e12"), float(f"{float32}e12"), float(f"{bandwidth}e9"), float(f"{memory}e9"))
+for name, *limits in map(str.split, TABLE.splitlines()):
+    CARDS[name] = Card(*map(float, limits))
 BEFORE_AMPERE = ("t4", "v100")  # without bfloat16 and TF32
 
 

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import which
@@ -120,9 +120,11 @@ class Grid:
     settings: Settings  # their learning rate and seed are replaced by those of a cell
     shared: Asked  # options of train.py for all cells
     data: Prepared
+    seeds: range  # reported
     jobs: int
     threads: int
     devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
+    lrs: Sequence[float] = ()  # of all arms: the reported one, or several from which the search starts
     print_commands: bool = False  # instead of running
     asked: list[Cell] = field(default_factory=list)  # all cells that `run` was called with
     took: list[float] = field(default_factory=list)  # seconds of each run that has ended meanwhile
@@ -154,9 +156,9 @@ class Grid:
         run, name = read_run_file(folder / "run.json"), f"the run in {folder}"
         there, (model, config) = compared(run["resolved"]), self.settings[cell.arm]
         here = compared(fields_of(model, replace(config, lr=cell.lr, seed=cell.seed)))
-        changed = [option for option in here if there.get(option) != here[option]]
-        differences = (f"{flag_name(option)} {there.get(option)}, not {here[option]}" for option in changed)
-        require(not changed, f"{name} has {'; '.join(differences)}; choose another --out")
+        changed = (option for option in here if there[option] != here[option])
+        differences = "; ".join(f"{flag_name(option)} {there[option]}, not {here[option]}" for option in changed)
+        require(not differences, f"{name} has {differences}; choose another --out")
         same_text = run["corpus"]["hash"] == self.data.corpus_hash
         require(same_text, f"{name} was trained on other text; delete it, or choose another --out")
         imports = check_imports(run["imports"], run["resolved"])
@@ -253,10 +255,12 @@ class Grid:
         asked |= ({"device": device} if device else {}) | {"out": str(folder)}
         return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
 
-    def tune(
-        self, lrs: Mapping[Arm, list[float]], seeds: range, widen: int = WIDEN
-    ) -> tuple[dict[Arm, Optimum], Outcomes]:
-        """The optimum of each arm, to be reported on `seeds`, and the runs that found it.
+    def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
+        """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
+        return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.settings if optima]
+
+    def tune(self, lrs: Mapping[Arm, Sequence[float]], widen: int = WIDEN) -> tuple[dict[Arm, Optimum], Outcomes]:
+        """The optimum of each arm, and the runs that found it.
 
         An arm starts with its `lrs` and one other seed. Up to `widen` times, it gets another rate or seed.
         """
@@ -265,15 +269,15 @@ class Grid:
         wanted = {arm: (rates, 1) for arm, rates in lrs.items()}
         for rounds in range(widen, -1, -1):
             asked = [
-                Cell(arm, lr, seeds.start + MAX_SEEDS + number)
+                Cell(arm, lr, self.seeds.start + MAX_SEEDS + number)
                 for arm, (rates, count) in wanted.items()
                 for lr in rates
                 for number in range(count)
             ]
             most = sum(most_runs(losses.get(arm, {}), *more, rounds) for arm, more in wanted.items())
-            found |= self.run(asked, most - len(set(asked) - found.keys()) + len(lrs) * len(seeds))
+            found |= self.run(asked, most - len(set(asked) - found.keys()) + len(lrs) * len(self.seeds))
             losses |= {arm: losses_of(arm, found.values()) for arm in wanted}
-            wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(seeds)))}
+            wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(self.seeds)))}
             if not wanted:
                 break
         return {arm: find_optimum(losses[arm]) for arm in lrs}, found

@@ -42,8 +42,7 @@ from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_f
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
 OWN_FLAG |= {"norm_args": "--norms", "placement_args": "--placements"}
-TEXT = {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens"}
-SHARED = NOT_COMPARED | TEXT | {"device", "shard"}  # cannot be factors: all runs share them
+SHARED = NOT_COMPARED | {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens", "device", "shard"}
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,8 @@ class AblationConfig:
     tokens_per_parameter: float = option(4.4, "training tokens for each parameter of the first arm, with --ladder")
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """A resolved ablation."""
-
-    grid: Grid
-    lrs: list[float]  # the learning rate of all arms, or several to select from
-    seeds: range  # reported
-
-    def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
-        """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
-        return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.grid.settings if optima]
-
-
-def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation:
-    """An ablation from its options and what all cells ask of train.py. Raises ValueError for invalid ones."""
+def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
+    """The runs of an ablation, from its options and what all ask of train.py. Raises ValueError for invalid ones."""
     check_sizes(options, "seeds", "jobs", "threads", most=MAX_SEEDS)
     require(all(0 < lr < math.inf for lr in options.lrs), "--lrs must be positive numbers")
     for name, example in (("norm", "dyt:alpha=1"), ("placement", "mhc:streams=2")):
@@ -118,9 +104,9 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
     as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in settings.items()}
     folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{settings_digest(as_asked)}")
     check_not_in_use(folder)
-    started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
+    started = next(folder.glob("cells/*/run.json"), None)
     if started and dtype == "auto":  # it was measured, and might come out differently now
-        settings = resolve_arms(arms, on_device | {"dtype": started[0]["resolved"]["dtype"]})
+        settings = resolve_arms(arms, on_device | {"dtype": read_run_file(started)["resolved"]["dtype"]})
     config = next(iter(settings.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     grid = Grid(
@@ -128,20 +114,21 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Ablation
         settings=settings,
         shared=shared,
         data=prepare_text(settings),
+        seeds=range(config.seed, config.seed + options.seeds),
         jobs=options.jobs or most,
         threads=options.threads,
         devices=devices,
+        lrs=sorted({*options.lrs, config.lr}),
         print_commands=options.print_commands,
     )
-    lrs = sorted({*options.lrs, config.lr})
-    seeds = range(config.seed, config.seed + options.seeds)
     torch.set_num_threads(options.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
-    planned = [Cell(arm, lr, seed) for arm in settings for lr in lrs for seed in (*seeds, seeds[0] + MAX_SEEDS)]
+    seeds = [*grid.seeds, config.seed + MAX_SEEDS]
+    planned = [Cell(arm, lr, seed) for arm in settings for lr in grid.lrs for seed in seeds]
     grid.outcomes(planned)  # refuses runs with other settings before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    return Ablation(grid, lrs, seeds)
+    return grid
 
 
 def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
@@ -184,41 +171,38 @@ def climb(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per_
     for name in ("dim", "heads", "hidden_dim", "steps"):
         given = name in shared or name in dict(arms[0].factors)
         require(not given, f"{flag_name(name)} follows from --ladder; leave it out")
-    (head_dim,) = {model.head_dim for model, _ in resolve_arms(arms[:1], shared).values()}
-    climbed = []
+    ((model, _),) = resolve_arms(arms[:1], shared).values()
+    head_dim, climbed = model.head_dim, []
     for width in sorted(widths):
         advice = f"must be a multiple of the size of a head, {head_dim}; --head-dim sets it"
         require(width % head_dim == 0, f"--ladder {width} {advice}")
-        sizes = {"dim": width, "heads": width // head_dim}
-        ((model, config),) = resolve_arms(arms[:1], shared | sizes).values()
+        heads = width // head_dim
+        ((model, config),) = resolve_arms(arms[:1], shared | {"dim": width, "heads": heads}).values()
         parameters = costs(model, config)["parameters"]
         steps = max(1, round(tokens_per_parameter * parameters / (config.batch_size * model.context)))
-        value = ",".join(f"{name}={number}" for name, number in {**sizes, "steps": steps}.items())
+        value = f"dim={width},heads={heads},steps={steps}"
         print(f"{value}: {parameters:,} parameters, {tokens_per_parameter:g} tokens for each", file=sys.stderr)
         climbed += [Arm(((SIZE, value), *arm.factors)) for arm in arms]
     return climbed
 
 
-def run_ablation(ablation: Ablation, command: str) -> None:
+def run_ablation(grid: Grid, command: str) -> None:
     """Run what has not ended, and write the report, also when interrupted."""
-    grid, lrs = ablation.grid, ablation.lrs
-    arms = list(grid.settings)
     write_atomically(grid.folder / "command.txt", command + "\n")
-    optima = {arm: Optimum(lrs[0], 0.0) for arm in arms}
+    optima = dict.fromkeys(grid.settings, Optimum(grid.lrs[0], 0.0))
     try:
-        if len(lrs) > 1:
+        if len(grid.lrs) > 1:
             optima = {}
-            optima, _ = grid.tune(dict.fromkeys(arms, lrs), ablation.seeds)
-        grid.run(ablation.reported(optima))
+            optima, _ = grid.tune(dict.fromkeys(grid.settings, grid.lrs))
+        grid.run(grid.reported(optima))
     finally:
-        write_report(ablation, optima, command)
+        write_report(grid, optima, command)
 
 
-def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str) -> None:
+def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> None:
     """Write the files about the runs that have ended. `optima` is empty before all learning rates are known."""
-    grid, folder, seeds = ablation.grid, ablation.grid.folder, ablation.seeds
-    reported = ablation.reported(optima)
-    sweep = [cell for cell in dict.fromkeys(grid.asked) if cell.seed not in seeds]
+    reported = grid.reported(optima)
+    sweep = [cell for cell in dict.fromkeys(grid.asked) if cell.seed not in grid.seeds]
     outcomes = grid.outcomes([*reported, *sweep])
     if not outcomes:
         return
@@ -227,10 +211,11 @@ def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str
     if reported:
         comparison = comparison_section(reported, outcomes, optima, flops)
     comparison.text[0] = f"{missing([*reported, *sweep], outcomes)} {comparison.text[0]}".strip()
-    comparison.text.extend(sweep_section(sweep, outcomes, optima) if sweep else [])
+    if sweep:
+        comparison.text.extend(sweep_section(sweep, outcomes, optima))
     model_config, config = next(iter(grid.settings.values()))
     machine = f"{describe(torch.device(config.device))}, {grid.jobs * len(grid.devices)} at a time"
-    title = f"seeds {seeds[0]} to {seeds[-1]}"
+    title = f"seeds {grid.seeds[0]} to {grid.seeds[-1]}"
     about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}."]
     figures, found, styles = {}, comparison.found, arm_styles(grid.settings)
     if any(finding.values for finding in found.values()):
@@ -239,9 +224,9 @@ def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str
         figures["differences"] = plot_differences(named, label, against, styles)
     if comparison.trends:
         figures["ladder"] = plot_ladder(found, flops, title)
-    if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
-        figures["curves"] = plot_curves(runs, styles, f"Means of {title}", ["step"])
-    logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
+    if ended := [cell for cell in reported if cell in outcomes]:
+        figures["curves"] = plot_curves([outcomes[cell] for cell in ended], styles, f"Means of {title}", ["step"])
+    logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in ended}
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_streams(watched, styles)
     named_runs = {cell.name: run for cell, run in outcomes.items()}
@@ -249,7 +234,7 @@ def write_report(ablation: Ablation, optima: Mapping[Arm, Optimum], command: str
     more.append(folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))))
     levels = grouped(dict.fromkeys(level for arm in grid.settings for level in arm.factors))
     compared = "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
-    write_files(folder, compared, comparison, named_runs, grid.settings, about, figures, "\n".join(more))
+    write_files(grid.folder, compared, comparison, named_runs, grid.settings, about, figures, "\n".join(more))
 
 
 def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:

@@ -4,15 +4,15 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from config import DEVICES
+from config import DEVICES, check_sizes
 from data.batches import evaluation_batches
 from data.corpus import RULES, Corpus
 from experiments.ablation.grid import Cell, Grid, prepare_text, resolve_arms, resolve_devices, settings_digest
@@ -30,6 +30,7 @@ from runtime.run_dir import LOCK, RUNS_FOLDER, read_run_file
 from runtime.watch import stream_rms
 
 STUDIES = {study.name: study for study in (*untrained.STUDIES, *trained.STUDIES)}
+RUNS = RUNS_FOLDER / "claims"
 WIDEN = 14  # rates and seeds that an arm may try beyond the first ones
 THREADS = 1  # CPU threads of each run; another number changes the last digits
 
@@ -45,39 +46,37 @@ def main(arguments: list[str]) -> None:
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over two GPUs (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
-    asked = parser.read(arguments[1:])
-    name, scale, jobs, out = (asked[each] for each in ("name", "scale", "jobs", "out"))
-    results, runs = out / RESULTS, RUNS_FOLDER / "claims"
+    config = SimpleNamespace(**parser.read(arguments[1:]))
+    name, results = config.name, config.out / RESULTS
     if name:
         study = STUDIES[name]
-        scales = [scale] if scale else list(study.protocols)
+        scales = [config.scale] if config.scale else list(study.protocols)
         with bad_input():
-            require(jobs >= 1, f"--jobs must be at least 1, not {jobs}")
-            require(scales[0] in study.scales, f"--scale {scale}: choose from {', '.join(study.scales)}")
-            devices = resolve_devices(asked["device"])
-            for folder in (runs, results):
+            check_sizes(config, "jobs")
+            require(scales[0] in study.scales, f"--scale {config.scale}: choose from {', '.join(study.scales)}")
+            resolve_devices(config.device)
+            for folder in (RUNS, results):
                 folder.mkdir(parents=True, exist_ok=True)
-        grid_of = partial(make_grid, folder=runs, jobs=jobs, devices=devices, cache_dir=asked["cache_dir"])
-        with lock_file(runs / LOCK):
+        with lock_file(RUNS / LOCK):
             for scale in scales:
-                run_study(study, scale, asked["seed"], grid_of, results / f"{study.name}.json")
+                run_study(study, scale, config, results / f"{name}.json")
     with bad_input():
         entries = read_entries(STUDIES.values(), results)
         require(entries, f"there are no results in {results}; name a claim: {', '.join(STUDIES)}")
-    write_page(entries, out)
+    write_page(entries, config.out)
     verdicts = {entry.study.name: entry.verdict for entry in entries}
     for each in [name] if name else STUDIES:
         print(f"{each}: {verdicts.get(each, 'not run')}")
-    print(f"see {out / 'CLAIMS.md'}")
+    print(f"see {config.out / 'CLAIMS.md'}")
 
 
-def run_study(study: Study, scale: str, first_seed: int, grid_of: Callable[..., Grid], file: Path) -> None:
+def run_study(study: Study, scale: str, config: SimpleNamespace, file: Path) -> None:
     """Measure a study at a scale and add that to `file`, by the scale and the rules of the corpus.
 
     So a result on text that other rules split stays, and the new one stands beside it.
     """
     protocol, started = study.scales[scale], time.process_time()
-    seeds, rules = range(first_seed, first_seed + protocol.seeds), RULES if protocol.arms else ""
+    seeds, rules = range(config.seed, config.seed + protocol.seeds), RULES if protocol.arms else ""
     with bad_input():
         content: dict[str, Any] = read_json(file, dict) if file.exists() else {}
     if study.measure and not protocol.arms:
@@ -85,7 +84,7 @@ def run_study(study: Study, scale: str, first_seed: int, grid_of: Callable[..., 
         rows = [{"arm": arm, "seed": seed, "value": values[seed][arm]} for seed in seeds for arm in values[seed]]
         measured: Measured = {"runs": rows, "search": [], "device": describe(torch.device("cpu"))}
     else:
-        measured = train_arms(protocol, seeds, grid_of)
+        measured = train_arms(protocol, seeds, config)
     rows = measured["runs"] + measured["search"]
     seconds = time.process_time() - started + sum(row.get("seconds") or 0 for row in rows)
     environment = {
@@ -101,26 +100,26 @@ def run_study(study: Study, scale: str, first_seed: int, grid_of: Callable[..., 
     write_atomically(file, json.dumps(content) + "\n")
 
 
-def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -> Measured:
+def train_arms(protocol: Protocol, seeds: range, config: SimpleNamespace) -> Measured:
     """Train every arm with every seed, at its best learning rate or at all of its rates."""
     measured: Measured = {"runs": [], "search": [], "corpora": {}, "optima": {}}
     optima = measured["optima"]
-    for data, names in grouped((runs.data, name) for name, runs in protocol.arms.items()).items():
-        arms = {name: Arm.of(**protocol.arms[name].factors) for name in names}
+    for data, group in grouped((runs.data, (name, runs)) for name, runs in protocol.arms.items()).items():
+        arms = {name: Arm.of(**runs.factors) for name, runs in group}
         with bad_input():  # the text may need a download
-            grid = grid_of(protocol.flags, list(arms.values()), data)
+            grid = make_grid(protocol.flags, list(arms.values()), data, seeds, config)
         starts = {}
-        for name in names:
-            if lr := protocol.arms[name].lr:
-                starts[arms[name]] = [float(f"{lr * SPACING**power:.3g}") for power in range(-2, 3)]
-        found, tried = grid.tune(starts, seeds, WIDEN)
+        for name, runs in group:
+            if runs.lr:
+                starts[arms[name]] = [float(f"{runs.lr * SPACING**power:.3g}") for power in range(-2, 3)]
+        found, tried = grid.tune(starts, WIDEN)
         nats_per_bit = [run.val_loss / run.val_bpb for run in tried.values() if run.val_loss and run.val_bpb]
-        optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in names if arms[name] in found}
+        optima |= {name: asdict(found[arms[name]].scaled(nats_per_bit[0])) for name in arms if arms[name] in found}
         cells = [
             Cell(arms[name], lr, seed)
             for seed in seeds  # all arms in turn, so that a stopped measurement has pairs
-            for name in names
-            for lr in protocol.arms[name].lrs or (optima[protocol.arms[name].like or name]["lr"],)
+            for name, runs in group
+            for lr in runs.lrs or (optima[runs.like or name]["lr"],)
         ]
         measured["runs"] += rows_of(grid, grid.run(cells), arms)
         measured["search"] += rows_of(grid, tried, arms)
@@ -129,17 +128,16 @@ def train_arms(protocol: Protocol, seeds: range, grid_of: Callable[..., Grid]) -
     return measured | {"device": describe(torch.device(grid.devices[0]))}
 
 
-def make_grid(
-    flags: str, arms: list[Arm], data: str, folder: Path, jobs: int, devices: tuple[str, ...], cache_dir: str
-) -> Grid:
+def make_grid(flags: str, arms: list[Arm], data: str, seeds: range, config: SimpleNamespace) -> Grid:
     """The runs on one text. Studies with the same flags share a folder, and so their runs."""
-    source = excerpt(int(data), folder, cache_dir) if data.isdigit() else ["--data", data]
-    shared = read_train([*flags.split(), *source, "--device", devices[0], "--cache-dir", cache_dir])
+    devices = resolve_devices(config.device)
+    source = excerpt(int(data), config.cache_dir) if data.isdigit() else ["--data", data]
+    shared = read_train([*flags.split(), *source, "--device", devices[0], "--cache-dir", config.cache_dir])
     torch.set_num_threads(THREADS)  # a run's description of its device includes them
     base = resolve_arms([Arm(())], shared)
     text = prepare_text(base)
-    folder /= digest([settings_digest(base), text.corpus_hash])[:8]
-    return Grid(folder, resolve_arms(arms, shared), shared, text, jobs, THREADS, devices)
+    folder = RUNS / digest([settings_digest(base), text.corpus_hash])[:8]
+    return Grid(folder, resolve_arms(arms, shared), shared, text, seeds, config.jobs, THREADS, devices)
 
 
 def rows_of(grid: Grid, outcomes: Mapping[Cell, Outcome], arms: Mapping[str, Arm]) -> list[Row]:
@@ -158,11 +156,11 @@ def rows_of(grid: Grid, outcomes: Mapping[Cell, Outcome], arms: Mapping[str, Arm
     return rows
 
 
-def excerpt(size: int, folder: Path, cache_dir: str) -> list[str]:
+def excerpt(size: int, cache_dir: str) -> list[str]:
     """Flags for `size` bytes of the default corpus's training documents, with all of its validation documents."""
     corpus, flags = Corpus(["python"], Path(cache_dir)), []
     for flag, split, most in (("--data", "train", size), ("--val-data", "val", math.inf)):
-        path = folder / f"python-{corpus.hash[:8]}-{most}.jsonl"
+        path = RUNS / f"python-{corpus.hash[:8]}-{most}.jsonl"
         if not path.exists():
             kept = []
             for part, _, chunks in corpus.parts():

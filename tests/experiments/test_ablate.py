@@ -4,7 +4,6 @@ import csv
 import json
 import random
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -79,22 +78,11 @@ def test_the_page_has_conclusion_plots_table_and_folded_the_rest(folder):
             assert (folder / f"{plot}.{kind}").read_bytes().startswith(start)
 
 
-def test_finished_cells_are_not_trained_twice(folder, arguments, undrawn):
-    before, table = {path: path.stat().st_mtime_ns for path in folder.glob("cells/**/*")}, folder / "table.md"
-    text = table.read_text()
-    ablate.main([*arguments, "--keep", "1"])
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("cells/**/*")} == before
-    assert table.read_text() == text.replace(shlex.join(arguments), shlex.join([*arguments, "--keep", "1"]))
-
-
 def test_commands_of_runs_for_other_machines(arguments, folder, capsys, monkeypatch, tmp_path):
     """A line of shell a run that has not ended, which starts it or, repeated, resumes it. Nothing is run here."""
     table: list[str] = []
     monkeypatch.setattr(sys, "executable", "printenv OMP_NUM_THREADS; echo")
-    for rates, number in (
-        ("", 2),
-        ("--lrs 0.02 0.03", 6),
-    ):  # the first seed has been run, and another one selects rates
+    for rates, number in (("", 2), ("--lrs 0.02 0.03", 6)):  # the first seed has been run, and another selects rates
         with pytest.raises(SystemExit) as ended:
             ablate.main([*arguments, "--seeds", "2", "--print-commands", *rates.split()])
         lines = capsys.readouterr().out.splitlines()

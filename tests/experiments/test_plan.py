@@ -24,34 +24,28 @@ import re
 from pathlib import Path
 import torch
 from config import ModelConfig, TrainConfig
+from experiments.benchmarks import Step
 from experiments.plan import estimate
 from model import Llama
-from optim import make_optimizers
-from torch.amp import GradScaler
-from train import accumulate_gradients, update_weights
 
 def status(name):
     return int(re.search(rf"{name}:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
-def two_steps(model_config, recompute):
-    model = Llama(model_config)
-    model.recompute = recompute
-    optimizers = make_optimizers(model, config)
-    ids = torch.zeros(config.micro_batch_size, model_config.context, dtype=torch.int64)
-    scaler = GradScaler("cpu", enabled=False)
-    for _ in range(2):
-        accumulate_gradients(model.objective, [(ids, ids)] * 2, 2, torch.float32, scaler)
-        update_weights(model, optimizers, config.lr, config.clip, scaler)
+def two_steps(model, config):
+    step = Step(Llama(model), config, torch.float32)
+    step()
+    step.accumulate()
+    step()
 
 torch.set_num_threads(1)
 model = ModelConfig(dim=256, layers=2, heads=4, context=128, vocab_size=4096)
-config = TrainConfig(batch_size=8, micro_batch_size=4, optimizer="adamw", dtype="float32")
-two_steps(ModelConfig(dim=32, layers=1, context=16, vocab_size=64), True)  # loads the libraries
+two_steps(ModelConfig(dim=32, layers=1, context=16, vocab_size=64), TrainConfig())  # loads the libraries
 for recompute in (False, True):
-    planned = estimate(model, TrainConfig(**vars(config) | {"recompute": recompute}), "h100", 1)["memory"]
+    config = TrainConfig(batch_size=8, micro_batch_size=4, optimizer="adamw", dtype="float32", recompute=recompute)
+    planned = estimate(model, config, "h100", 1)["memory"]
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    two_steps(model, recompute)
+    two_steps(model, config)
     print(planned * 2**30, status("VmHWM") - before)
 """
 

@@ -19,11 +19,11 @@ import ablate
 import runtime.run
 from config import FIELDS, configure, flag_name
 from data.tokenizer import train_tokenizer
-from experiments.ablation.grid import Cell, Grid, last_line, resolve_arms, resolve_devices
+from experiments.ablation.grid import Cell, Grid, resolve_arms, resolve_devices
 from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
-from experiments.ablation.run import Ablation, resolve_ablation, run_ablation
-from files import BadInput, InUse
+from experiments.ablation.run import resolve_ablation, run_ablation
+from files import InUse
 from machine.process import Stopped, exit_codes
 from runtime.flags import read_train
 from runtime.run_dir import read_rows, write_run_file
@@ -39,7 +39,7 @@ def resolve(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'out'}"
 
-    def resolve(flags: str = "", rest: str = "--dtype float32 --context 16") -> Ablation:
+    def resolve(flags: str = "", rest: str = "--dtype float32 --context 16") -> Grid:
         own = {"--norms": "rmsnorm", "--placements": "pre"} if "recipe" not in flags else {}
         rest += "".join(f" {flag} {value}" for flag, value in own.items() if flag not in flags)
         return resolve_ablation(*ablate.parse(f"{common} {rest} {flags}".split()))
@@ -47,9 +47,9 @@ def resolve(tmp_path):
     return resolve
 
 
-def finish(ablation: Ablation, cell: Cell, bpb: float) -> None:
+def finish(grid: Grid, cell: Cell, bpb: float) -> None:
     """Write the log of a run that has ended."""
-    folder = ablation.grid.cell_folder(cell)
+    folder = grid.cell_folder(cell)
     folder.mkdir(parents=True)
     training = {"train_loss": 2.0, "tokens_per_second": 1.0, "seconds": 1.0, "tokens": 640}
     rows = [{"step": 4} | row for row in (training, {"val_loss": 2.0, "val_bpb": bpb})]
@@ -65,40 +65,40 @@ def csv_rows(file: Path) -> list[dict[str, str]]:
 
 
 def test_arms_are_the_product_of_all_factors(resolve):
-    ablation = resolve(
+    grid = resolve(
         "--norms rmsnorm dyt:alpha=0.5 --placements mhc:streams=2 --factor clip=0,8 "
         "--factor tie-embeddings=true,false --watch 3"
     )
-    arms = ablation.grid.settings
+    arms = grid.settings
     assert [tuple(value for _, value in arm.factors) for arm in arms] == [
         (norm, "mhc:streams=2", clip, tied)
         for norm in ("rmsnorm", "dyt:alpha=0.5") for clip in "08" for tied in ("true", "false")
     ]  # fmt: skip
-    cell = ablation.reported(dict.fromkeys(arms, Optimum(0.02, 0.0)))[-1]
-    asked = read_train(ablation.grid.command(cell)[2:])
+    cell = grid.reported(dict.fromkeys(arms, Optimum(0.02, 0.0)))[-1]
+    asked = read_train(grid.command(cell)[2:])
     expected = {"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 8.0, "tie_embeddings": False}
     expected |= {"placement": "mhc", "placement_args": {"streams": 2}}
     assert asked.items() >= (expected | {"lr": 0.02, "seed": 2, "compile": False, "watch": 3}).items()
     assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=2 clip=8 tie_embeddings=false"
-    ablation.grid.cell_folder(cell).mkdir(parents=True)
-    (ablation.grid.cell_folder(cell) / "run.json").touch()
-    assert read_train(ablation.grid.command(cell)[2:])["watch"] == 3
+    grid.cell_folder(cell).mkdir(parents=True)
+    (grid.cell_folder(cell) / "run.json").touch()
+    assert read_train(grid.command(cell)[2:])["watch"] == 3
 
 
 def test_arms_of_recipes_are_single_runs(resolve):
     """At the same sizes, with a norm or a placement only if it is asked for, then also over the recipe's."""
-    ablation = resolve("--factor recipe=llama,gemma2,olmo,nanochat --factor clip=1,2")
-    assert [arm.name for arm in ablation.grid.settings][2:4] == ["gemma2 clip=1", "gemma2 clip=2"]
-    for arm, configs in ablation.grid.settings.items():
+    grid = resolve("--factor recipe=llama,gemma2,olmo,nanochat --factor clip=1,2")
+    assert [arm.name for arm in grid.settings][2:4] == ["gemma2 clip=1", "gemma2 clip=2"]
+    for arm, configs in grid.settings.items():
         recipe, clip = (value for _, value in arm.factors)
         flags = f"{FLAGS} --recipe {recipe} --clip {clip} --context 16 --dtype float32"
         single = runtime.run.fields_of(*runtime.run.resolve(read_train(flags.split()))[1:])
         found = runtime.run.fields_of(*configs)
         assert {name for name in single if single[name] != found[name]} == {"data", "cache_dir"}
-        command = ablation.grid.command(Cell(arm, 0.01, 0))
+        command = grid.command(Cell(arm, 0.01, 0))
         assert read_train(command[2:]).items() >= {"recipe": recipe, "clip": float(clip)}.items()
     for flags, norms in (("", {"rmsnorm", "layernorm"}), ("--norms dyt", {"dyt"}), ("--norms rmsnorm", {"rmsnorm"})):
-        models = [model for model, _ in resolve(f"--factor recipe=gemma2,olmo {flags}").grid.settings.values()]
+        models = [model for model, _ in resolve(f"--factor recipe=gemma2,olmo {flags}").settings.values()]
         assert {model.norm for model in models} == norms
         assert [bool(model.norm_args) for model in models] == [not flags] * 2
         assert [model.placement for model in models] == ["sandwich", "pre"]
@@ -110,18 +110,15 @@ def test_arms_of_recipes_are_single_runs(resolve):
         ("--factor recipe=llama,gema", "--factor recipe: unknown 'gema'; choose from llama, mistral"),
         ("--factor recipe=llama,gemma --recipe gemma", "--recipe is for a single run; list all values with --factor"),
         ("--norms rmsnrm", "--norms: unknown 'rmsnrm'; choose from batchnorm"),
-        ("--placements pre mhd:streams=2", "--placements: unknown 'mhd'; choose from pre, post"),
         ("--placements pre mhc:stream=2", "placement 'mhc' has no argument 'stream'; it takes streams, end"),
         ("--placement-arg streams=2", "--placement-arg is for a single run; write --placements mhc:streams=2"),
         ("--norms rmsnorm,layernorm", "rmsnorm, scalenorm, seednorm, separated by spaces"),
-        ("--norms rmsnorm rmsnorm", "--norms needs distinct values"),
         ("--norm rmsnorm", "--norm is for a single run; list all values with --norms"),
         ("--norms none --placements post sandwich", "choose pre or rezero"),
         ("--factor optimiser=muon,adamw", "'optimiser' is not an option of train.py"),
         ("--factor lr=0.1,0.2", "use --lrs"),
         ("--factor clip=1,1", "--factor clip needs distinct values"),
         ("--factor clip=1,high", "--factor: clip must be of type float, not 'high'"),
-        ("--factor clip=0,1 --clip 1", "--clip is for a single run"),
         ("--seeds 0", "--seeds must be at least 1, not 0"),
         ("--lrs 0.1 nan", "--lrs must be positive numbers"),
         ("--device cpu:0,1", "--device 'cpu:0'"),
@@ -137,7 +134,7 @@ def test_bad_input_names_the_flag(flags, named, resolve, tmp_path):
 def test_arms_share_a_tokenizer_of_ones_own(resolve, tmp_path):
     tokenizer = train_tokenizer([TEXT], 280)
     tokenizer.save(tmp_path)
-    grid = resolve(f"--norms rmsnorm dyt --tokenizer {tmp_path}").grid
+    grid = resolve(f"--norms rmsnorm dyt --tokenizer {tmp_path}")
     assert grid.data.tokenizer.hash == tokenizer.hash
     assert {model.vocab_size for model, _ in grid.settings.values()} == {tokenizer.vocab_size}
     assert f"--tokenizer={tmp_path}" in grid.command(Cell(ARM, 0.01, 0))
@@ -160,19 +157,19 @@ def test_the_dtype_is_measured_once_and_kept_when_the_ablation_continues(resolve
         return next(measured) if name == "auto" else getattr(torch, name)
 
     monkeypatch.setattr("runtime.run.pick_dtype", pick)
-    ablation = resolve("--norms rmsnorm dyt derf", rest="--context 16")
-    found = {config.dtype for _, config in ablation.grid.settings.values()}
-    commands = [read_train(ablation.grid.command(Cell(arm, 0.01, 0))[2:]) for arm in ablation.grid.settings]
+    grid = resolve("--norms rmsnorm dyt derf", rest="--context 16")
+    found = {config.dtype for _, config in grid.settings.values()}
+    commands = [read_train(grid.command(Cell(arm, 0.01, 0))[2:]) for arm in grid.settings]
     assert found == {asked["dtype"] for asked in commands} == {"bfloat16"}
-    cell = ablation.grid.cell_folder(Cell(ARM, 0.01, 7))
+    cell = grid.cell_folder(Cell(ARM, 0.01, 7))
     cell.mkdir(parents=True)
     (cell / "run.json").touch()
     run = {"resolved": {"dtype": "bfloat16"}}
     monkeypatch.setattr("experiments.ablation.run.read_run_file", lambda path: run)
-    ablation = resolve("--norms rmsnorm dyt derf", rest="--context 16")  # the second measurement says float32
-    assert {config.dtype for _, config in ablation.grid.settings.values()} == {"bfloat16"}
+    grid = resolve("--norms rmsnorm dyt derf", rest="--context 16")  # the second measurement says float32
+    assert {config.dtype for _, config in grid.settings.values()} == {"bfloat16"}
     asked = resolve("--norms rmsnorm", rest="--context 16 --dtype float32")
-    assert asked.grid.settings[ARM][1].dtype == "float32"  # not that of the run, which is refused
+    assert asked.settings[ARM][1].dtype == "float32"  # not that of the run, which is refused
 
 
 def test_the_text_is_long_enough_for_the_longest_context(resolve):
@@ -185,7 +182,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
     monkeypatch.chdir(tmp_path)
 
     def folder(flags: str) -> Path:
-        return resolve(f"{flags} --out=").grid.folder
+        return resolve(f"{flags} --out=").folder
 
     first = folder("--norms rmsnorm layernorm")
     same = ["--seeds 4", "--lrs 0.1 0.2", "--save-every 7 --keep 1 --jobs 2 --probe"]
@@ -198,15 +195,13 @@ def test_an_arm_has_the_arguments_that_its_name_says_and_the_options_of_a_run(re
     asked: dict[str, Any] = {"norm": "dyt", "norm_args": {"alpha": 0.3}, "clip": 3.0}
     resolved = runtime.run.fields_of(*configure(asked))
     write_run_file(tmp_path / "run.json", {"asked": asked, "resolved": resolved, "imports": []})
-    grid = resolve(f"--config {tmp_path / 'run.json'} --norms dyt:alpha=2 rmsnorm dyt").grid
+    grid = resolve(f"--config {tmp_path / 'run.json'} --norms dyt:alpha=2 rmsnorm dyt")
     found = [(model.norm_args, config.clip) for model, config in grid.settings.values()]
     assert found == [({"alpha": 2}, 3.0), ({}, 3.0), ({}, 3.0)]
     for arm, (model, config) in grid.settings.items():  # what its command leads to
         asked = read_train(grid.command(Cell(arm, 0.07, 5))[2:])
         _, *there = runtime.run.resolve(asked, runtime.run.read_config_file(asked))
         assert there == [model, replace(config, lr=0.07, seed=5)]
-    with pytest.raises(ValueError, match="--norm-arg is for a single run"):
-        resolve("--norms layernorm:bias=false --norm-arg eps=0.5")
 
 
 # --- learning rates --------------------------------------------------------------------------------------------------
@@ -217,27 +212,27 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
 
     They widen the interval of 12.7062 · 0.05. The second arm's vertex is outside, so it tries one more rate.
     """
-    ablation = resolve("--norms rmsnorm dyt --lrs 0.005 0.02 0.04 0.08 --seed 5 --seeds 2")
+    grid = resolve("--norms rmsnorm dyt --lrs 0.005 0.02 0.04 0.08 --seed 5 --seeds 2")
     for arm, vertex, found, more, reported in (
         (ARM, 0.02, 0.02, [], (1.95, 2.05)),
         (DYT, 0.1, 0.121, [0.128], (2.0, 2.2)),
     ):
         for seed, bpb in zip((5, 6), reported, strict=True):
-            finish(ablation, Cell(arm, found, seed), bpb)
-        for number, lr in enumerate([*ablation.lrs, *more]):
-            finish(ablation, Cell(arm, lr, 1005), 2 + 0.02 * math.log(lr / vertex) ** 2 + 0.005 * (-1) ** number)
+            finish(grid, Cell(arm, found, seed), bpb)
+        for number, lr in enumerate([*grid.lrs, *more]):
+            finish(grid, Cell(arm, lr, 1005), 2 + 0.02 * math.log(lr / vertex) ** 2 + 0.005 * (-1) ** number)
     monkeypatch.setattr(Grid, "start", lambda grid, cell, device: pytest.fail(f"{cell.name} would be trained"))
     figures: list[Figure] = []
     monkeypatch.setattr("experiments.ablation.run.save_plot", lambda plot, path: figures.append(plot))
-    run_ablation(ablation, "command")
+    run_ablation(grid, "command")
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["dyt pre"]
     assert re.match("val_bpb, paired by seed\n← better +worse →", axes.get_xlabel())
     assert figures[0].get_suptitle() == "Difference from rmsnorm pre, seeds 5 to 6"
-    rows = [(row["norm"], row["lr"], row["seed"]) for row in csv_rows(ablation.grid.folder / "runs.csv")]
+    rows = [(row["norm"], row["lr"], row["seed"]) for row in csv_rows(grid.folder / "runs.csv")]
     assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.121"))]
     assert len(rows) == 4 + 11 and {seed for _, _, seed in rows[4:]} == {"1005"}
-    table = (ablation.grid.folder / "table.md").read_text()
+    table = (grid.folder / "table.md").read_text()
     assert table.startswith("Compared with rmsnorm pre: dyt pre (+0.1000 ± 0.6375, p = 0.3) is undecided. In bits per")
     assert (
         "| dyt | pre | 0.121 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6375 (2) | 0.7063 | 0.3 | 0 of 2 | undecided |"
@@ -246,11 +241,11 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
     assert "| 0.02 | 0.0001 |" in table and "| 0.121 | 0.0021 |" in table and "Partial" not in table
     monkeypatch.setattr("experiments.ablation.grid.find_optimum", lambda losses: 1 / 0)  # after all rounds
     with pytest.raises(ZeroDivisionError):
-        run_ablation(ablation, "command")
-    report = json.loads((ablation.grid.folder / "report.json").read_text())
-    assert report["arms"] == [] and len(csv_rows(ablation.grid.folder / "runs.csv")) == 11  # all of the search
+        run_ablation(grid, "command")
+    report = json.loads((grid.folder / "report.json").read_text())
+    assert report["arms"] == [] and len(csv_rows(grid.folder / "runs.csv")) == 11  # all of the search
     monkeypatch.undo()
-    found = ablation.grid.tune({DYT: ablation.lrs}, ablation.seeds, widen=0)[0][DYT]
+    found = grid.tune({DYT: grid.lrs}, widen=0)[0][DYT]
     assert (found.lr, found.regret) == (0.08, None)
 
 
@@ -259,8 +254,8 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
 
 def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bits(resolve, in_process, undrawn):
     """With --probe: what happens in each run at its first and its last step."""
-    ablation = resolve("--seed 3 --seeds 2 --dropout 0.5 --probe")
-    start, grid = Grid.start, ablation.grid
+    grid = resolve("--seed 3 --seeds 2 --dropout 0.5 --probe")
+    start = Grid.start
 
     def stop_after(*arguments: Any) -> Any:
         process = start(*arguments)
@@ -269,10 +264,10 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match="the same command"):
         patch.setattr(Grid, "start", stop_after)
-        run_ablation(replace(ablation, grid=replace(grid, jobs=1)), "command")
+        run_ablation(replace(grid, jobs=1), "command")
     assert (grid.folder / "table.md").read_text().startswith("**Partial: 1 of 2 runs have ended.**")
     del in_process[:]
-    run_ablation(ablation, "command")
+    run_ablation(grid, "command")
     assert [cell.seed for cell, _ in in_process] == [4]
     assert [row["seed"] for row in csv_rows(grid.folder / "runs.csv")] == ["3", "4"]
     rows = read_rows(grid.cell_folder(Cell(ARM, 0.01, 4)) / "watch.jsonl")
@@ -280,12 +275,12 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
 
 
 def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, undrawn):
-    ablation = resolve("--seeds 1 --lr 1e30")
+    grid = resolve("--seeds 1 --lr 1e30")
     for _ in range(2):
-        run_ablation(ablation, "command")
-    (row,) = csv_rows(ablation.grid.folder / "runs.csv")
+        run_ablation(grid, "command")
+    (row,) = csv_rows(grid.folder / "runs.csv")
     assert row["diverged"] == "True" and len(in_process) == 1
-    assert "| rmsnorm | pre | 1e+30 | – | – | – | – | 1 of 1 | – |" in (ablation.grid.folder / "table.md").read_text()
+    assert "| rmsnorm | pre | 1e+30 | – | – | – | – | 1 of 1 | – |" in (grid.folder / "table.md").read_text()
 
 
 def test_other_settings_and_another_text_are_refused(resolve, in_process, undrawn, tmp_path):
@@ -301,7 +296,7 @@ def test_other_settings_and_another_text_are_refused(resolve, in_process, undraw
 
 def test_every_option_but_eight_must_be_that_of_the_run(resolve):
     cell = Cell(ARM, 0.01, 0)
-    grid = resolve("--seeds 1").grid
+    grid = resolve("--seeds 1")
     model, config = grid.settings[ARM]
     resolved = runtime.run.fields_of(model, replace(config, seed=0))
     file = grid.cell_folder(cell) / "run.json"
@@ -319,19 +314,6 @@ def test_every_option_but_eight_must_be_that_of_the_run(resolve):
     replace(grid, settings={ARM: (model, replace(config, device="cuda:0"))}).check(cell)
 
 
-def test_a_text_that_changes_between_two_runs_ends_the_ablation(resolve, in_process, undrawn, tmp_path, monkeypatch):
-    ablation, start = resolve("--seeds 3 --jobs 1"), Grid.start
-
-    def start_and_edit(grid: Grid, cell: Cell, device: str) -> Any:
-        (tmp_path / "text.txt").write_text(TEXT if cell.seed == 0 else TEXT[:-9])
-        return start(grid, cell, device)
-
-    monkeypatch.setattr(Grid, "start", start_and_edit)
-    with pytest.raises(BadInput, match="seed1 was trained on other text; delete it, or choose another --out"):
-        run_ablation(ablation, "command")
-    assert len(in_process) == 2
-
-
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
     """Two at a time on each of two devices. The first finds its folder locked, and is started again."""
     started: list[tuple[int, str]] = []
@@ -342,7 +324,7 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
         started.append((cell.seed, device))
         code = InUse.code if len(started) == 1 else 0
         if code == 0:
-            finish(ablation, cell, 2.0)
+            finish(grid, cell, 2.0)
         at_once.append(len(started) - len(ended))
 
         def poll() -> int:
@@ -353,9 +335,9 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
 
     monkeypatch.setattr(Grid, "start", start)
     monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.0)
-    ablation = resolve("--seeds 5 --jobs 2")
-    wanted = ablation.reported({ARM: Optimum(0.01, 0.0)})
-    outcomes = replace(ablation.grid, devices=("one", "other")).run(wanted)
+    grid = resolve("--seeds 5 --jobs 2")
+    wanted = grid.reported({ARM: Optimum(0.01, 0.0)})
+    outcomes = replace(grid, devices=("one", "other")).run(wanted)
     assert started[:4] == [(0, "one"), (1, "other"), (2, "one"), (3, "other")] and max(at_once) == 4
     assert sorted(seed for seed, _ in started[4:]) == [0, 4] and list(outcomes) == wanted
 
@@ -363,26 +345,28 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
 @pytest.mark.parametrize(
     ("script", "code", "expected"),
     [
-        ("echo 'error: a.bin needs 5 bytes' >&2; echo warning; exit 1", 1, "a.bin needs 5 bytes"),
+        ('echo "error: $OMP_NUM_THREADS and $MKL_NUM_THREADS" >&2; echo warning; exit 1', 1, "3 and 3"),
         (r"printf 'error: \351t\351' >&2; exit 2", 2, "\ufffdt\ufffd"),  # not UTF-8
+        ("echo oh; exit 1", 1, "oh"),
         ("kill -9 $$", 1, "killed by SIGKILL"),
     ],
 )
 def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code_and_reason(
     script, code, expected, resolve, monkeypatch, capsys, undrawn
 ):
-    """The runs that have ended are reported."""
+    """The runs that have ended are reported. A run gets its threads and a new log."""
     monkeypatch.setattr(Grid, "command", lambda *_: ["sh", "-c", script])
-    ablation = resolve("--seeds 2 --jobs 1")
-    finish(ablation, Cell(ARM, 0.01, 0), 2.0)
+    grid = resolve("--seeds 2 --jobs 1")
+    finish(grid, Cell(ARM, 0.01, 0), 2.0)
+    log = grid.log(Cell(ARM, 0.01, 1))
+    log.write_text("error: before\n" * 2)
     with pytest.raises(SystemExit) as exit, exit_codes(""):
-        run_ablation(ablation, "command")
-    log = ablation.grid.log(Cell(ARM, 0.01, 1))
+        run_ablation(replace(grid, threads=3), "command")
     assert capsys.readouterr().err.endswith(f"error: {log}: {expected}\n") and exit.value.code == code
-    assert "**Partial: 1 of 2 runs have ended.**" in (ablation.grid.folder / "table.md").read_text()
+    assert "**Partial: 1 of 2 runs have ended.**" in (grid.folder / "table.md").read_text()
 
 
-# --- devices and processes -------------------------------------------------------------------------------------------
+# --- devices ---------------------------------------------------------------------------------------------------------
 
 
 def test_several_cards(monkeypatch, resolve):
@@ -394,20 +378,10 @@ def test_several_cards(monkeypatch, resolve):
     for device, named in (("cuda:0,2", "GPUs is cuda:1"), ("cuda,1", "choose auto")):
         with pytest.raises(ValueError, match=named):
             resolve_devices(device)
-    grid, cell = resolve().grid, Cell(ARM, 0.01, 0)
+    grid, cell = resolve(), Cell(ARM, 0.01, 0)
     assert read_train(grid.command(cell, "cuda:1")[2:])["device"] == "cuda:1"
     grid.cell_folder(cell).mkdir()
     (grid.cell_folder(cell) / "run.json").touch()
     resumed = read_train(grid.command(cell, "cuda:0")[2:])
     out, cache = str(grid.cell_folder(cell)), grid.shared["cache_dir"]
     assert resumed == {"resume": True, "device": "cuda:0", "cache_dir": cache, "out": out, "watch": 0}
-
-
-def test_a_process_gets_its_threads_and_a_new_log(resolve, monkeypatch):
-    command = ["sh", "-c", 'echo "$OMP_NUM_THREADS $MKL_NUM_THREADS"; echo oh >&2']
-    monkeypatch.setattr(Grid, "command", lambda *_: command)
-    grid, cell = replace(resolve().grid, threads=3), Cell(ARM, 0.01, 0)
-    log = grid.log(cell)
-    log.write_text("before\n")
-    assert grid.start(cell, "").wait() == 0
-    assert last_line(log) == "oh" and log.read_text() == "3 3\noh\n"

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import scipy.stats
 
+import ablate
 from experiments.ablation.grid import Cell
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.report import Comparison, compare, comparison_section
-from experiments.ablation.run import climb
+from experiments.ablation.run import climb, resolve_ablation
 from model import Llama
 from runtime.flags import read_train
 
@@ -42,30 +43,19 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
 
 
 @pytest.mark.parametrize(
-    "widths, flags, message",
+    "flags, message",
     [
-        ([32, 40], "--head-dim 16", "--ladder 40 must be a multiple of the size of a head, 16; --head-dim sets it"),
-        ([32, 64], "--steps 5", "--steps follows from --ladder; leave it out"),
-        ([32, 64], "--heads 5", "--heads follows from --ladder; leave it out"),
-        ([32, 32], "", "--ladder needs two widths or more"),
+        ("32 40 --head-dim 16", "--ladder 40 must be a multiple of the size of a head, 16; --head-dim sets it"),
+        ("32 64 --heads 5", "--heads follows from --ladder; leave it out"),
+        ("32 64 --factor steps=5,6", "--steps follows from --ladder; leave it out"),
+        ("32 32", "--ladder needs two widths or more"),
+        ("32 64 --tokens-per-parameter nan", "--tokens-per-parameter must be positive, not nan"),
+        ("32 64 --tokens-per-parameter 0", "--tokens-per-parameter must be positive, not 0.0"),
     ],
 )
-def test_other_sizes_are_refused(widths, flags, message, text):
+def test_other_sizes_are_refused(flags, message, text):
     with pytest.raises(ValueError, match=re.escape(message)):
-        climb(widths, PLAIN, read_train(f"--data {text} --tokenizer bytes {flags}".split()), 4.4)
-
-
-@pytest.mark.parametrize(
-    "arm, tokens, message",
-    [
-        (Arm.of(steps="5"), 4.4, "--steps follows from --ladder; leave it out"),
-        (PLAIN[0], float("nan"), "--tokens-per-parameter must be positive, not nan"),
-        (PLAIN[0], 0.0, "--tokens-per-parameter must be positive, not 0.0"),
-    ],
-)
-def test_a_factor_is_no_size_and_tokens_are_needed(arm, tokens, message, text):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        climb([32, 64], [arm], read_train(f"--data {text} --tokenizer bytes".split()), tokens)
+        resolve_ablation(*ablate.parse(f"--data {text} --tokenizer bytes --dtype float32 --ladder {flags}".split()))
 
 
 def test_a_slope_is_that_of_each_seed_and_p_counts_all_comparisons():

@@ -89,8 +89,8 @@ def report(curves: Iterable[tuple[float, float]], noise: float, rng: np.random.G
         made.append((outcome.cache_info().currsize, later))
         return found
 
-    grid: Any = SimpleNamespace(run=run)
-    optima, _ = Grid.tune(grid, dict.fromkeys(arms, rates), range(5), widen=14)
+    grid: Any = SimpleNamespace(run=run, seeds=range(5))
+    optima, _ = Grid.tune(grid, dict.fromkeys(arms, rates), widen=14)
     bpb = {arm: {seed: outcome(Cell(arm, optima[arm].lr, seed)).val_bpb or 0.0 for seed in range(5)} for arm in arms}
     assert all(made[-1][0] + 5 * len(arms) <= so_far + later for so_far, later in made), "the search was announced"
     found, _ = compare(bpb, dict.fromkeys(bpb, range(5)), regrets={arm: each.regret for arm, each in optima.items()})

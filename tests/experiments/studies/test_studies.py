@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from experiments.ablation.grid import resolve_arms
 from experiments.ablation.outcome import Arm
 from experiments.ablation.rates import Optimum
 from experiments.studies import command
-from experiments.studies.command import STUDIES, excerpt, make_grid, train_arms
+from experiments.studies.command import STUDIES, excerpt, train_arms
 from experiments.studies.page import format_effect, judge, plot, read_entries, slack_of, write_page
 from experiments.studies.study import ABOVE, Effect, Protocol, Runs, Study, difference, lowest, slope
 from experiments.studies.trained import growth, sensitivity, speed_up
@@ -30,8 +31,8 @@ NOISE = (0.004, -0.006, 0.001, -0.003, 0.004)  # by seed; sums to 0
 OPTIMUM = {"lr": 0.01, "regret": 0.0, "loss": math.nan, "curvature": 0.1, "noise": 0.01}
 
 
-def study(*effects: Effect, name: str = "made-up", arms: str = "abcd", **more: Any) -> Study:
-    return Study(name, effects, {"S": Protocol(5, "", {arm: Runs({}, 0.01) for arm in arms})}, **more)
+def study(*effects: Effect) -> Study:
+    return Study("made-up", effects, {"S": Protocol(5, "", {arm: Runs({}, 0.01) for arm in "abcd"})})
 
 
 def shifted(regret: float | None = 0.0, spread: float = 1.0, **shifts: float) -> dict[str, Any]:
@@ -62,13 +63,11 @@ EQUAL = difference("c", "d", reproduced=(-0.02, 0.02))
     "effects, measured, expected",
     [
         ([NOT_WORSE], shifted(a=0.005, b=0), "reproduced"),
-        ([NOT_WORSE], shifted(a=-0.5, b=0), "reproduced"),
         ([NOT_WORSE], shifted(a=0.05, b=0), "not reproduced"),
         ([NOT_WORSE], shifted(a=0.005, b=0, spread=10), "undecided"),
         ([NOT_WORSE], shifted(a=0.005, b=0, regret=0.007), "undecided"),  # 2 · 0.007 more might be the rates'
         ([NOT_WORSE], shifted(a=0.05, b=0, regret=0.02), "undecided"),
         ([NOT_WORSE], shifted(a=0.005, b=0, regret=None), "undecided"),
-        ([WORSE], shifted(a=0.1, b=0), "reproduced"),
         ([WORSE], shifted(a=0.02, b=0), "not reproduced"),  # above 0, but not what was expected
         ([WORSE], shifted(a=0.045, b=0), "reproduced"),
         ([WORSE, EQUAL], shifted(a=0.1, b=0, c=0, d=0), "reproduced"),
@@ -182,6 +181,7 @@ def test_models_at_initialization():
 @pytest.fixture
 def texts(tmp_path, monkeypatch) -> str:
     """A folder that stands for the default corpus."""
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(300):
@@ -193,36 +193,36 @@ def texts(tmp_path, monkeypatch) -> str:
 TOY = "--tokenizer bytes --dim 16 --layers 2 --context 16 --batch-size 4 --steps 2 --no-compile --dtype float32"
 
 
-def test_a_measurement_continues_and_shares_runs_with_others(texts, in_process, tmp_path, undrawn):
-    place: Any = {"folder": tmp_path / "runs", "jobs": 1, "devices": ("cpu",), "cache_dir": str(tmp_path / "cache")}
-    grid_of = partial(make_grid, **place)
+def test_a_measurement_continues_and_shares_runs_with_others(texts, in_process, undrawn):
+    config = SimpleNamespace(jobs=1, device="cpu", cache_dir=".cache")
     tuned, like = Runs({"norm": "rmsnorm"}, 0.01, data=texts), Runs({"norm": "layernorm"}, like="a", data=texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "WIDEN", 0)
         patch.setattr("experiments.ablation.grid.find_optimum", lambda losses: Optimum(0.01, 0.5))  # in bits per byte
-        measured = train_arms(Protocol(1, TOY, {"a": tuned, "b": like}), range(1), grid_of)
+        measured = train_arms(Protocol(1, TOY, {"a": tuned, "b": like}), range(1), config)
     assert len(measured["search"]) == 5 and len(in_process) == 7
     assert [row["lr"] for row in measured["runs"]] == [0.01, 0.01]
     assert measured["optima"]["a"]["regret"] == pytest.approx(0.5 * math.log(2), rel=0.02)  # in nats per byte
     arms = {name: Runs({"norm": norm}, lrs=(0.01, 0.02), data=texts) for name, norm in (("a", "rmsnorm"), ("b", "dyt"))}
     protocol = Protocol(2, TOY, arms)
     del in_process[:]
-    first = train_arms(protocol, range(2), grid_of)
+    first = train_arms(protocol, range(2), config)
     assert [(row["arm"], row["lr"], row["seed"]) for row in first["runs"]] == [
         (arm, lr, seed) for seed in (0, 1) for arm in "ab" for lr in (0.01, 0.02)
     ]
     assert all(len(row["residual_rms"]) == 3 and row["seconds"] and "commit" in row for row in first["runs"])
     del in_process[:]
-    assert train_arms(protocol, range(2), grid_of) == first and not in_process
-    one = train_arms(replace(protocol, arms={"only": arms["b"]}), range(2), grid_of)
+    assert train_arms(protocol, range(2), config) == first and not in_process
+    one = train_arms(replace(protocol, arms={"only": arms["b"]}), range(2), config)
     assert [row["value"] for row in one["runs"]] == [row["value"] for row in first["runs"] if row["arm"] == "b"]
     assert not in_process
     longer = replace(protocol, flags=TOY.replace("--steps 2", "--steps 3"))
-    assert len(train_arms(longer, range(1), grid_of)["runs"]) == len(in_process) == 4
+    assert len(train_arms(longer, range(1), config)["runs"]) == len(in_process) == 4
 
 
 def test_an_excerpt_has_less_training_text_and_the_same_validation_text(texts, tmp_path):
-    flags = excerpt(3000, tmp_path, str(tmp_path / "cache"))
+    command.RUNS.mkdir(parents=True)
+    flags = excerpt(3000, ".cache")
     assert flags[::2] == ["--data", "--val-data"]
     whole, part = Corpus([texts], tmp_path), Corpus([flags[1]], tmp_path, [flags[3]])
     assert 2900 < part.sizes["train"] < 3100 < whole.sizes["train"]  # with the ends of documents
@@ -262,7 +262,6 @@ def test_under_other_rules_of_the_corpus_a_new_result_stands_beside_the_old(text
     arms = {"a": Runs({}, lrs=(0.01,), data=texts)}
     made_up = Study("lns", [Effect("loss", {"a": 1}, ABOVE)], {"S": Protocol(2, TOY, arms)})
     monkeypatch.setattr(command, "STUDIES", {"lns": made_up})
-    monkeypatch.chdir(tmp_path)
     environment = json.loads((ROOT / "results/claims/lns.json").read_text())["12 blocks"]["environment"]
     old = {"environment": environment | {"protocol": made_up.hash("S")}, "measured": shifted(a=0)}
     file = tmp_path / "results/claims/lns.json"
@@ -281,23 +280,15 @@ def test_under_other_rules_of_the_corpus_a_new_result_stands_beside_the_old(text
     assert "**reproduced at S**" in page and re.search(r"^\| loss \| S, split 3 \| \+5", page, re.M)
 
 
-def test_p_values_of_the_page_are_corrected_for_all_trained_studies(tmp_path):
-    made_up = [study(WORSE, name=name) for name in ("one", "two", "three")]
-    for each in made_up:
-        content = {"S": {"environment": {"protocol": each.hash("S")}, "measured": shifted(a=0.1, b=0)}}
-        (tmp_path / f"{each.name}.json").write_text(json.dumps(content))
-    entries = read_entries(made_up, tmp_path)
-    (alone,) = entries[0].judged.values()
-    assert [entry.p for entry in entries] == [3 * alone.p] * 3
-    assert (replace(entries[0], p=0.06).verdict, entries[0].verdict) == ("undecided", "reproduced at S")
-
-
 def test_committed_results_have_their_verdicts_and_claims_md_says_so(tmp_path, undrawn):
     entries = read_entries(STUDIES.values(), ROOT / "results/claims")
     (tmp_path / "results/claims").mkdir(parents=True)
     write_page(entries, tmp_path)
     assert (tmp_path / "CLAIMS.md").read_text("utf-8") == (ROOT / "CLAIMS.md").read_text("utf-8")
-    (axes,) = plot(next(entry for entry in entries if entry.study.name == "derf-muon")).axes  # the rest was not tuned
+    lns, derf = (next(each for each in entries if each.study.name == name) for name in ("lns", "derf-muon"))
+    assert lns.p == pytest.approx(8 * lns.judged["12 blocks"].p)  # the smallest of eight trained studies
+    assert (replace(lns, p=0.06).verdict, lns.verdict) == ("undecided", "not reproduced at 12 blocks")
+    (axes,) = plot(derf).axes  # the rest was not tuned
     assert [label.get_text() for label in axes.get_yticklabels()] == ["Derf − RMSNorm, S", "Derf − RMSNorm, M"]
     named = {path.stem for path in (ROOT / "results/claims").glob("*.png")}
     assert {entry.study.name for entry in entries} == named == STUDIES.keys()
