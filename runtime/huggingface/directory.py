@@ -6,7 +6,8 @@ a model_type of ours, which `transformers` refuses, and the reason.
 
 import json
 import re
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
-from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, join, save_tensors, stored_weights
+from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, join, save_tensors, stored_tensors, weight_files
 from runtime.plugins import import_records, warn_of_imports
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -30,6 +31,7 @@ TENSORS_PER_LAYER = 6  # at least: the matrices of attention and of a plain MLP
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
 TOKENIZERS = (*KINDS, PRETRAINED)
+Read = Callable[[], Tensor]
 
 
 def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
@@ -130,17 +132,17 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
     file, before anything is allocated if weights and configuration do not fit together.
     """
     model, weights = open_model(directory, config)
-    state = {name: stored.read() for name, stored in weights.items()}
+    state = {name: read() for name, read in weights.items()}
     if model.config.tie_embeddings:
         state["lm_head.weight"] = state["embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     return model
 
 
-def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
-    """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
+def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, Read]]:
+    """The model without storage, and what reads each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
-    found = stored_weights(directory)
+    found = stored_tensors(*weight_files(directory))
     size = sum(path.stat().st_size for path in {stored.path for stored in found.values()})
     most = max(MAX_ROPE_BYTES, size)
     fits = 4 * config.context * config.head_dim <= most
@@ -152,8 +154,8 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     return model, match_weights(found, model, directory)
 
 
-def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, StoredTensor]:
-    """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
+def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, Read]:
+    """What reads the tensor of each name in `stored_state(model)`. A ValueError names a difference."""
     expected, stored = stored_state(model), layout(read_json(directory / CONFIG, dict), model.config)
     places = stored.places(expected)
     wanted = {name: join([expected[each] for each in ours]) for name, ours in places.items()}
@@ -179,7 +181,7 @@ def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path)
     for name, ours in places.items():
         rows = [len(expected[each]) for each in ours] if len(ours) > 1 else []
         for part, each in enumerate(ours):
-            matched[each] = replace(found[name], change=partial(stored.to_ours, each, rows=rows, part=part))
+            matched[each] = partial(stored.read, each, found[name], rows, part)
     return matched
 
 
