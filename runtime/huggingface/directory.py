@@ -20,7 +20,7 @@ from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
-from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, join, save_tensors, stored_tensors, weight_files
+from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, save_tensors, stored_tensors, weight_files
 from runtime.plugins import import_records, warn_of_imports
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -40,36 +40,28 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # it also starts a text without a prompt
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    stored = Layout(config)
     described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
     try:
         for record in import_records():
             require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
         edited = edited_module(model)
-        require(edited is None, f"{edited or 'the model'} is not as model.py makes it")
+        require(not edited, f"{edited} is not as model.py makes it")
         theirs = to_theirs(config)
-        unknown = [name for name in stored.places(state) if not re.fullmatch(KNOWN, name)]
+        unknown = [name for name in Layout(config).places(state) if not re.fullmatch(KNOWN, name)]
         require(not unknown, f"no Hugging Face architecture has {', '.join(unknown[:1])}")
         described |= theirs
-        stored = layout(theirs, config)
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
-    tensors = {}
-    for name, ours in stored.places(state).items():
-        tensors[name] = join([stored.reordered(each, state[each], back=True) for each in ours])
-    save_tensors(tensors, directory / WEIGHTS)
+    save_tensors(layout(described, config).joined(state), directory / WEIGHTS)
     tokenizer.save(directory)
     if tokenizer.generation:
         (directory / GENERATION).write_text(json.dumps(tokenizer.generation, indent=1), "utf-8")
 
 
-def edited_module(model: Llama) -> str | None:
-    """The first module that does not compute what model.py's own does for this configuration, or None.
-
-    The model itself is "".
-    """
+def edited_module(model: Llama) -> str:
+    """The first module that does not compute what model.py's own does for this configuration, or ""."""
     with torch.device("meta"):
         own = dict(Llama(model.config).named_modules())
     for name, module in model.named_modules():
@@ -77,8 +69,8 @@ def edited_module(model: Llama) -> str | None:
         defined = [each for each, value in vars(plain).items() if callable(value) and not each.startswith("_")]
         same = all(getattr(kind, each, None) is getattr(plain, each, module) for each in ("forward", *defined))
         if not same or vars(module).keys() & {"forward", "hidden", "logits"}:  # sharding replaces other methods
-            return name
-    return next(iter(own), None)
+            return name or "the model"
+    return next(iter(own), "")
 
 
 def stored_state(model: Llama) -> dict[str, Tensor]:
@@ -157,8 +149,7 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
 def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, Read]:
     """What reads the tensor of each name in `stored_state(model)`. A ValueError names a difference."""
     expected, stored = stored_state(model), layout(read_json(directory / CONFIG, dict), model.config)
-    places = stored.places(expected)
-    wanted = {name: join([expected[each] for each in ours]) for name, ours in places.items()}
+    places, wanted = stored.places(expected), stored.joined(expected)
     # transformers < 4.32 stored rotary frequencies too.
     found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}
     if model.config.tie_embeddings and "lm_head.weight" in found:

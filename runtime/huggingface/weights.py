@@ -77,6 +77,14 @@ class Layout:
             found.setdefault(".".join(self.names.get(part, part) for part in parts), []).append(name)
         return found
 
+    def joined(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is stored of our `state`, by its name."""
+        stored = {}
+        for name, ours in self.places(state).items():
+            parts = [self.reordered(each, state[each], back=True) for each in ours]
+            stored[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return stored
+
     def read(self, name: str, stored: "StoredTensor", rows: list[int], part: int) -> Tensor:
         """The weight with our `name`, which is a `part` of what is stored if that has `rows` of several."""
         whole = stored.read()
@@ -95,11 +103,6 @@ class Layout:
         order, rotated = torch.arange(self.config.head_dim), int(self.config.head_dim * self.config.rotary_fraction)
         order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
         return weight.unflatten(0, (-1, len(order)))[:, order.argsort() if back else order].flatten(0, 1)
-
-
-def join(parts: list[Tensor]) -> Tensor:
-    """One below the other."""
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
