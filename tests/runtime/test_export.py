@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from config import ModelConfig, configure, option
 from data.tokenizer import ByteTokenizer
 from machine.distributed import full_tensor, shard_weights
-from model import MLP, Attention, Linear, Llama
+from model import Attention, Linear, Llama
 from roles import ROLES, Role
 from runtime.huggingface.directory import stored_state, write_model
 
@@ -54,13 +54,7 @@ class Capped(Llama):
         return super().logits(x).tanh()
 
 
-class Squared(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square()
-
-
 EDITS: dict[str, Callable[[Any], Any]] = {  # by the module that they change
-    "layers.1.mlp": lambda model: setattr(model.layers[1], "mlp", Squared(model.config)),
     "final_norm": lambda model: setattr(model, "final_norm", nn.Identity()),
     "layers.0.self_attn": lambda model: setattr(model.layers[0].self_attn, "forward", lambda x, *arguments: x),
     "layers.0.mlp.extra": lambda model: setattr(model.layers[0].mlp, "extra", nn.ReLU()),
