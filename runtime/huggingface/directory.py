@@ -168,7 +168,7 @@ def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path)
         else:
             continue
         raise ValueError(f"{directory / WEIGHTS} does not match {directory / CONFIG}: it {problem} {name}")
-    matched = {}
+    matched: dict[str, Read] = {}
     for name, ours in places.items():
         rows = [len(expected[each]) for each in ours] if len(ours) > 1 else []
         for part, each in enumerate(ours):

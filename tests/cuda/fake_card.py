@@ -15,7 +15,7 @@ assert "torch" not in sys.modules, "the library must be loaded before torch"
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 # Private: torch has no public fake tensors.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
@@ -99,6 +99,19 @@ def read_list(tensor: FakeTensor) -> list:
     return [placeholder(values)] * values.numel()
 
 
+def move(module: nn.Module, device: torch.device) -> nn.Module:
+    """`module.to(device)`, which torch does not support for fake parameters. Shared parameters stay shared."""
+    moved: dict[Tensor, nn.Parameter] = {}
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                new = nn.Parameter(weight.detach().to(device), weight.requires_grad)
+                part._parameters[name] = moved.setdefault(weight, new)
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = buffer.to(device) if buffer is not None else None
+    return module
+
+
 def on_real_data(function: Callable) -> Callable:
     """`function` with ordinary tensors, for what reads NumPy arrays."""
 
@@ -118,7 +131,7 @@ def fake_card() -> Iterator[Waits]:
 
 Tensor.numpy = on_real_data(Tensor.numpy)  # type: ignore[method-assign]  # a real tensor would become fake
 FakeTensor.tolist = read_list  # type: ignore[method-assign,assignment]
-torch.__future__.set_overwrite_module_params_on_conversion(True)  # the data of a fake parameter cannot be replaced
+nn.Module.to = move  # type: ignore[method-assign,assignment]
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 torch.cuda.current_device = lambda: 0

@@ -48,7 +48,7 @@ def change_config(directory: Path, **fields: Any) -> None:
     (directory / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value != ()}))
 
 
-def shard(directory: Path, moved: dict[str, str] | None = None, **others: torch.Tensor) -> None:
+def shard(directory: Path, moved: dict[str, str] | None = None, /, **others: torch.Tensor) -> None:
     """Two files with an index, which names the files in `moved` for some tensors, and holds `others`."""
     weights = load_file(directory / "model.safetensors") | others
     files = {name: SHARDS[number % 2] for number, name in enumerate(sorted(weights))}
