@@ -185,13 +185,6 @@ def missing_for_compile(device: torch.device) -> str:
     return "" if header.exists() else f"Python's headers, which are not in {header.parent}"
 
 
-def compiling_pays(device: torch.device, steps: int, flops: float) -> bool:
-    """Whether a run is long enough to gain from torch.compile, which takes about a minute."""
-    if device.type == "cpu":
-        return flops >= 5e13  # five to ten minutes on two cores
-    return device.type == "cuda" and steps >= 500
-
-
 def check_compile(device: torch.device, asked: bool = True) -> bool:
     """Whether this machine has what `torch.compile` needs. If not, raise BadInput if it was `asked` for, else warn."""
     missing = missing_for_compile(device)

@@ -142,8 +142,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
 
 def take(given: Asked, config: type) -> Any:
     """The dataclass `config` with those of its fields that are in `given`, from which they are removed."""
-    names = [each.name for each in dataclasses.fields(config) if each.name in given]
-    return config(**{name: given.pop(name) for name in names})
+    return config(**{each.name: given.pop(each.name) for each in dataclasses.fields(config) if each.name in given})
 
 
 def read_pairs(flag: str, texts: Iterable[str]) -> dict[str, Any]:

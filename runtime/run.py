@@ -19,7 +19,7 @@ from data.token_files import find_token_files
 from data.tokenizer import KINDS, NoTokenizer
 from files import commit, require, warn
 from machine import distributed
-from machine.device import check_compile, compiling_pays, describe, has_device, pick_device, pick_dtype
+from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
 from model import Llama
 from norms import TRAITS
 from roles import matrices
@@ -216,7 +216,8 @@ def decide(model: ModelConfig, training: TrainConfig, device: torch.device, aske
         with torch.device("meta"):
             weights = sum(weight.numel() for _, _, weight in matrices(Llama(model)))
         flops = 6 * weights * model.context * training.batch_size * training.steps
-        compiled = compiling_pays(device, training.steps, flops)
+        # It takes about a minute; so many FLOPs take five to ten on two cores.
+        compiled = flops >= 5e13 if device.type == "cpu" else device.type == "cuda" and training.steps >= 500
     compiled = compiled and check_compile(device, asked.get("compile", False))
     training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model, training, ranks)

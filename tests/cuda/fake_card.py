@@ -7,10 +7,7 @@ raises where an operation mixes devices; `Waits` notes where Python would wait f
 import contextlib
 import ctypes
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +21,6 @@ from torch import Tensor, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]  # maybe inside ROOT
-
 
 class FakeCard(FakeTensorMode):
     # Without a driver, `torch.tensor(..., device="cuda")` must be made on the CPU and copied.
@@ -34,7 +28,7 @@ class FakeCard(FakeTensorMode):
 
 
 class Waits(TorchDispatchMode):
-    """Notes, as (what, file:line), each operation after which Python waits for the card.
+    """Notes each operation after which Python waits for the card. To see where, raise an error in `note`.
 
     These are reading a value, and every copy between devices unless it is to the card, from pinned memory, and
     `non_blocking`. A value that is read is 0.5, 0 or False.
@@ -42,9 +36,9 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, str]] = []
+        self.found: list[str] = []
 
-    def take(self) -> list[tuple[str, str]]:
+    def take(self) -> list[str]:
         """What was noted since the last call."""
         found, self.found = self.found, []
         return found
@@ -81,7 +75,7 @@ class Waits(TorchDispatchMode):
             self.note(f"copy from {source.device.type} to {target.device.type}")
 
     def note(self, what: str) -> None:
-        self.found.append((what, line_of_ours()))
+        self.found.append(what)
 
 
 def on_card(tensor: Tensor) -> bool:
@@ -97,16 +91,6 @@ PLACEHOLDERS: dict[torch.dtype, Any] = {torch.bool: False, torch.int64: 0}
 
 def placeholder(tensor: Tensor) -> Any:
     return PLACEHOLDERS.get(tensor.dtype, 0.5)
-
-
-def line_of_ours() -> str:
-    """The innermost line of the project that is being executed. Backward runs in a thread that has none."""
-    for frame, line in traceback.walk_stack(sys._getframe()):
-        path = Path(frame.f_code.co_filename)
-        ours = path.is_relative_to(ROOT) and not any(map(path.is_relative_to, INSTALLED))
-        if ours and path != Path(__file__):
-            return f"{path.relative_to(ROOT)}:{line}"
-    return "backward"
 
 
 def read_list(tensor: FakeTensor) -> list:

@@ -7,7 +7,6 @@ from fake_card import PLACEHOLDERS, fake_card, on_card, on_real_data  # isort: s
 
 import sys
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ OPTIONS += ["--micro-batch-size 2 --qk-norm full"]
 CELLS = [f"--dtype bfloat16 --norm {kind}" for kind in KINDS]
 CELLS += [f"--dtype float32 --placement {name}" for name in PLACEMENTS]
 COPY_TO, COPY_FROM = "copy from cpu to cuda", "copy from cuda to cpu"
-Waits = list[tuple[str, str]]
 MakeRun = Callable[[str], Run]
 
 train.training_batch = on_real_data(train.training_batch)
@@ -46,16 +44,16 @@ train.evaluation_batches = on_real_data(lambda *args, batches=train.evaluation_b
 @pytest.fixture(scope="session")
 def make_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
     """`make_run(flags)`: what `train.py --device cuda` with these flags resolves to."""
-    folder, numbers = tmp_path_factory.mktemp("runs"), count()
+    cache = tmp_path_factory.mktemp("cache")
 
     def make(flags: str) -> Run:
-        paths = f"--data {text} --cache-dir {folder / 'cache'} --out {folder / str(next(numbers))}"
+        paths = f"--data {text} --cache-dir {cache} --out {tmp_path_factory.mktemp('run')}"
         return open_run(read_train(f"{SIZES} --batch-size 4 {paths} --device cuda {flags}".split()), [])
 
     return make
 
 
-def training_step(run: Run) -> Waits:
+def training_step(run: Run) -> list[str]:
     with fake_card() as waits:
         trainer = train.Trainer(run)
         waits.take()  # before the first step, the weights are copied
@@ -72,25 +70,21 @@ def training_step(run: Run) -> Waits:
 
 def accumulate_and_read(*args: Any, accumulate: Callable = train.accumulate_gradients) -> dict[str, Tensor]:
     terms = accumulate(*args)
-    terms["train_loss"].item()  # planted
+    terms["train_loss"].item()
     return terms
 
 
 def copy_and_wait(ids: Tensor, device: torch.device) -> Tensor:
-    return ids.to(device)  # planted
+    return ids.to(device)
 
 
 @pytest.mark.parametrize(
     "name, planted, what",
     [("accumulate_gradients", accumulate_and_read, "item"), ("to_device", copy_and_wait, COPY_TO)],
 )
-def test_a_wait_that_is_planted_is_found_with_its_line(name, planted, what, make_run, monkeypatch):
+def test_a_wait_that_is_planted_is_found(name, planted, what, make_run, monkeypatch):
     monkeypatch.setattr(train, name, planted)
-    waits, lines = training_step(make_run("")), Path(__file__).read_text().splitlines()
-    assert {wait for wait, _ in waits} == {what}
-    for _, where in waits:
-        path, _, line = where.partition(":")
-        assert path == "tests/cuda/on_fake_card.py" and "# planted" in lines[int(line) - 1]
+    assert set(training_step(make_run(""))) == {what}
 
 
 def test_mixed_devices_are_an_error(make_run, monkeypatch):
@@ -114,7 +108,7 @@ def test_an_evaluation_waits_once(dtype, make_run):
         model = Llama(run.model_config).to(CARD)
         waits.take()
         train.evaluate(model, run)
-        assert [what for what, _ in waits.take()] == [COPY_FROM]
+        assert waits.take() == [COPY_FROM]
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -129,7 +123,7 @@ def test_generation_waits_once_for_each_token(dtype, sampling, samples, make_run
         prompts = torch.tensor([[5, 6, 7]] * samples)
         for ids in generate.stream_ids(model, prompts, generate.Sampling(tokens=3, **sampling), ends=256):
             assert len(ids) == samples
-            found.append([what for what, _ in waits.take()])
+            found.append(waits.take())
     assert found == [[COPY_FROM]] * 3
 
 

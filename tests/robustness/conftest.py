@@ -25,29 +25,27 @@ def without_plots(undrawn: None) -> None:
     pass
 
 
-@pytest.fixture(scope="session")
-def flags_in(text: Path) -> Callable[[Path], list[str]]:
-    """`flags_in(folder)`: flags of a tiny run in folder/run, without --steps."""
-    return lambda folder: f"{SIZES} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'run'}".split()
+def flags_in(folder: Path, text: Path) -> list[str]:
+    return f"{SIZES} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'run'}".split()
 
 
 @pytest.fixture
-def flags(flags_in: Callable[[Path], list[str]], tmp_path: Path) -> list[str]:
+def flags(text: Path, tmp_path: Path) -> list[str]:
     """Flags of a tiny run in tmp_path/run, without --steps."""
-    return flags_in(tmp_path)
+    return flags_in(tmp_path, text)
 
 
 @pytest.fixture
-def command(flags: list[str]) -> list[str]:
+def command(flags: list[str], undisturbed: Path) -> list[str]:
     """A run of 9 steps in tmp_path/run that saves at every third."""
-    return [*flags, *STEPS.split()]
+    return [*flags, *STEPS.split(), "--cache-dir", str(undisturbed.parent / "cache")]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(flags_in: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, finished, in a folder that it shares with its prepared text."""
+def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, finished, in a folder that it shares with the prepared text."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    train.main([*flags_in(folder), *STEPS.split()])
+    train.main([*flags_in(folder, text), *STEPS.split()])
     return folder / "run"
 
 
@@ -119,11 +117,11 @@ class Child(ForkProcess):  # type: ignore[misc,valid-type]
 
 
 @pytest.fixture
-def until() -> Callable[..., None]:
-    """`until(condition, seconds)` waits, and fails if it takes longer."""
+def until() -> Callable[[Callable[[], Any]], None]:
+    """`until(condition)` waits, and fails after a minute."""
 
-    def wait(condition: Callable[[], Any], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
+    def wait(condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "it took too long"
             time.sleep(0.005)
@@ -149,31 +147,3 @@ def fork(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     for child in children:
         child.send(signal.SIGKILL)
         child.wait()
-
-
-@pytest.fixture(scope="session")
-def before_file_event() -> Callable[[Callable[[str, Path], None]], None]:
-    """`before_file_event(action)` calls `action(event, path)` before each change of this process to the disk.
-
-    These are: "open" for writing, "fsync", "os.rename" (to `path`), "os.mkdir", "os.remove", "os.rmdir" and
-    "shutil.rmtree". It cannot be undone, so it is for forked processes.
-    """
-    changing = {"os.rename": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "shutil.rmtree": 0}
-
-    def install(action: Callable[[str, Path], None]) -> None:
-        fsync = os.fsync
-
-        def hook(event: str, arguments: tuple) -> None:
-            if event in changing:
-                action(event, Path(os.fsdecode(arguments[changing[event]])))
-            elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(arguments[0], int):
-                action(event, Path(os.fsdecode(arguments[0])))
-
-        def counted(descriptor: int) -> None:
-            action("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-            fsync(descriptor)
-
-        sys.addaudithook(hook)
-        os.fsync = counted  # type: ignore[assignment]
-
-    return install

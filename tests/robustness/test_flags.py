@@ -13,6 +13,13 @@ from files import ROOT, commit
 
 SMALL = "--tokenizer bytes --device cpu --dtype float32 --dim 8 --layers 1 --context 16 --eval-tokens 32 --steps 2"
 REFUSED: dict[str, tuple[Callable, str]] = {
+    "--norm batch": (train.main, "argument --norm: invalid choice: 'batch' (choose from "),
+    "--dim wide": (train.main, "argument --dim: invalid int value: 'wide'"),
+    "--norm-arg eps": (train.main, "--norm-arg takes key=value, not 'eps'"),
+    "--learning-rate 3": (train.main, "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
+    "--max_iters=6": (train.main, "unrecognized arguments: --max_iters=6; did you mean --steps?"),
+    "--no-comiple": (train.main, "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
+    "--laers 3 --stesp 4": (train.main, "did you mean --layers and --steps?"),
     "--out taken": (train.main, "already holds a run; add --resume"),
     "--out taken/checkpoints": (train.main, "--out taken/checkpoints is not empty"),
     "--out text.txt": (train.main, "--out text.txt is a file"),
@@ -50,7 +57,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "claim lns --scale cpu": (ablate.main, "--scale cpu: choose from 12 blocks, 24 blocks, gpu"),
     "claim --out missing": (ablate.main, "there are no results in missing/results/claims"),
     "claim lnss": (ablate.main, "invalid choice: 'lnss'"),
-    "claim lns --scael S": (ablate.main, "did you mean --scale?"),
     "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
     "norms --rows 0": (bench.main, "--rows must be at least 1"),
     "norms --json taken": (bench.main, "--json taken is not a regular file"),

@@ -54,10 +54,9 @@ def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same,
     assert same(run, runs / "4")
 
 
-def test_a_disk_that_is_full_before_the_run_is_not_bad_input(text, tmp_path, ends, file_size_limit):
+def test_a_disk_that_is_full_before_the_run_is_not_bad_input(flags, tmp_path, ends, file_size_limit):
     """Its prepared text does not fit."""
-    start = command(text, tmp_path / "cache", tmp_path / "run")
     with file_size_limit(2000):
-        code, error = ends(train.main, start)
+        code, error = ends(train.main, flags)
     assert code == 1 and re.fullmatch(rf"error: {tmp_path}/cache/\S+ cannot be written: .*", error.splitlines()[-1])
     assert not (tmp_path / "run").exists()

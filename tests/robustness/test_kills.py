@@ -1,14 +1,38 @@
-"""Killed at any moment: after SIGKILL the same command, or --resume, ends with the same bits."""
+"""Killed at any moment: after SIGKILL the same command, or --resume, ends with the same bits. One folder, one run."""
 
 import itertools
 import os
-import shutil
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import train
+
+CHANGING = {"os.rename": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "shutil.rmtree": 0}  # arguments with the path
+
+
+def before_file_event(action: Callable[[str, Path], None]) -> None:
+    """Call `action(event, path)` before each change of this process to the disk.
+
+    These are "open" for writing, "fsync", and those in CHANGING. It cannot be undone, so it is for forked processes.
+    """
+    fsync = os.fsync
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in CHANGING:
+            action(event, Path(os.fsdecode(arguments[CHANGING[event]])))
+        elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(arguments[0], int):
+            action(event, Path(os.fsdecode(arguments[0])))
+
+    def counted(descriptor: int) -> None:
+        action("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    sys.addaudithook(hook)
+    os.fsync = counted  # type: ignore[assignment]
 
 
 def again(command: list[str], run: Path) -> list[str]:
@@ -33,7 +57,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, same, before_file_event, tmp_path):
+def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, same, tmp_path):
     what, name, times = MOMENTS[moment]
 
     def train_until() -> None:
@@ -47,7 +71,6 @@ def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, sa
         train.main(command)
 
     run = tmp_path / "run"
-    shutil.copytree(undisturbed.parent / "cache", tmp_path / "cache")
     killed = fork(train_until)
     assert killed.wait() == -signal.SIGKILL, killed.text
     child = fork(train.main, again(command, run))
@@ -55,13 +78,12 @@ def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, sa
     assert same(run, undisturbed) and not leftovers(run)
 
 
-def test_order_of_flushes_and_renames(command, undisturbed, fork, before_file_event, tmp_path):
+def test_order_of_flushes_and_renames(command, fork, tmp_path):
     """What is renamed is on the disk before, and its new name before anything else is renamed or deleted.
 
     A power failure may undo renames that were not flushed, and empty files that were not.
     """
     trace, run = tmp_path / "trace.txt", tmp_path / "run"
-    shutil.copytree(undisturbed.parent / "cache", tmp_path / "cache")
 
     def traced() -> None:
         lines = trace.open("w", buffering=1)
@@ -87,3 +109,33 @@ def test_order_of_flushes_and_renames(command, undisturbed, fork, before_file_ev
     # The checkpoint before goes last: with one to keep, a kill must not leave none.
     saves = ["step-000003", "step-000006", ".step-000003-retired", "step-000009", ".step-000006-retired"]
     assert renamed == ["run.json", "metrics.jsonl", "samples.txt", *saves, "loss.png", "report.html"]
+
+
+def train_suspended(arguments: list[str]) -> None:
+    """Train, and wait for SIGCONT before trainer.json is written."""
+
+    def suspend(event: str, path: Path) -> None:
+        if path.name == "trainer.json" and event == "open":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    before_file_event(suspend)
+    train.main(arguments)
+
+
+def suspended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_two_runs_in_one_folder(command, undisturbed, fork, same, until, tmp_path):
+    """Started together or resumed: one trains as if alone, the other exits with 4. After SIGKILL the folder is free."""
+    run = tmp_path / "run"
+    pair = [fork(train_suspended, command) for _ in range(2)]
+    until(lambda: any(child.ended() for child in pair) and any(not c.ended() and suspended(c.pid) for c in pair))
+    loser, winner = sorted(pair, key=lambda child: not child.ended())
+    assert loser.exitcode == 4 and loser.text.endswith(f"error: {run} is in use by another process\n"), loser.text
+    resumed = fork(train.main, ["--resume", "--out", str(run)])
+    assert resumed.wait() == 4 and resumed.text == f"error: {run} is in use by another process\n", resumed.text
+    winner.send(signal.SIGKILL)
+    winner.wait()
+    train.main(["--resume", "--out", str(run)])
+    assert same(run, undisturbed)

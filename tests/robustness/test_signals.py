@@ -1,8 +1,8 @@
 """Preempted: SIGTERM, SIGINT, SIGHUP and SIGUSR1 at any moment end with one line, a saved run and no process."""
 
+import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,11 +45,6 @@ def caught(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-@pytest.fixture
-def with_prepared_text(undisturbed: Path, tmp_path: Path) -> None:
-    shutil.copytree(undisturbed.parent / "cache", tmp_path / "cache")
-
-
 def send_in_step(step: int, *numbers: int, pause: float = 0.0) -> Callable[[list[str]], None]:
     """`train.main` in which this process gets signals in the middle of a step."""
 
@@ -68,7 +63,6 @@ def send_in_step(step: int, *numbers: int, pause: float = 0.0) -> Callable[[list
     return run
 
 
-@pytest.mark.usefixtures("with_prepared_text")
 @pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138)])
 def test_a_signal_while_training(number, code, command, undisturbed, fork, same, tmp_path):
     """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included."""
@@ -81,7 +75,6 @@ def test_a_signal_while_training(number, code, command, undisturbed, fork, same,
     assert same(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.usefixtures("with_prepared_text")
 def test_minutes_of_a_command_and_since_a_save(command, undisturbed, capsys, same, monkeypatch, tmp_path):
     """Every step takes 25 seconds. It stops after two, resumed too, and saves two after a save, to the same bits."""
     clock, train_step = [0.0], train.Trainer.train_step
@@ -103,7 +96,6 @@ def test_minutes_of_a_command_and_since_a_save(command, undisturbed, capsys, sam
     assert same(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.usefixtures("with_prepared_text")
 def test_a_second_signal_stops_at_once(command, undisturbed, fork, same, tmp_path):
     """Without finishing the step or saving. The last checkpoint is complete."""
     child = fork(send_in_step(5, signal.SIGHUP, signal.SIGTERM, pause=1.1), command)
@@ -113,36 +105,25 @@ def test_a_second_signal_stops_at_once(command, undisturbed, fork, same, tmp_pat
     assert same(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parametrize("ranks, pause, stopped", [(1, 0.02, [signal.SIGTERM]), (1, 0, []), (2, 0.02, [])])
-def test_two_signals_that_are_one(ranks, pause, stopped, monkeypatch):
-    """In quick succession, or to one rank of several, which may get the terminal's signal and that of torchrun."""
-    ended: list[int] = []
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(process, "SAME_STOP", 0.01 if pause else 1.0)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
-    with process.stop_requests() as requests:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(pause)
-    signal.signal(signal.SIGTERM, before)
-    assert requests == [signal.SIGTERM] * 2 and ended == stopped
+@pytest.mark.parametrize(
+    "ranks, times, stopped", [(1, (0.0, 0.6, 1.2, 1.8), 1.2), (1, (0.0, 0.9), math.inf), (2, (0.0, 1.2), math.inf)]
+)
+def test_signals_within_a_second_of_the_first_are_one(ranks, times, stopped, monkeypatch):
+    """One rank of several may get the terminal's signal and that of torchrun.
 
-
-def test_a_signal_counts_from_the_first_one(monkeypatch):
-    """Someone who presses Ctrl-C again and again, every 0.6 seconds, waits no longer than others.
-
-    In a notebook, which has not called `stop_at_signals`, that is a KeyboardInterrupt, and its memory is kept.
+    In a notebook, which has not called `stop_at_signals`, another one is a KeyboardInterrupt, and its memory is kept.
     """
     clock = [0.0]
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), process.stop_requests():
-        for clock[0] in (0.0, 0.6, 1.2, 1.8):
+    with suppress(KeyboardInterrupt), process.stop_requests() as requests:
+        for clock[0] in times:
             signal.raise_signal(signal.SIGINT)
-    assert clock == [1.2]
+        clock[0] = math.inf
+    assert clock == [stopped] and requests == [signal.SIGINT] * sum(time <= stopped for time in times)
 
 
-@pytest.mark.usefixtures("with_prepared_text")
 def test_ignored_signals_stay_ignored(command, undisturbed, fork, same, tmp_path):
     """SIGHUP under nohup and SIGINT in a background job, before the training loop and in it."""
 
@@ -178,4 +159,4 @@ def test_an_ablation_that_ends_leaves_no_process(number, code, flags, fork, unti
     if number == signal.SIGTERM:
         assert re.findall("^error.*|Traceback", child.text, re.M) == [child.text.splitlines()[-1]]
         assert child.text.splitlines()[-1].startswith("error: stopped by SIGTERM") and not processes_with(cells)
-    until(lambda: not processes_with(cells), 10)
+    until(lambda: not processes_with(cells))

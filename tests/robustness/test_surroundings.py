@@ -1,5 +1,5 @@
-"""Odd surroundings of real commands: a reader that leaves, no home, a locale without UTF-8, another
-working directory, warnings as errors, missing packages.
+"""Odd surroundings of commands: a reader that leaves, no home, a locale without UTF-8, another working directory,
+warnings as errors, missing packages, no memory.
 """
 
 import json
@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import train
 from machine.process import PACKAGES, SETUP
+from runtime.checkpoint import list_checkpoints, verify
 
 ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
@@ -40,8 +43,8 @@ def test_the_printed_command_generates_elsewhere(tmp_path):
     """`generate.py` in the folder where train.py was started, with the file of its norm. A closed output ends it."""
     norm = "import torch\nfrom norms import register\n\n@register('mine')\nclass Mine(torch.nn.RMSNorm):\n"
     (tmp_path / "my norm.py").write_text(norm + "    def __init__(self, dim: int):\n        super().__init__(dim)\n")
-    train = [*f"{TINY} --data {__file__} --steps 2 --norm mine --out run".split(), "--import", "my norm.py"]
-    command = [sys.executable, str(ROOT / "train.py"), *train]
+    flags = [*f"{TINY} --data {__file__} --steps 2 --norm mine --out run".split(), "--import", "my norm.py"]
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split("generate text: python ")[1]
@@ -58,3 +61,19 @@ def test_missing_packages_are_one_line(script, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert SETUP in done.stderr and all(package in done.stderr for package in PACKAGES)
     assert SETUP in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_a_training_step_without_memory(flags, ends, tmp_path, monkeypatch):
+    """Exit code 3, and what to change. The checkpoint before it is intact."""
+    train_step = train.Trainer.train_step
+
+    def step_or_fail(trainer: train.Trainer) -> None:
+        if trainer.step == 4:
+            torch.empty(1 << 60)
+        train_step(trainer)
+
+    monkeypatch.setattr(train.Trainer, "train_step", step_or_fail)
+    code, error = ends(train.main, [*flags, "--steps=6", "--save-every=3"])
+    assert code == 3 and error.splitlines()[-1].startswith("error: out of memory; try a smaller --micro-batch-size")
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000003"]
+    verify(tmp_path / "run/checkpoints/step-000003")

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from config import ModelConfig, configure, option
 from data.tokenizer import ByteTokenizer
 from machine.distributed import full_tensor, shard_weights
-from model import MLP, Attention, Linear, Llama
-from recipes import ROWS
+from model import Attention, Linear, Llama
 from roles import ROLES, Role
-from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.directory import stored_state, write_model
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
@@ -56,13 +54,7 @@ class Capped(Llama):
         return super().logits(x).tanh()
 
 
-class Squared(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square()
-
-
 EDITS: dict[str, Callable[[Any], Any]] = {  # by the module that they change
-    "layers.1.mlp": lambda model: setattr(model.layers[1], "mlp", Squared(model.config)),
     "final_norm": lambda model: setattr(model, "final_norm", nn.Identity()),
     "layers.0.self_attn": lambda model: setattr(model.layers[0].self_attn, "forward", lambda x, *arguments: x),
     "layers.0.mlp.extra": lambda model: setattr(model.layers[0].mlp, "extra", nn.ReLU()),
@@ -106,18 +98,8 @@ def test_what_training_needs_and_sharded_weights_leave_the_architecture(tmp_path
     assert found == ["llama", "the model is not as model.py makes it"]
 
 
-@pytest.mark.parametrize("names", ROWS)
-def test_a_checkpoint_of_a_recipe_opens_again(names, tmp_path):
-    model = Llama(configure({"recipe": names.split()[0], **SIZES})[0])
-    save_pretrained(tmp_path / "saved", model, ByteTokenizer())
-    tokens = torch.arange(16)[None]
-    with torch.no_grad():
-        assert torch.equal(load_pretrained(tmp_path / "saved")[0](tokens), model.eval()(tokens))
-
-
 @pytest.mark.parametrize("recipe", ["llama", "qwen3", "gemma2"])
 def test_the_recipe_of_a_pretrained_model_is_not_another(recipe):
     pretrained = dataclasses.asdict(configure({"recipe": "gemma3", **SIZES})[0])
-    assert configure({"recipe": "gemma3"}, pretrained)[0] == ModelConfig(**pretrained)
     with pytest.raises(ValueError, match="contradicts --init-from"):
         configure({"recipe": recipe}, pretrained)
