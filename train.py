@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,8 +53,6 @@ from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
-# Columns of metrics.jsonl. Terms of the objective need other names.
-COLUMNS = ("step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bpb")
 GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
@@ -172,19 +170,16 @@ class Trainer:
         torch.manual_seed(config.seed)  # imported norms may draw initial weights
         with distributed.raise_on_all_ranks():
             source = find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
-            if config.shard:
-                with distributed.matrices_on_meta():
-                    self.model = Llama(run.model_config, config.seed)
-            elif source:
-                self.model = read_model(source, run.model_config).to(run.device, torch.float32)
-            else:
-                self.model = Llama(run.model_config, config.seed).to(run.device)
+            with distributed.matrices_on_meta() if config.shard else nullcontext():
+                self.model = Llama(run.model_config, config.seed)
+        if not config.shard:
+            self.model.to(run.device)
         self.model.recompute = config.recompute
         self.parallel = distributed.Parallel(self.model, config.shard, run.device, run.dtype)
         if config.shard and not (source or checkpoint):
             draw_weights(self.model, config.seed, distributed.copy)
         with distributed.raise_on_all_ranks():
-            if config.shard and source:
+            if source:
                 load_weights(source, self.model)
             stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
@@ -199,7 +194,6 @@ class Trainer:
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
         self.log: Any = None  # on rank 0, from `open_log` on
         self.bar: Any = None
-        self.restored = checkpoint is not None
         if checkpoint:
             self.restore(checkpoint)
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
@@ -243,7 +237,7 @@ class Trainer:
     def loop(self, stop: list[int]) -> None:
         """Step, log, save and evaluate until the last step, or until there is a signal in `stop`."""
         config, folder = self.run.config, self.run.folder
-        if config.init_from and not self.restored:
+        if config.init_from and self.step == 0:
             self.save()  # --resume then does not need --init-from
         if self.step and self.due(config.eval_every) and not self.evaluated:
             self.log_evaluation()  # the run ended between saving and evaluating
@@ -256,7 +250,7 @@ class Trainer:
             if self.due(config.save_every) or request > GO_ON:
                 self.save()
             if request > SAVE:
-                by = "--max-minutes" if self.out_of_time() else ""
+                by = "--max-minutes" if config.max_minutes and not stop else ""
                 raise Stopped(request, command_to_type("train.py", "--resume", "--out", str(folder)), by)
             if self.due(config.eval_every):
                 self.log_evaluation()
@@ -267,13 +261,10 @@ class Trainer:
 
     def request(self, stop: list[int]) -> int:
         """What this rank wants after a step: the number of the signal to stop with, SAVE, or GO_ON."""
-        if stop or self.out_of_time():
+        config, now = self.run.config, time.perf_counter()
+        if stop or 0 < config.max_minutes * 60 <= now - self.began:
             return stop[0] if stop else signal.SIGTERM
-        save = 0 < self.run.config.save_minutes * 60 <= time.perf_counter() - self.saved
-        return SAVE if save else GO_ON
-
-    def out_of_time(self) -> bool:
-        return 0 < self.run.config.max_minutes * 60 <= time.perf_counter() - self.began
+        return SAVE if 0 < config.save_minutes * 60 <= now - self.saved else GO_ON
 
     def train_step(self) -> None:
         """One optimizer step, on the batch of this step."""
@@ -295,8 +286,6 @@ class Trainer:
         grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
         if watch:
             watch.finish()
-        taken = f"a term of the objective has the name of a column of metrics.jsonl: {', '.join(COLUMNS)}"
-        require(terms.keys().isdisjoint(COLUMNS), taken)
         terms = {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
         self.pending.append({**terms, "grad_norm": grad_norm})
 
