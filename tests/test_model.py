@@ -276,10 +276,10 @@ def test_dropout_of_the_embedding():
     torch.testing.assert_close(dropped[kept], 2 * whole[kept])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dropout_applies_to_attention_and_mlp(dtype):
+@pytest.mark.parametrize("dtype, cap", [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 5)], ids=str)
+def test_dropout_applies_to_attention_and_mlp(dtype, cap):
     """Of attention, both its output and its probabilities, which change the values that are not dropped."""
-    model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5)).train()
+    model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5, attention_cap=cap)).train()
     x = normal(2, 8, 24)
     block, rope = model.get_submodule("layers.0"), model.rope(slice(8))
     torch.manual_seed(0)
