@@ -148,6 +148,8 @@ def test_output_has_the_shape_and_dtype_of_the_input(kind, dtype, parameter_dtyp
         norm.train(len(shape) > 1)  # BatchNorm cannot train on a single token
         y = norm(x)
         assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+    running = [buffer for buffer in norm.buffers() if buffer.is_floating_point()]
+    assert not any(buffer.requires_grad or buffer.dtype != parameter_dtype for buffer in running)
 
 
 @each_kind_and_mode
