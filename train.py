@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
 from files import lock_file, require
-from generate import Sampling, sample_text
+from generate import TextStream, generate
 from machine import distributed
 from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
@@ -56,7 +56,7 @@ LOG_EVERY = 10  # steps between log entries of the training loss
 GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
-SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
+SAMPLE_TOKENS = 160  # or fewer, if the context ends
 SHARDED_SAMPLE = 10**8  # weights of the largest sharded model that is sampled: each token gathers all of them
 
 
@@ -381,13 +381,15 @@ class Trainer:
 
     def sample(self) -> str | None:
         """A text by the model. None without a tokenizer, and where a token would take too many gathered weights."""
-        run = self.run
+        run, tokenizer = self.run, self.run.data.tokenizer
         weights = sum(weight.numel() for weight in self.model.parameters())
-        if run.data.tokenizer.kind == NoTokenizer.kind or (run.config.shard and weights > SHARDED_SAMPLE):
+        if tokenizer.kind == NoTokenizer.kind or (run.config.shard and weights > SHARDED_SAMPLE):
             return None
         prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
         with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
-            return sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
+            tokens = min(SAMPLE_TOKENS, run.model_config.context - len(prompt))
+            ids = generate(self.model, prompt, tokenizer.ends, tokens=tokens, temperature=0.8, top_p=0.95)
+        return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
 
     def save(self) -> None:
         """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""
