@@ -154,8 +154,8 @@ class ModelConfig:
         divisible = self.head_dim or self.dim % self.heads == 0
         require(divisible, f"--dim {self.dim} is not divisible by --heads {self.heads}")
         hidden_dim = 4 * self.dim if self.mlp == "plain" else math.ceil(self.dim * 8 / 3 / 32) * 32
-        _derive(self, kv_heads=self.heads, head_dim=self.dim // self.heads, hidden_dim=hidden_dim)
-        _derive(self, init=PLACEMENTS[self.placement].init)
+        placement, head_dim = PLACEMENTS[self.placement], self.dim // self.heads
+        _derive(self, kv_heads=self.heads, head_dim=head_dim, hidden_dim=hidden_dim, init=placement.init)
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
         require(self.head_dim % 2 == 0, odd)
         rotated = self.head_dim * self.rotary_fraction // 1  # StableLM rounds down too
@@ -179,7 +179,7 @@ class ModelConfig:
             valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
             require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
         require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
-        placement, qk_norm = PLACEMENTS[self.placement], self.qk_norm != "none"
+        qk_norm = self.qk_norm != "none"
         free = qk_norm and not placement.own_norm
         require(free or not self.qk_norm_after_rope, "--qk-norm-after-rope needs --qk-norm, and not --placement ngpt")
         normed = qk_norm or placement.qkv_norm

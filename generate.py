@@ -300,14 +300,6 @@ def stream_text(
             return
 
 
-def sample_text(model: Llama, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> str:
-    """`prompt` and one sample that continues it, as long as the context allows. The model may be in training mode."""
-    room = model.config.context - len(prompt)
-    options = vars(sampling) | {"tokens": min(sampling.tokens or DEFAULT_TOKENS, room)}
-    ids = generate(model, prompt, tokenizer.ends, **options)
-    return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
-
-
 class TextStream:
     """Decodes text from bytes that arrive in pieces, with the same result however they are split.
 

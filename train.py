@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
 from files import lock_file, require
-from generate import Sampling, sample_text
+from generate import TextStream, generate
 from machine import distributed
 from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
@@ -58,7 +58,7 @@ COLUMNS = ("step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", 
 GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
-SAMPLE = Sampling(tokens=160, temperature=0.8, top_p=0.95)
+SAMPLE_TOKENS = 160  # or fewer, if the context ends
 SHARDED_SAMPLE = 10**8  # weights of the largest sharded model that is sampled: each token gathers all of them
 
 
@@ -199,7 +199,6 @@ class Trainer:
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
         self.log: Any = None  # on rank 0, from `open_log` on
         self.bar: Any = None
-        self.restored = checkpoint is not None
         if checkpoint:
             self.restore(checkpoint)
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
@@ -243,7 +242,7 @@ class Trainer:
     def loop(self, stop: list[int]) -> None:
         """Step, log, save and evaluate until the last step, or until there is a signal in `stop`."""
         config, folder = self.run.config, self.run.folder
-        if config.init_from and not self.restored:
+        if config.init_from and self.step == 0:
             self.save()  # --resume then does not need --init-from
         if self.step and self.due(config.eval_every) and not self.evaluated:
             self.log_evaluation()  # the run ended between saving and evaluating
@@ -256,7 +255,7 @@ class Trainer:
             if self.due(config.save_every) or request > GO_ON:
                 self.save()
             if request > SAVE:
-                by = "--max-minutes" if self.out_of_time() else ""
+                by = "--max-minutes" if config.max_minutes and not stop else ""
                 raise Stopped(request, command_to_type("train.py", "--resume", "--out", str(folder)), by)
             if self.due(config.eval_every):
                 self.log_evaluation()
@@ -267,13 +266,10 @@ class Trainer:
 
     def request(self, stop: list[int]) -> int:
         """What this rank wants after a step: the number of the signal to stop with, SAVE, or GO_ON."""
-        if stop or self.out_of_time():
+        config, now = self.run.config, time.perf_counter()
+        if stop or 0 < config.max_minutes * 60 <= now - self.began:
             return stop[0] if stop else signal.SIGTERM
-        save = 0 < self.run.config.save_minutes * 60 <= time.perf_counter() - self.saved
-        return SAVE if save else GO_ON
-
-    def out_of_time(self) -> bool:
-        return 0 < self.run.config.max_minutes * 60 <= time.perf_counter() - self.began
+        return SAVE if 0 < config.save_minutes * 60 <= now - self.saved else GO_ON
 
     def train_step(self) -> None:
         """One optimizer step, on the batch of this step."""
@@ -392,13 +388,15 @@ class Trainer:
 
     def sample(self) -> str | None:
         """A text by the model. None without a tokenizer, and where a token would take too many gathered weights."""
-        run = self.run
+        run, tokenizer = self.run, self.run.data.tokenizer
         weights = sum(weight.numel() for weight in self.model.parameters())
-        if run.data.tokenizer.kind == NoTokenizer.kind or (run.config.shard and weights > SHARDED_SAMPLE):
+        if tokenizer.kind == NoTokenizer.kind or (run.config.shard and weights > SHARDED_SAMPLE):
             return None
         prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
         with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
-            return sample_text(self.model, run.data.tokenizer, prompt, SAMPLE)
+            tokens = min(SAMPLE_TOKENS, run.model_config.context - len(prompt))
+            ids = generate(self.model, prompt, tokenizer.ends, tokens=tokens, temperature=0.8, top_p=0.95)
+        return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
 
     def save(self) -> None:
         """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""

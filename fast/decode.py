@@ -95,8 +95,8 @@ class FastDecoder:
     def new_cache(self, tokens: int | None = None) -> "Cache":
         return Cache(self.model.new_cache(tokens))
 
-    def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
-        logits = cache.next_logits(self.model, tokens) if isinstance(cache, Cache) else None
+    def next_logits(self, tokens: Tensor, cache: "Cache") -> Tensor:
+        logits = cache.next_logits(self.model, tokens)
         return self.model.next_logits(tokens, cache) if logits is None else logits
 
 

@@ -52,19 +52,17 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     return add
 
 
-def build_norm(kind: str, dim: int, site: str = "", **norm_args: Any) -> nn.Module:
-    """Make the norm `kind` for `dim` features at `site`. Raises ValueError like `check_norm`."""
-    check_norm(kind, norm_args)
-    if "site" in inspect.signature(KINDS[kind]).parameters:
-        norm_args["site"] = site
-    return KINDS[kind](dim, **norm_args)
+def build_norm(kind: str, dim: int, /, site: str = "", **norm_args: Any) -> nn.Module:
+    """Make the norm `kind` for `dim` features at `site`.
 
-
-def check_norm(kind: str, norm_args: dict[str, Any]) -> None:
-    """Raise ValueError, listing the choices, unless `kind` exists and accepts all of `norm_args`."""
+    Raises ValueError, listing the choices, unless `kind` exists and accepts all of `norm_args`.
+    """
     if kind not in KINDS:
         raise ValueError(f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
     check_arguments(f"norm {kind!r}", KINDS[kind], norm_args)
+    if "site" in inspect.signature(KINDS[kind]).parameters:
+        norm_args["site"] = site
+    return KINDS[kind](dim, **norm_args)
 
 
 def check_arguments(what: str, constructor: Any, given: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.optim import AdamW
 
-from config import ModelConfig, TrainConfig
+from config import TrainConfig
 from model import Llama
 from optim import Muon, make_optimizers
 
@@ -69,7 +71,8 @@ def test_muon_multiplies_in_bfloat16_only_in_such_a_run(dtype, monkeypatch):
 
 
 def test_optimizer_and_settings_of_each_parameter():
-    model = Llama(ModelConfig(dim=16, layers=2, heads=2, vocab_size=11, norm="layernorm", tie_embeddings=False))
+    options: dict[str, Any] = dict(norm="layernorm", tie_embeddings=False, attention_gate="element")
+    model = Llama(dim=16, layers=2, heads=2, vocab_size=11, **options)
     names = {id(weight): name for name, weight in model.named_parameters()}
     for optimizer in ("muon", "adamw"):
         optimizers = make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.3, lr=0.05, momentum=0.3))

@@ -7,8 +7,6 @@ factor that allows for another order of sums.
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from recipes import RECIPES
 from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import ARCHITECTURES, to_theirs
 from runtime.huggingface.directory import TOKEN_IDS
-from tests.random_values import randomize
+from tests.random_values import fp32_is_float64, randomize
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,16 +60,6 @@ def draw_config(name: str, seed: int) -> ModelConfig:
 @pytest.fixture(scope="module")
 def tokenizer() -> SentencePieceTokenizer:
     return train_tokenizer([Path(__file__).read_text("utf-8")] * 3, VOCAB)
-
-
-@contextmanager
-def fp32_is_float64() -> Iterator[None]:
-    """Both models compute norms, softmax and rotary angles in fp32, whatever their dtype. Make that float64."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "float32", torch.float64)
-        patch.setattr(torch, "float", torch.float64)
-        patch.setattr(Tensor, "float", Tensor.double)
-        yield
 
 
 def their_model(directory: Path, dtype: torch.dtype) -> Any:

@@ -77,6 +77,7 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, text, monkeypatch
 
 def test_flops_per_token_by_hand():
     shape: dict[str, Any] = dict(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=40, context=32)
-    for tied in (True, False):
+    cases: list[tuple[dict[str, Any], int]] = [({}, 0), ({"tie_embeddings": False}, 0)]
+    for options, more in [*cases, ({"attention_gate": "element"}, 6 * 2 * 32 * 64)]:
         with torch.device("meta"):
-            assert flops_per_token(Llama(**shape, vocab_size=257, tie_embeddings=tied)) == FLOPS
+            assert flops_per_token(Llama(**shape, vocab_size=257, **options)) == FLOPS + more

@@ -2,10 +2,9 @@
 
 import copy
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,15 +118,12 @@ def test_a_row_is_the_same_alone_and_on_any_number_of_threads(settings, dtype, b
     assert by_c == [True] * (2 + 5 + 8 * 12)  # from `accelerate`, `steps`, and `again`
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_generated_ids_are_those_of_the_plain_model(samples, temperature, by_c):
+def test_generated_ids_are_those_of_the_plain_model(by_c):
     model = make(context=210, dim=96, kv_heads=2)
     decoders = None, decoder_of(model)
     by_c.clear()
-    options = {"tokens": 200, "temperature": temperature, "seed": 3}
-    prompts = TOKENS[:samples, :4]
-    assert torch.equal(*(generate(model, prompts, decoder=decoder, **options) for decoder in decoders))
+    found = (generate(model, TOKENS[:, :4], decoder=each, tokens=200, temperature=0.8, seed=3) for each in decoders)
+    assert torch.equal(*found)
     assert by_c == [True] * 199
 
 
@@ -194,45 +190,35 @@ def test_edited_code_runs_plain(monkeypatch):
         monkeypatch.undo()
 
 
-def test_edited_models_run_plain(by_c):
-    changes = {wrap: False, widen: False, transpose: False, scale: True}  # whether C may compute a token
-    for change, by in changes.items():
-        change(model := make())
-        by_c.clear()
-        assert accelerate(model) == "model.py computes something else"
-        assert by_c == [by], "C must not read what it does not know"
-
-
-def wrap(model: Any) -> None:
-    """As an adapter does: a projection becomes a part of another module."""
-    model.layers[1].mlp.up_proj = nn.Sequential(model.layers[1].mlp.up_proj, nn.Tanh())
-
-
-def scale(model: Any) -> None:
-    model.init_stream = lambda x: 3 * x
-
-
 def transpose(model: Any) -> None:
     """Equal values, in another order in memory."""
     weight = model.layers[1].self_attn.o_proj.weight
     weight.data = weight.T.contiguous().T
 
 
-def widen(model: Any) -> None:
-    """C would read an MLP of the width in the configuration."""
-    model.layers[0].mlp = MLP(replace(model.config, hidden_dim=32))
+CHANGES: list[tuple[Callable[[Any], Any], bool]] = [  # and whether C may compute a token
+    (lambda model: setattr(model, "init_stream", lambda x: 3 * x), True),
+    (lambda model: setattr(model.layers[1].mlp, "up_proj", nn.Sequential(nn.Linear(32, 48), nn.Tanh())), False),
+    (lambda model: setattr(model.layers[0], "mlp", MLP(replace(model.config, hidden_dim=32))), False),
+    (transpose, False),
+]
+
+
+@pytest.mark.parametrize("change, by", CHANGES)
+def test_edited_models_run_plain(change, by, by_c):
+    """C must not read what it does not know."""
+    change(model := make())
+    by_c.clear()
+    assert accelerate(model) == "model.py computes something else"
+    assert by_c == [by]
 
 
 VARIANTS: list[dict[str, Any]] = [
     *({"placement": placement} for placement in PLACEMENTS if placement != "pre"),
     *({"norm": kind} for kind in sorted(KINDS) if kind != "rmsnorm"),
     {"qk_norm": "head"},
-    {"qk_norm": "full"},
-    {"embedding_scale": 4.9},
     {"scaled_embedding": True},
-    {"rotary_fraction": 0.5},
     {"norm_args": {"cast_order": "llama"}},
-    {"norm_args": {"elementwise_affine": False}},
     *({size: 24} for size in ("dim", "head_dim", "hidden_dim")),
 ]
 
@@ -249,27 +235,6 @@ def test_a_new_option_runs_plain_unless_it_is_off():
     config = make_dataclass("Edited", [("window", int, option(0, "tokens"))], bases=(ModelConfig,), frozen=True)
     assert decode.unsupported(config(**SMALL)) is None
     assert decode.unsupported(config(window=5000, **SMALL)) == "it does not support window 5000"
-
-
-def random_case(seed: int) -> None:
-    """A model of random shape continues as the plain one does."""
-    draw = random.Random(seed)
-    heads = draw.choice([1, 2, 4, 6])
-    kv_heads = draw.choice([count for count in (1, 2, 3, 4, 6) if heads % count == 0])
-    settings: dict[str, Any] = {
-        "dim": 16 * draw.randint(1, 6), "heads": heads, "kv_heads": kv_heads,
-        "head_dim": 16 * draw.randint(1, 5), "hidden_dim": 16 * draw.randint(1, 8), "layers": draw.randint(2, 3),
-        "tie_embeddings": draw.random() < 0.5, "vocab_size": draw.randint(61, 140),
-    }  # fmt: skip
-    rows, model = draw.randint(1, 3), make(**settings)
-    found = [steps(decoder, TOKENS[:rows])[0] for decoder in (model, decoder_of(model))]
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5 * found[0].abs().max().item(), msg=f"seed {seed}")
-
-
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)])
-def test_random_models(seeds):
-    for seed in seeds:
-        random_case(seed)
 
 
 @pytest.mark.slow

@@ -58,24 +58,6 @@ def test_training_steps_and_evaluation_match_torch(norm_args):
         assert torch.equal(tensor, before[name]), f"{name} moved in evaluation"
 
 
-def test_running_statistics_of_bf16_input_are_fp32():
-    norm, x = BatchNorm(8), (3 * normal(64, 64, 8) + 1).bfloat16()
-    norm(x)
-    assert norm.running_mean.dtype == torch.float32
-    torch.testing.assert_close(norm.running_mean, 0.1 * x.double().mean((0, 1)).float(), rtol=1e-6, atol=1e-7)
-
-
-def test_a_constant_feature_far_from_zero_gives_the_bias():
-    """The mean of 1000 equal numbers is rounded in fp32: uncorrected, it is off by up to 5 for 1e6 + 0.3."""
-    norm = BatchNorm(2)
-    norm.bias.data = torch.tensor([0.5, -1.0])
-    x = torch.tensor([1e6 + 0.3, -1e6 - 0.3]).repeat(1000, 1).requires_grad_()
-    y = norm(x)
-    torch.testing.assert_close(y, norm.bias.expand_as(y), rtol=0, atol=1e-6)
-    torch.testing.assert_close(norm.running_mean, 0.1 * x[0].detach())
-    torch.testing.assert_close(norm.running_var, torch.full((2,), 0.9))
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 8), (8,)])
 def test_training_on_one_token_is_refused(shape):
     norm = BatchNorm(8)

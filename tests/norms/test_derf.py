@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from norms.derf import Derf
-
 COMPILED_ERROR = 1e-6  # torch.compile approximates erf on the CPU: error 4.9e-7 on [-3, 3], times a gain of up to 2
 
 
@@ -34,7 +32,3 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     inner = product + state["shift"]
     propagated = (product.abs() + inner.abs()) * 2 / math.sqrt(math.pi) * torch.exp(-(inner**2))
     return eps * ((propagated + 2 * torch.erf(inner).abs()) * state["weight"].abs() + state["bias"].abs())
-
-
-def test_alpha_may_be_an_integer():
-    assert Derf(8, alpha=2).alpha.item() == 2

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from torch import nn
 
-from norms.registry import KINDS, TRAITS, build_norm, check_norm, register
+from norms.registry import KINDS, TRAITS, build_norm, check_arguments, register
 from runtime.flags import read_pairs
 
 
@@ -28,14 +28,14 @@ def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
             super().__init__()
 
     monkeypatch.setitem(KINDS, "mine", Mine)
-    check_norm("mine", read_pairs("--norm-arg", ["eps=1e-5", "kind=b", "size=3"]))
-    check_norm("mine", {"eps": 1})
+    for norm_args in (read_pairs("--norm-arg", ["eps=1e-5", "kind=b", "size=3"]), {"eps": 1}):
+        assert type(build_norm("mine", 8, **norm_args)) is Mine
     wrong = {"kind=c": "kind of norm 'mine' takes a or b, not 'c'", "eps=b": "takes a number, not 'b'"}
     wrong |= {"size=3.5": "takes an integer, not 3.5", "eps=true": "takes a number, not True"}
     wrong |= {"dim=3": "no argument 'dim'; it takes eps, kind, size", "site=mlp": "no argument 'site'"}
     for text, message in wrong.items():
         with pytest.raises(ValueError, match=message):
-            check_norm("mine", read_pairs("--norm-arg", [text]))
+            check_arguments("norm 'mine'", Mine, read_pairs("--norm-arg", [text]))
 
 
 ALPHAS: list[dict[str, float]] = [{"alpha": a} for a in (0.0, -1.0, math.inf, math.nan)]

@@ -1,0 +1,57 @@
+"""LayerNorm for images, in a recurrent network and in an MLP, compared with formulas in float64."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from norms.dyt import DyT
+from norms.modules import ChannelsFirstLayerNorm, LayerNormRNN, NormMLP
+from tests.random_values import normal, randomize
+
+
+def standardized(values: Tensor) -> Tensor:
+    centered = values - values.sum(-1, keepdim=True) / values.shape[-1]
+    return centered / (centered.pow(2).sum(-1, keepdim=True) / values.shape[-1] + 1e-5).sqrt()
+
+
+def test_layernorm_normalizes_the_channels_of_each_pixel():
+    norm, x = randomize(ChannelsFirstLayerNorm(3).double()), 3 * normal(2, 3, 4, 5).double() + 1
+    y = norm(x)
+    for b, i, j in itertools.product(range(2), range(4), range(5)):
+        expected = standardized(x[b, :, i, j]) * norm.weight + norm.bias
+        torch.testing.assert_close(y[b, :, i, j], expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_computes_in_fp32_and_keeps_the_dtype(dtype):
+    norm, x = ChannelsFirstLayerNorm(3), normal(2, 3, 4, 5, dtype=dtype)
+    assert norm(x).dtype == dtype and torch.equal(norm(x), norm(x.float()).to(dtype))
+
+
+def test_each_step_of_an_rnn_matches_the_papers_formula():
+    """It continues from a given state."""
+    rnn, x = randomize(LayerNormRNN(3, 5).double()), normal(2, 7, 3, seed=9).double()
+    weights = {name: tensor.numpy() for name, tensor in rnn.state_dict().items()}
+    y = rnn(x).detach()
+    for b in range(2):
+        h = np.zeros(5)
+        for t in range(7):
+            a = weights["hidden.weight"] @ h + weights["input.weight"] @ x[b, t].numpy()
+            a = (a - a.mean()) / np.sqrt(((a - a.mean()) ** 2).mean() + 1e-5)
+            h = np.tanh(weights["norm.weight"] * a + weights["norm.bias"])
+            np.testing.assert_allclose(y[b, t].numpy(), h, rtol=0, atol=1e-13)
+    torch.testing.assert_close(rnn(x[:, 3:], y[:, 2]), y[:, 3:])
+
+
+def test_an_mlp_is_linear_norm_relu_linear():
+    torch.manual_seed(0)
+    mlp, x = NormMLP().double(), torch.randn(150, 4, dtype=torch.float64)
+    weights = mlp.state_dict()
+    assert [tuple(tensor.shape) for tensor in weights.values()] == [(8, 4), (8,), (8,), (8,), (3, 8), (3,)]
+    h = standardized(x @ weights["0.weight"].T + weights["0.bias"])
+    h = (h * weights["1.weight"] + weights["1.bias"]).clamp_min(0)
+    torch.testing.assert_close(mlp(x), h @ weights["3.weight"].T + weights["3.bias"], rtol=0, atol=1e-13)
+    assert isinstance(NormMLP(norm="dyt")[1], DyT)
