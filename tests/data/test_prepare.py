@@ -16,7 +16,6 @@ import pytest
 
 import files
 from data import corpus as splitting
-from data import encoding
 from data import prepare as preparing
 from data.corpus import SPLITS, Corpus
 from data.prepare import Prepared, prepare
@@ -55,7 +54,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", ["code.jsonl", "code.txt"])
 def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch, kind, batch, name):
     """However much is encoded at a time, with line ends or not, without marks of the chunks in which text is read."""
-    monkeypatch.setattr(encoding, "BATCH_CHARS", batch)
+    monkeypatch.setattr(preparing, "BATCH_CHARS", batch)
     source = source.with_name(name)
     source.with_suffix(".txt").write_text(LONG, newline="")
     prepared = prepare_from(source, kind)
@@ -121,7 +120,7 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
     """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written."""
     sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "SAVE_EVERY": 0}
     for name, size in sizes.items():
-        monkeypatch.setattr(encoding, name, size)
+        monkeypatch.setattr(preparing, name, size)
     texts = [*TEXTS[:100], LONG[:100_000], *TEXTS[100:], LONG[-90_000:]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     vocab_size = 400 if kind == "sentencepiece" else 257
@@ -136,11 +135,12 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
 
     def write_and_stop(path: Path, content: str) -> None:
         write_atomically(path, content)
-        done.append(json.loads(content)["done"])
-        if len(done) in (1, 3, 6, 7, 10, 12):
-            raise KeyboardInterrupt
+        if path.name == preparing.PROGRESS:
+            done.append(json.loads(content)["done"])
+            if len(done) in (1, 3, 6, 7, 10, 12):
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(encoding, "write_atomically", write_and_stop)
+    monkeypatch.setattr(preparing, "write_atomically", write_and_stop)
     for _ in range(6):  # each goes on where the one before was stopped
         with pytest.raises(KeyboardInterrupt):
             prepare_in(tmp_path / "stopped")
@@ -240,7 +240,7 @@ def test_what_cannot_be_prepared_leaves_no_folder(source, tmp_path, monkeypatch)
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     """15 MB of text, in lines of 120 KB."""
     for name, size in {"WHOLE": 1 << 18, "BATCH_CHARS": 1 << 17, "WINDOW": 1 << 15, "OVERLAP": 1 << 10}.items():
-        monkeypatch.setattr(encoding, name, size)
+        monkeypatch.setattr(preparing, name, size)
     (tmp_path / "large").write_text(("some text, 日本語 " * 6000 + "\n") * 124)
     tracemalloc.start()
     try:

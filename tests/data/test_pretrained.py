@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from data import encoding
+from data import prepare as preparing
 from data.corpus import Corpus
 from data.prepare import prepare
 from data.pretrained import PretrainedTokenizer, read_directory
@@ -168,9 +168,9 @@ def test_documents_begin_as_prompts_do_in_transformers_and_a_held_out_tail_does_
 @pytest.mark.parametrize("window", [4000, 60])
 def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, monkeypatch, name, window):
     """No space is put in front of a window, no merge is lost between two, and no character is cut. It begins as one."""
-    assert (encoding.WHOLE, encoding.WINDOW > 10 * encoding.OVERLAP) == (1 << 24, True)
+    assert (preparing.WHOLE, preparing.WINDOW > 10 * preparing.OVERLAP) == (1 << 24, True)
     for constant, size in {"WHOLE": 1000, "WINDOW": window, "OVERLAP": window // 3}.items():
-        monkeypatch.setattr(encoding, constant, size)
+        monkeypatch.setattr(preparing, constant, size)
     ours = read_directory(directories[name])
     monkeypatch.setattr(ours, "prompt_start", [1])
     units = "日本語 😀é地夤", "no line end ", "abc" * 3, "ha ha ", "0,1,2,"
