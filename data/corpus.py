@@ -11,7 +11,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import chain, groupby
 from operator import itemgetter
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from data.batches import SPLITS, find_token_files, identify, map_tokens
 from data.sources import find_files, read_documents, short_name, text_files
-from data.token_files import SPLITS, find_token_files, identify, map_tokens
 from files import lock_file, read_json, require, said, warn, write_atomically
 
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
@@ -77,7 +77,14 @@ class Corpus:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Ranks and runs start together.
         with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
-            record = self._record(index)
+            try:
+                record = read_json(index, dict)
+            except ValueError:
+                before = len(said)
+                record = self._read[0] | {"said": said[before:]}
+                write_atomically(index, json.dumps(record))
+        for line in record["said"]:
+            warn(line)
         self.hash, self.sizes = record["hash"], record["sizes"]
 
     def parts(self) -> Iterator[tuple[str, bool, Iterator[str]]]:
@@ -113,18 +120,6 @@ class Corpus:
 
     def _documents(self, files: list[Path]) -> Iterator[Iterator[str]]:
         return chain.from_iterable(read_documents(file, self.column) for file in files)
-
-    def _record(self, index: Path) -> dict[str, Any]:
-        """What was read when the index was written, or now. Lines that were printed then are printed again."""
-        with suppress(ValueError):
-            record = read_json(index, dict)
-            for line in record["said"]:
-                warn(line)
-            return record
-        before = len(said)
-        record = self._read[0]
-        write_atomically(index, json.dumps(record | {"said": said[before:]}))
-        return record
 
     @cached_property
     def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray]:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.batches import SPLITS, map_tokens
 from data.corpus import Corpus, progress_bar
-from data.token_files import SPLITS, map_tokens
 from data.tokenizer import KINDS, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import explained, lock_file, read_json, require, sha256, sync, write_atomically
 
@@ -86,6 +86,7 @@ def prepare(
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
             # Another process may have built it while this one waited.
             prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
+    assert prepared
     _check_lengths(corpus, {"train": len(prepared.train), "val": len(prepared.val)}, context)
     return prepared
 
@@ -116,7 +117,7 @@ def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None
         require(tokens[split] > context, problem)
 
 
-def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared:
+def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
 
     What a process that was stopped has finished is in that folder too, and is not done again.
@@ -139,9 +140,7 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     write_atomically(part / RECORD, json.dumps({"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb}))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
-    prepared = _open(folder, corpus, tokenizer)
-    assert prepared
-    return prepared
+    return _open(folder, corpus, tokenizer)
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: bool = False) -> Prepared | None:

@@ -152,14 +152,14 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
     assert capsys.readouterr().err.count("training a tokenizer") == 2 * (kind == "sentencepiece")
 
 
-def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capsys):
+def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capfd):
     """But what was said of it is said again. `verify` reads it, and so does another modification time."""
     folder = source.parent / "folder"
     folder.mkdir()
     source = source.rename(folder / source.name)
     (folder / "image.png").write_bytes(b"\0")
     first = prepare_from(folder)
-    left_out, preparation, training = capsys.readouterr().err.splitlines()
+    left_out, preparation, training = capfd.readouterr().err.splitlines()
     assert preparation == f"preparing {folders(folder)[0]} from 27 kB of text" and training.startswith("training a tok")
     assert left_out.endswith("folder: 1 files; left out: 1 binary (image.png)")
     files.said.clear()
@@ -174,7 +174,7 @@ def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capsys
         assert prepared.corpus_hash == corpus_hash and prepared.val_gzip_bpb
         return [mock.call_count for mock in read]
 
-    assert counts_of(first.corpus_hash) == [0, 0] and capsys.readouterr().err == left_out + "\n"
+    assert counts_of(first.corpus_hash) == [0, 0] and capfd.readouterr().err == left_out + "\n"
     os.utime(source)
     assert counts_of(first.corpus_hash) == [1, 0]
     os.utime(next(folders(folder)[0].glob("train.bin")))

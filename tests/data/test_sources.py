@@ -33,9 +33,6 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
-
-
 def test_a_text_file_is_one_document_with_every_byte_kept(tmp_path):
     text = "one\r\ntwo\ufeff\rthree\n\n\0 é\u2028"
     for start in ("", "\ufeff"):  # a byte order mark is no part of the text
@@ -91,9 +88,6 @@ def test_other_json_is_text(tmp_path, content, capsys):
     assert text_of(path) == [content]
     assert texts_behind(str(path), tmp_path) == [path]
     assert f"--data {path} is read as one text" in capsys.readouterr().err
-
-
-# --- which files ------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
@@ -174,8 +168,6 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
     assert files == find_files("python", tmp_path) and not list(tmp_path.iterdir()), "nothing is downloaded"
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
 PACKED = gzip.compress("".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200)).encode())
 LINE = b'{"text": "fine"}\n\n'
 NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no string under "text"'
@@ -234,9 +226,6 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=rf"^{path}: Parquet files need the package pyarrow: pip install pyarrow$"):
         text_of(path)
-
-
-# --- the download -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
