@@ -1,6 +1,5 @@
 """What a prepared folder holds, when it is used again, and when it is rebuilt."""
 
-import errno
 import gzip
 import json
 import os
@@ -196,16 +195,6 @@ def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
         prepared = list(threads.map(prepare_from, [source] * 4))
     assert len({one.train.tobytes() for one in prepared}) == 1
     assert capfd.readouterr().err.count("preparing") == 1
-
-
-def test_a_full_disk_names_the_file(source, file_size_limit):
-    needed = 2 * Corpus([str(source)], source.parent).sizes["train"]
-    message = rf"train.bin cannot be written: .*; it needs {needed:,} bytes, and"
-    with file_size_limit(needed - 100), pytest.raises(OSError, match=message) as error:
-        prepare_from(source, "bytes")
-    assert error.value.errno == errno.EFBIG and "\n" not in str(error.value)
-    assert all(folder.suffix == ".part" for folder in folders(source))
-    assert len(prepare_from(source, "bytes").train) == needed / 2
 
 
 def test_a_split_shorter_than_one_window_is_refused(source):

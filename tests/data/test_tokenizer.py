@@ -1,6 +1,5 @@
 """Tokenizers are lossless for every string, and trained on a bounded sample of the text."""
 
-import re
 import sysconfig
 from itertools import pairwise
 from pathlib import Path
@@ -96,17 +95,9 @@ def test_the_end_of_document_token_decodes_to_nothing(tokenizer):
     assert tokenizer.decode(ids[:2]) == "\ufffd"
 
 
-def test_whitespace_has_its_own_pieces_and_pieces_do_not_cross_words(trained):
-    for text in ("\n", "\t", " ", "\n\n"):
-        (token,) = trained.encode(text)
-        assert not trained._processor.is_byte(token)
-    assert len(trained.encode("):\n        return")) <= 4
+def test_line_ends_and_tabs_have_pieces_where_the_text_has_none():
     rare = train_tokenizer(["no line end here"] * 9, 270)
     assert not any(rare._processor.is_byte(token) for token in rare.encode("\n\t"))
-    pieces = [trained.decode([token]) for token in range(trained.vocab_size) if not trained._processor.is_byte(token)]
-    assert " self" in pieces and "):\n" in pieces and " " * 8 in pieces
-    for piece in pieces:
-        assert re.fullmatch(r" +| ?([a-zA-Z]*|[^a-zA-Z ]*)", piece), piece
 
 
 def test_save_and_load(tokenizer, tmp_path):
