@@ -12,12 +12,12 @@ import urllib.request
 import zlib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from files import lock_file, one_line, sha256, warn, write_atomically
 
@@ -46,7 +46,7 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
         return [_download_shakespeare(cache_dir)]
     path = Path(name)
     if path.is_dir():
-        return [*_walk(path, set())]
+        return [*_walk(path)]
     if not path.is_file():  # the text may be read again, which a pipe cannot
         raise ValueError(f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
     return [path]
@@ -109,7 +109,7 @@ def short_name(name: str) -> str:
 def _standard_library() -> list[Path]:
     """Source and documentation of the running Python's standard library, without tests and the build's settings."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = (file for file in _walk(root, set(), SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
+    found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
     files = [file for file in found if file.is_file() and not file.name.startswith((".", "_sysconfigdata"))]
     if not files:
         raise ValueError(f"--data python: no standard library source in {root}; pass --data FILE instead")
@@ -234,17 +234,18 @@ def _open(path: Path) -> Iterator[BufferedIOBase]:
         raise ValueError(f"{path}: not a valid gzip file") from None
 
 
-def _walk(folder: Path, seen: set[str], skip: Collection[str] = ()) -> Iterator[Path]:
+def _walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
     """The files below a folder, and its hidden folders, in sorted order. Links are followed, each real folder once."""
-    if (real := os.path.realpath(folder)) in seen:
-        return
-    seen.add(real)
-    folders = []
-    for path in (folder / name for name in sorted(os.listdir(folder))):
-        if path.is_dir() and not path.name.startswith("."):
-            folders.append(path)
-        else:
-            yield path
-    for inner in folders:
-        if inner.name not in skip:
-            yield from _walk(inner, seen, skip)
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        hidden = [name for name in folders if name.startswith(".")]
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(files + hidden))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
