@@ -28,12 +28,14 @@ def find_token_files(names: Sequence[str]) -> list[Path]:
     for folder in map(Path, names):
         if folder.suffix in SUFFIXES and folder.is_file():
             raise ValueError(f"{folder}: token files are named by their folder, which holds train.bin and val.bin")
-        found = [[path for end in SUFFIXES if (path := folder / f"{split}{end}").is_file()] for split in SPLITS]
-        if any(found):
+        paths = [folder / f"{split}{end}" for split in SPLITS for end in SUFFIXES]
+        if found := [path for path in paths if path.is_file()]:
             require(len(names) == 1, f"{folder} holds token files, which are not mixed with other data; name it alone")
-            for split, paths in zip(SPLITS, found, strict=True):
-                require(len(paths) == 1, f"{folder} needs either {split}.bin or {split}.npy")
-            return [path for (path,) in found]
+            for split in SPLITS:
+                require(
+                    [path.stem for path in found].count(split) == 1, f"{folder} needs either {split}.bin or {split}.npy"
+                )
+            return found
     return []
 
 
@@ -64,10 +66,10 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
         require(row, f"{path}: ids are a row of integers, not {tokens.dtype} of shape {tokens.shape}")
     else:
         if dtype is None:
-            magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-            offset = HEADER_BYTES * ((magic, version) in HEADERS)
-            dtype = np.dtype(HEADERS.get((magic, version), "<u2"))
-            count = count if offset else size // dtype.itemsize
+            header = np.fromfile(path, "<i4", 3).tolist()
+            offset = HEADER_BYTES if tuple(header[:2]) in HEADERS else 0
+            dtype = np.dtype(HEADERS.get(tuple(header[:2]), "<u2"))
+            count = header[2] if offset else size // dtype.itemsize
             right = size == offset + count * dtype.itemsize
             require(right, f"{path}: {size:,} bytes are not {count:,} {dtype} ids" + " and a header" * bool(offset))
         tokens = np.memmap(path, dtype, "r", offset) if size > offset else np.empty(0, dtype)
@@ -130,12 +132,12 @@ def evaluation_batches(
 def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 (starts, length)."""
     windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)
-    ids = windows[starts].astype(np.int64)  # only these are copied
+    ids = torch.from_numpy(windows[starts].astype(np.int64))  # only these are copied
     wrong = ids[(ids < 0) | (ids >= vocab_size)] if vocab_size else []
     if len(wrong):
         file = getattr(tokens, "filename", "token file")
         raise BadInput(f"{file} has the id {wrong[0]}, but --vocab-size is {vocab_size}")
-    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 @lru_cache(maxsize=2)  # a batch may be in two epochs

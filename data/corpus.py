@@ -162,9 +162,9 @@ def _split(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     total = lengths.sum()
     share = min(HELD_OUT, MOST_HELD_OUT / total)
     slack = 2 * LONG * share * total
-    _, number, copies = np.unique(hashes, return_inverse=True, return_counts=True)  # texts in the order of their hashes
-    length = np.zeros(len(copies), np.int64)
-    length[number] = lengths
+    # Texts in the order of their hashes.
+    _, first, number, copies = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
+    length = lengths[first]
     long = length > LONG * share * total
     for cut in (long, long | (length * copies > slack)):  # the second if whole texts are not enough
         sizes = np.where(cut, 0, length * copies)
