@@ -1,5 +1,6 @@
 """The same ids as transformers, with our tokenizers opened there and with theirs opened here."""
 
+import gzip
 import json
 import logging
 import random
@@ -166,6 +167,7 @@ def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, m
         (tmp_path / "a.txt").write_text(text)
         prepared = prepare([], "", 0, tmp_path / "cache", 16, ours, [str(tmp_path / "a.txt")])
         ids = prepared.val.tolist()
+        assert prepared.val_gzip_bpb == 8 * len(gzip.compress(text.encode(), 9)) / len(text.encode())
         if window > 1000:
             assert ids == [1, *ours.encode(text), ours.end_of_document], text[:9]
         else:  # too short for the same tokens
