@@ -132,12 +132,12 @@ def evaluation_batches(
 def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 (starts, length)."""
     windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)
-    ids = torch.from_numpy(windows[starts].astype(np.int64))  # only these are copied
+    ids = windows[starts].astype(np.int64)  # only these are copied
     wrong = ids[(ids < 0) | (ids >= vocab_size)] if vocab_size else []
     if len(wrong):
         file = getattr(tokens, "filename", "token file")
         raise BadInput(f"{file} has the id {wrong[0]}, but --vocab-size is {vocab_size}")
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
 
 
 @lru_cache(maxsize=2)  # a batch may be in two epochs
