@@ -10,25 +10,26 @@ import json
 import os
 import sys
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from data.batches import SPLITS, find_token_files, identify, map_tokens
 from data.sources import find_files, read_documents, short_name, text_files
-from data.token_files import SPLITS, find_token_files, identify, map_tokens
 from files import lock_file, read_json, require, said, warn, write_atomically
 
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
 MOST_HELD_OUT = 100_000_000  # bytes
 CHANGED = "the text of {} changed; run the command again, with --verify if sizes and times of its files are the same"
+LEFT_OUT = -1
 LONG = 0.1  # share of the validation text. Longer documents are split, shorter ones are held out whole or not at all.
 
 
@@ -76,7 +77,14 @@ class Corpus:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Ranks and runs start together.
         with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
-            record = self._record(index)
+            try:
+                record = read_json(index, dict)
+            except ValueError:
+                before = len(said)
+                record = self._read[0] | {"said": said[before:]}
+                write_atomically(index, json.dumps(record))
+        for line in record["said"]:
+            warn(line)
         self.hash, self.sizes = record["hash"], record["sizes"]
 
     def parts(self) -> Iterator[tuple[str, bool, Iterator[str]]]:
@@ -84,17 +92,12 @@ class Corpus:
 
         Chunks that were not read are passed over. Raises ValueError, at the latest at the end, if a file has changed.
         """
-        record, files, *ends = self._read
+        record, files, cuts = self._read
         require(record["hash"] == self.hash, CHANGED.format(self.name))
-        cuts = zip(*ends, strict=True)
-        for document, (train_end, val_start, length) in zip(self._documents(files), cuts, strict=False):
-            before, after = _divide(document, train_end)
-            if train_end:
-                yield "train", True, before
-                deque(before, maxlen=0)
-            if val_start < length:
-                yield "val", val_start == 0, after
-            deque(after, maxlen=0)
+        for document, cut in zip(self._documents(files), cuts, strict=False):
+            if cut != LEFT_OUT:
+                for split, divided in groupby(_divide(document, cut), itemgetter(0)):
+                    yield split, split == "train" or cut == 0, map(itemgetter(1), divided)
         require(self._find()[1] == self._key, CHANGED.format(self.name))
 
     def chunks(self, split: str) -> Iterator[str]:
@@ -102,33 +105,25 @@ class Corpus:
         return chain.from_iterable(chunks for part, _, chunks in self.parts() if part == split)
 
     def _find(self) -> tuple[list[tuple[str, str, list[Path]]], str]:
-        """Flag, name and files of each source, and the key of all of them in the index."""
+        """Flag, name and files of each source, and the key of all of them in the index.
+
+        The key is the SHA-256 of the rules, and of the path, size and modification time of each file.
+        """
         named = [("--data", name) for name in self.names] + [("--val-data", name) for name in self.val_names]
         found = [(flag, name, find_files(name, self.cache_dir, flag)) for flag, name in named]
         rules = RULES, self.column, [(flag, name, len(files)) for flag, name, files in found]
-        return found, stat_key(rules, chain.from_iterable(files for _, _, files in found))
+        digest = hashlib.sha256(repr(rules).encode())
+        for file in map(os.fsencode, chain.from_iterable(files for _, _, files in found)):
+            stat = os.stat(file) if os.path.exists(file) else os.lstat(file)  # a broken link
+            digest.update(b"%b %d %d\n" % (file, stat.st_size, stat.st_mtime_ns))
+        return found, digest.hexdigest()
 
     def _documents(self, files: list[Path]) -> Iterator[Iterator[str]]:
         return chain.from_iterable(read_documents(file, self.column) for file in files)
 
-    def _record(self, index: Path) -> dict[str, Any]:
-        """What was read when the index was written, or now. Lines that were printed then are printed again."""
-        with suppress(ValueError):
-            record = read_json(index, dict)
-            for line in record["said"]:
-                warn(line)
-            return record
-        before = len(said)
-        record = self._read[0]
-        write_atomically(index, json.dumps(record | {"said": said[before:]}))
-        return record
-
     @cached_property
-    def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray, np.ndarray, np.ndarray]:
-        """Reads all text: what the index keeps of it, its files, and where each document is cut.
-
-        That is where its training text ends and its validation text begins, and its length, in bytes.
-        """
+    def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray]:
+        """Reads all text: what the index keeps of it, its files, and the byte at which each document is cut."""
         corpus_hash, hashes, lengths, for_training = hashlib.sha256(RULES.encode()), array("Q"), array("q"), 0
         read: list[Path] = []
         with progress_bar("reading text") as bar:
@@ -148,19 +143,10 @@ class Corpus:
                     raise ValueError(f"{flag} {name}: contains no text")
                 for_training += (len(lengths) - first) * (flag == "--data")
         sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
-        train, val = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)
-        parts = {"train": train, "val": sizes - val}
+        cuts = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)
+        parts = {"train": np.maximum(cuts, 0), "val": np.where(cuts == LEFT_OUT, 0, sizes - cuts)}
         split_sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
-        return {"hash": corpus_hash.hexdigest(), "sizes": split_sizes}, read, train, val, sizes
-
-
-def stat_key(what: Any, files: Iterable[Path]) -> str:
-    """The SHA-256, in hex, of `what` is read from files, and of the path, size and modification time of each."""
-    digest = hashlib.sha256(repr(what).encode())
-    for file in map(os.fsencode, files):
-        stat = os.stat(file) if os.path.exists(file) else os.lstat(file)  # a broken link
-        digest.update(b"%b %d %d\n" % (file, stat.st_size, stat.st_mtime_ns))
-    return digest.hexdigest()
+        return {"hash": corpus_hash.hexdigest(), "sizes": split_sizes}, read, cuts
 
 
 def progress_bar(name: str, total: int | None = None) -> tqdm:
@@ -171,14 +157,14 @@ def progress_bar(name: str, total: int | None = None) -> tqdm:
     return tqdm(total=total, unit="B", unit_scale=True, desc=name, smoothing=0, **style)
 
 
-def _split(hashes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each document's training text ends and its validation text begins, by the rule of `Corpus`."""
+def _split(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The byte where each document's training text ends and its validation text begins, by the rule of `Corpus`."""
     total = lengths.sum()
     share = min(HELD_OUT, MOST_HELD_OUT / total)
     slack = 2 * LONG * share * total
-    _, number, copies = np.unique(hashes, return_inverse=True, return_counts=True)  # texts in the order of their hashes
-    length = np.zeros(len(copies), np.int64)
-    length[number] = lengths
+    # Texts in the order of their hashes.
+    _, first, number, copies = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
+    length = lengths[first]
     long = length > LONG * share * total
     for cut in (long, long | (length * copies > slack)):  # the second if whole texts are not enough
         sizes = np.where(cut, 0, length * copies)
@@ -186,7 +172,7 @@ def _split(hashes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
         if sizes[whole].sum() > share * sizes.sum() - slack:
             break
     held_out = np.where(cut, (length * share).astype(np.int64), np.where(whole, length, 0))
-    return (length - held_out)[number], (length - held_out)[number]
+    return (length - held_out)[number]
 
 
 def _whole(sizes: np.ndarray, wanted: float, slack: float) -> np.ndarray:
@@ -201,28 +187,23 @@ def _whole(sizes: np.ndarray, wanted: float, slack: float) -> np.ndarray:
         sizes[too_much.argmax()] = 0
 
 
-def _named(hashes: np.ndarray, lengths: np.ndarray, for_training: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `_split`, where all documents after the first `for_training` are the validation text."""
+def _named(hashes: np.ndarray, lengths: np.ndarray, for_training: int) -> np.ndarray:
+    """As `_split`, or LEFT_OUT, where all documents after the first `for_training` are the validation text."""
     for_validation = np.arange(len(lengths)) >= for_training
     copies = np.isin(hashes, hashes[for_validation]) & (lengths > 0) & ~for_validation
     if copies.any():
         warn(f"documents of --data left out, because --val-data has them too: {copies.sum()}")
-    return np.where(copies | for_validation, 0, lengths), np.where(for_validation, 0, lengths)
+    return np.where(copies, LEFT_OUT, np.where(for_validation, 0, lengths))
 
 
-def _divide(chunks: Iterator[str], cut: int) -> tuple[Iterator[str], Iterator[str]]:
-    """The text before the byte `cut`, moved forward to the start of a character, and then the rest."""
-    rest: list[str] = []
-
-    def before() -> Iterator[str]:
-        offset = 0
-        for chunk in chunks:
-            data = chunk.encode()
-            after = data[max(cut - offset, 0) :].decode(errors="ignore")
-            yield chunk[: len(chunk) - len(after)]
-            offset += len(data)
-            if offset >= cut:
-                rest.append(after)
-                return
-
-    return before(), chain(rest, chunks)
+def _divide(chunks: Iterator[str], cut: int) -> Iterator[tuple[str, str]]:
+    """Each chunk and its split. The byte `cut` is moved forward to the start of a character."""
+    offset = 0
+    for chunk in chunks:
+        data = chunk.encode()
+        after = data[max(cut - offset, 0) :].decode(errors="ignore")
+        if offset < cut:
+            yield "train", chunk[: len(chunk) - len(after)]
+        offset += len(data)
+        if offset > cut:
+            yield "val", after

@@ -8,21 +8,28 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from data.corpus import Corpus
-from data.encoding import PROGRESS, token_dtype, write_tokens
-from data.token_files import SPLITS, map_tokens
-from data.tokenizer import KINDS, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from files import lock_file, read_json, require, sha256, write_atomically
+from data.batches import SPLITS, map_tokens
+from data.corpus import Corpus, progress_bar
+from data.tokenizer import KINDS, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from files import explained, lock_file, read_json, require, sha256, sync, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
-RECORD = "record.json"
+RECORD, PROGRESS = "record.json", "progress.json"
+# Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
+WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
+BATCH_CHARS = 1 << 20  # encoded at a time, by the tokenizer's library on all CPUs; at least two windows
+SAVE_EVERY = 30  # seconds between records of what is done
+NO_STARTS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ def prepare(
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
             # Another process may have built it while this one waited.
             prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
+    assert prepared
     _check_lengths(corpus, {"train": len(prepared.train), "val": len(prepared.val)}, context)
     return prepared
 
@@ -109,7 +117,7 @@ def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None
         require(tokens[split] > context, problem)
 
 
-def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared:
+def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:
     """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
 
     What a process that was stopped has finished is in that folder too, and is not done again.
@@ -124,7 +132,7 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
             print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
             tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
             tokenizer.save(part)
-        val_gzip_bpb = write_tokens(part, corpus, tokenizer)
+        val_gzip_bpb = _write_tokens(part, corpus, tokenizer)
     except ValueError:
         shutil.rmtree(part)
         raise
@@ -132,9 +140,7 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     write_atomically(part / RECORD, json.dumps({"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb}))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
-    prepared = _open(folder, corpus, tokenizer)
-    assert prepared
-    return prepared
+    return _open(folder, corpus, tokenizer)
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: bool = False) -> Prepared | None:
@@ -155,7 +161,133 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: boo
                 return None
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
                 write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
-        train, val = (map_tokens(file, token_dtype(tokenizer)) for file in files.values())
+        train, val = (map_tokens(file, _dtype(tokenizer)) for file in files.values())
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash)
     except (OSError, ValueError, KeyError):
         return None
+
+
+# --- encoding --------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A document's text in one split, or a window of it if it is long."""
+
+    split: str
+    begins: bool  # at the beginning of the document
+    ends: bool  # at the end of the text
+    offset: int  # the byte of the text at which it begins
+    text: str
+
+    @property
+    def whole(self) -> bool:
+        return self.ends and not self.offset
+
+
+def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
+    """Write `train.bin` and `val.bin`, and return the bits per byte of the validation text after `gzip -9`.
+
+    A document is the ids that begin a prompt (unless only its end is in this split), those of its text, and the
+    end-of-document id. The ids do not depend on where an earlier process was stopped.
+    """
+    dtype, ids, starts = _dtype(tokenizer), NO_STARTS, NO_STARTS
+    gzip, size, compressed = zlib.compressobj(9, wbits=31), 0, 0  # bytes of validation text, before and after
+    paths = {split: folder / f"{split}.bin" for split in SPLITS}
+    try:
+        progress = read_json(folder / PROGRESS, dict[str, int])  # batches that are done, and the bytes of each file
+    except ValueError:
+        progress = dict.fromkeys(("done", *SPLITS), 0)
+    for split, path in paths.items():
+        with open(path, "ab") as file:
+            file.truncate(progress[split])
+    saved = time.monotonic()
+    with progress_bar("encoding", sum(corpus.sizes.values())) as bar:
+        for number, batch in enumerate(_batches(corpus), 1):
+            for piece in batch:
+                data = piece.text[: None if piece.ends else WINDOW].encode()
+                bar.update(len(data))
+                if piece.split == "val":
+                    size += len(data)
+                    compressed += len(gzip.compress(data))
+            if number >= progress["done"]:  # the last one is encoded again, for the window at its end
+                parts, ids, starts = _join(batch, tokenizer, ids, starts)
+            if number <= progress["done"]:
+                bar.initial = bar.n
+                continue
+            for split, path in paths.items():
+                data = np.concatenate([[], *parts[split]], dtype=dtype, casting="unsafe").tobytes()
+                progress[split] += len(data)
+                with explained(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
+                    file.write(data)
+            progress["done"] = number
+            if time.monotonic() - saved >= SAVE_EVERY:
+                for path in paths.values():
+                    sync(path)
+                write_atomically(folder / PROGRESS, json.dumps(progress))
+                saved = time.monotonic()
+    return 8 * (compressed + len(gzip.flush())) / max(size, 1)
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def _batches(corpus: Corpus) -> Iterator[list[Piece]]:
+    batch, chars = list[Piece](), 0
+    for piece in _pieces(corpus):
+        batch.append(piece)
+        chars += len(piece.text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    yield batch
+
+
+def _pieces(corpus: Corpus) -> Iterator[Piece]:
+    """The corpus in order."""
+    for split, begins, chunks in corpus.parts():
+        offset, text = 0, ""
+        for chunk in chunks:
+            text += chunk
+            while len(text) > (WINDOW + OVERLAP if offset else WHOLE):
+                yield Piece(split, begins and not offset, False, offset, text[: WINDOW + OVERLAP])
+                offset += len(text[:WINDOW].encode())
+                text = text[WINDOW:]
+        yield Piece(split, begins and not offset, True, offset, text)
+
+
+def _join(
+    batch: list[Piece], tokenizer: Tokenizer, ids: np.ndarray, starts: np.ndarray
+) -> tuple[dict[str, list[Ids]], np.ndarray, np.ndarray]:
+    """The ids that come next in each split; then the `ids` of the last window, and the byte where each begins.
+
+    One window gives way to the next where both begin a token. That is in the middle of their overlap, far from both
+    ends, where a text that goes on may have other tokens. In text that repeats itself there may be no such place: what
+    is between a token of one and the next token of the other is encoded alone.
+    """
+    parts: dict[str, list[Ids]] = {split: [] for split in SPLITS}
+    for piece, (new, new_starts) in zip(batch, _encode(batch, tokenizer), strict=True):
+        part, first = parts[piece.split], 0
+        if piece.begins:
+            part.append(tokenizer.prompt_start)
+        if piece.offset:
+            new_starts = new_starts + piece.offset
+            overlap = starts[starts >= piece.offset]
+            common = np.intersect1d(overlap, new_starts)
+            end = common[len(common) // 2] if len(common) else np.append(overlap, piece.offset)[0]
+            first = np.searchsorted(new_starts, end)
+            data = piece.text.encode()
+            start = np.append(new_starts, piece.offset + len(data))[first]
+            between = data[end - piece.offset : start - piece.offset].decode(errors="ignore")
+            part += [ids[: np.searchsorted(starts, end)], tokenizer.encode(between)]
+        ids, starts = new[first:], new_starts[first:]
+        if piece.ends:
+            part += [ids, [tokenizer.end_of_document]]
+    return parts, ids, starts
+
+
+def _encode(batch: list[Piece], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ids of each piece and, if it is a window, the byte at which each of them begins."""
+    texts = iter(tokenizer.encode_batch([piece.text for piece in batch if piece.whole]))
+    windows = iter(tokenizer.encode_with_starts([piece.text for piece in batch if not piece.whole]))
+    return [(np.asarray(next(texts)), NO_STARTS) if piece.whole else next(windows) for piece in batch]

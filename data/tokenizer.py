@@ -197,7 +197,7 @@ def piece_bytes(piece: str) -> bytes:
 
 def byte_level_alphabet() -> dict[str, int]:
     """The character that byte-level BPE writes for each byte: itself if printable in Latin-1, or one from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, fields_of, follow
+from data.batches import find_token_files
 from data.corpus import Corpus
 from data.prepare import Prepared, given_tokenizer, prepare
-from data.token_files import find_token_files
 from data.tokenizer import KINDS, NoTokenizer
 from files import commit, require, warn
 from machine import distributed

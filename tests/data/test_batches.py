@@ -1,11 +1,19 @@
-"""The windows of a batch are functions of seed, step and row, and an evaluation covers the same tokens every time."""
+"""Token files of nanoGPT, llm.c and NumPy; windows that are functions of seed, step and row, or cover every token."""
+
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from data.batches import evaluation_batches, training_batch
+from data.batches import evaluation_batches, map_tokens, training_batch
+from data.corpus import Corpus
+from data.prepare import prepare
 from files import BadInput
+
+IDS = np.random.default_rng(0).integers(0, 256, 3000)
+U2 = IDS.astype("<u2")
 
 
 def starts_of(seed: int, step: int, rows: range, length: int = 10_000, context: int = 16) -> list[int]:
@@ -15,30 +23,18 @@ def starts_of(seed: int, step: int, rows: range, length: int = 10_000, context: 
 
 
 def test_training_windows_are_contiguous_and_targets_are_shifted_by_one():
-    tokens = np.random.default_rng(0).integers(0, 60_000, 5000).astype(np.uint16)
-    inputs, targets = training_batch(tokens, seed=1, step=2, rows=range(64), context=32)
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert inputs.shape == targets.shape == (64, 32)
-    windows = {bytes(tokens[start : start + 33]) for start in range(5000 - 32)}
-    for row in torch.cat((inputs, targets[:, -1:]), dim=1).numpy().astype(np.uint16):
-        assert bytes(row) in windows
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    inputs, targets = training_batch(np.arange(5000, dtype=np.uint16), seed=1, step=2, rows=range(64), context=32)
+    assert inputs.dtype == torch.int64 and inputs.shape == (64, 32)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(32))
+    assert torch.equal(targets, inputs + 1)
 
 
 def test_a_row_depends_only_on_seed_step_and_row_index():
-    starts = starts_of(7, 3, range(64))
-    for rows in (range(1), range(5, 6), range(16, 48), range(63, 64)):
-        assert starts_of(7, 3, rows) == starts[rows.start : rows.stop]
-    torch.manual_seed(0), np.random.seed(0)
-    assert starts_of(7, 3, range(64)) == starts
-    draws = {tuple(starts_of(seed, step, range(8))) for seed in range(20) for step in range(20)}
-    assert len(draws) == 400, "seeds and steps draw different windows"
-
-
-def test_windows_of_a_seed_do_not_change_between_versions():
     """Recorded values: runs must be reproducible with later versions of this code and of NumPy."""
     assert starts_of(0, 0, range(4)) == [923, 7346, 6009, 9948]
     assert starts_of(1234, 567, range(4)) == [8728, 4352, 2549, 1522]
+    for rows in (range(1), range(2, 3), range(1, 4)):
+        assert starts_of(0, 0, rows) == [923, 7346, 6009, 9948][rows.start : rows.stop]
     assert set(starts_of(0, 0, range(99), length=6, context=4)) == {0, 1}, "the last window is drawn too"
 
 
@@ -82,19 +78,99 @@ def test_evaluation_covers_every_target_once(length, batch_size):
     assert all(inputs.shape == (batch_size, 8) for inputs, _ in batches[:-2])
 
 
-@pytest.mark.parametrize(
-    "max_tokens, expected",
-    [(None, 99), (99, 99), (98, 96), (96, 96), (95, 88), (50, 48), (8, 8), (1, 8)],
-)
-def test_evaluation_of_at_most_max_tokens(max_tokens, expected):
+@pytest.mark.parametrize(("max_tokens", "used"), [(99, 12), (98, 12), (96, 12), (95, 11), (50, 6), (8, 1), (1, 1)])
+def test_evaluation_of_at_most_max_tokens(max_tokens, used):
     """Only full windows are used, at least one, evenly spaced. 99 targets are twelve windows of 8 and three tokens."""
-    tokens = np.random.default_rng(0).integers(0, 60_000, 100).astype(np.uint16)
-    all_targets: list[int] = []
-    for inputs, targets in evaluation_batches(tokens, 8, 3, max_tokens):
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        assert expected == 99 or inputs.shape[1] == 8
-        all_targets += targets.flatten().tolist()
-    starts = [int(12 * i / (expected / 8)) * 8 for i in range(expected // 8)]
-    spaced = [token for start in starts for token in tokens[start + 1 : start + 9].tolist()]
-    assert all_targets == (tokens[1:].tolist() if expected == 99 else spaced)
+    tokens = np.arange(100, dtype=np.uint16)
+    inputs = [row.tolist() for batch, _ in evaluation_batches(tokens, 8, 3, max_tokens) for row in batch]
+    starts = [12 * number // used * 8 for number in range(used)]
+    assert inputs == [[*range(start, start + 8)] for start in starts] + [[96, 97, 98]] * (max_tokens == 99)
     assert len(list(evaluation_batches(tokens[:4], 8, 3, max_tokens=2))) == 1, "shorter than a window"
+
+
+def write(folder: Path, name: str, ids: np.ndarray | bytes, header: tuple[int, ...] = ()) -> Path:
+    """With a header as llm.c writes it, if one is given."""
+    folder.mkdir(exist_ok=True)
+    if name.endswith(".npy") and not isinstance(ids, bytes):
+        np.save(folder / name, ids, allow_pickle=True)
+    else:
+        start = np.zeros(256 if header else 0, np.int32)
+        start[: len(header)] = header
+        (folder / name).write_bytes(start.tobytes() + bytes(ids))
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "header"),
+    [
+        ("train.bin", "<u2", ()),
+        ("train.bin", "<u2", (20240520, 1, 3000)),
+        ("train.bin", "<u4", (20240801, 7, 3000)),
+        *(("train.npy", dtype, ()) for dtype in ("<u2", "<u4", "<i8", ">i4", "u1")),
+    ],
+)
+def test_ids_are_those_of_the_file(tmp_path, name, dtype, header):
+    tokens = map_tokens(write(tmp_path, name, IDS.astype(dtype), header))
+    assert isinstance(tokens, np.memmap) and tokens.dtype == dtype and tokens.tolist() == IDS.tolist()
+
+
+BAD: dict[str, list[tuple]] = {
+    "ids needs either val.bin or val.npy": [("train.bin", U2)],
+    "ids needs either train.bin or train.npy": [("train.bin", U2), ("train.npy", U2), ("val.bin", U2)],
+    "train.bin: 6,001 bytes are not 3,000 uint16 ids": [("train.bin", bytes(6001))],
+    "train.bin: 7,024 bytes are not 2,999 uint16 ids and a header": [("train.bin", U2, (20240520, 1, 2999))],
+    "train.npy: ids are a row of integers, not float32 of shape (3000,)": [("train.npy", IDS.astype("f4"))],
+    "train.npy: ids are a row of integers, not uint16 of shape (30, 100)": [("train.npy", U2.reshape(30, 100))],
+    "train.npy: not a .npy file of ids": [("train.npy", np.array([None, "text"]))],
+    "train.npy: not a .npy file of ids: ": [("train.npy", b"text")],
+    "the training text has at most 16 tokens, but --context 16 needs 17": [("train.bin", U2[:16])],
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_wrong_is_one_line(tmp_path, message):
+    written = [write(tmp_path / "ids", *each).name for each in BAD[message]]
+    for split in () if "needs either" in message else {"train", "val"} - {name[:-4] for name in written}:
+        write(tmp_path / "ids", f"{split}.bin", U2)
+    with pytest.raises(ValueError) as error:
+        prepare([str(tmp_path / "ids")], "none", 500, tmp_path / "cache", 16)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "val_names", "kind", "message"),
+    [
+        (["ids", "python"], [], "bytes", "ids holds token files, which are not mixed with other data"),
+        (["ids"], ["python"], "bytes", "ids holds token files, which are not mixed with other data"),
+        (["ids/train.bin"], [], "bytes", r"train\.bin: token files are named by their folder"),
+        (["text"], [], "none", "^text needs a tokenizer"),
+    ],
+)
+def test_token_files_are_not_mixed_with_text_and_need_to_know_their_ids(tmp_path, names, val_names, kind, message):
+    for name in ("train.bin", "val.bin"):
+        write(tmp_path / "ids", name, U2)
+    (tmp_path / "text").write_text("text " * 99)
+    paths = [str(tmp_path / name) for name in names]
+    with pytest.raises(ValueError, match=message):
+        prepare(paths, kind, 257, tmp_path, 16, val_names=val_names)
+    prepared = prepare([], "none", 500, tmp_path, 16, val_names=[str(tmp_path / "ids")])  # to evaluate on
+    assert prepared.val.tolist() == U2.tolist() and prepared.val_gzip_bpb is None and prepared.corpus_name == "ids"
+    for size in (0, 1):
+        write(tmp_path / "few", "train.bin", U2), write(tmp_path / "few", "val.bin", U2[:size])
+        with pytest.raises(ValueError, match=r"few: an evaluation needs at least 2 tokens$"):
+            prepare([], "none", 500, tmp_path, 16, val_names=[str(tmp_path / "few")])
+
+
+def test_sizes_and_ends_identify_token_files_and_nothing_else_of_them_is_read(tmp_path):
+    """20 GB, sparse. What changes in the middle is not seen."""
+    write(tmp_path / "ids", "val.bin", U2)
+    train = write(tmp_path / "ids", "train.bin", U2)
+    hashes = [Corpus([str(train.parent)], tmp_path).hash]
+    os.truncate(train, 20 << 30)
+    for place, seen in ((0, True), (-2, True), (10 << 30, False)):
+        with open(train, "r+b") as file:
+            file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+            file.write(b"\1\2")
+        corpus = Corpus([str(train.parent)], tmp_path)
+        hashes.append(corpus.hash)
+        assert (hashes[-1] != hashes[-2]) == seen and corpus.sizes["train"] == 10 << 30
