@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 5.5  # inches of a figure: the text of a paper is as wide, and letters are large enough on a phone
+Style = dict[str, Any]  # keywords of matplotlib, for a line or a legend
 # Colors follow the browser's light or dark theme. Wide tables scroll on their own.
 STYLE = """
 :root { color-scheme: light dark; }

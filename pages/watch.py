@@ -3,18 +3,17 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pages.html import WIDTH
+from pages.html import WIDTH, Style
 from runtime.run_dir import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Style = dict[str, Any]  # keywords of matplotlib's `plot`
 LONG = 60  # characters of a name that fill a figure
 PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale of its colors
     "stream_after": ("stream, RMS", "log"),
@@ -56,11 +55,10 @@ def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}
 def add_legend(plot: "Figure", axes: "Axes") -> None:
     """The names of the lines, below all panels. The figure grows by as much."""
     lines, names = axes.get_legend_handles_labels()
-    filled = [fill(name, LONG) for name in names]
     columns = 2 if max(map(len, names), default=0) < LONG / 2 else 1
-    rows = sum(name.count("\n") + 1 for name in filled) / columns
-    plot.set_figheight(plot.get_figheight() + 0.3 + 0.15 * rows)
-    plot.legend(lines, filled, loc="outside lower center", ncols=columns, fontsize="small", handlelength=4)
+    look: Style = {"ncols": columns, "fontsize": "small", "handlelength": 4}
+    legend = plot.legend(lines, [fill(name, LONG) for name in names], loc="outside lower center", **look)
+    plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)
 
 
 def plot_maps(rows: list[Row]) -> "Figure":

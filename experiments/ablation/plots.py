@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from experiments.ablation.outcome import SIZE, Arm, Outcome, grouped
 from experiments.ablation.report import Finding
-from pages.html import WIDTH
-from pages.watch import LONG, Style, add_legend
+from pages.html import WIDTH, Style
+from pages.watch import LONG, add_legend
 
 MARKERS = "os^DvP<p>hd"  # hollow in a second round, of them or of the lines
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
@@ -81,13 +81,12 @@ def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title:
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
     styles = arm_styles(list(dict.fromkeys(arm.without_size for arm in flops)))
-    for name, style in styles.items():
-        rungs = [(arm, each) for arm, each in found.items() if arm.without_size.name == name and each.complete]
-        if rungs:
-            x = [flops[arm] for arm, _ in rungs]
-            y = [each.estimate.mean for _, each in rungs]
-            error = [each.estimate.half_width or 0.0 for _, each in rungs]
-            axes.errorbar(x, y, error, label=name, capsize=4, **style)
+    known = [(arm, each.estimate) for arm, each in found.items() if each.estimate and each.complete]
+    for name, rungs in grouped((arm.without_size.name, (flops[arm], mean)) for arm, mean in known).items():
+        x = [compute for compute, _ in rungs]
+        y = [mean.mean for _, mean in rungs]
+        error = [mean.half_width or 0.0 for _, mean in rungs]
+        axes.errorbar(x, y, error, label=name, capsize=4, **styles[name])
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run")

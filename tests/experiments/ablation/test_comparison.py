@@ -147,7 +147,9 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     assert text.startswith(
         "Compared with rmsnorm pre: layernorm pre (-1.0000 ± 0.0248, p = 6.7e-05) is better; dyt pre ("
     )
-    many = runs_of(rmsnorm=[2.0, 3.0, 4.0], layernorm=bpb["layernorm"], **{f"n{i}": [2.0, 3.4, 4.8] for i in range(7)})
+    for norm in ("none", "norm0", "norm1", "norm2", "norm3"):
+        bpb[norm] = [2.0, 3.4, 4.8]
+    many = runs_of(rmsnorm=[2.0, 3.0, 4.0], **bpb)
     text = comparison_section(list(many), many).text[0]
     assert text.startswith("Compared with rmsnorm pre: layernorm pre is better; 7 of 8 arms are undecided. In bits")
     assert [columns_of(Finding(None, 2, p=p))[2] for p in (0.0, 0.012)] == ["< 0.0001", "0.012"]
