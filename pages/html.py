@@ -14,16 +14,19 @@ from files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH = 6.8  # inches of a figure that fills the page, and a phone
+WIDTH = 5.5  # inches of a figure: the text of a paper is as wide, and letters are large enough on a phone
+Style = dict[str, Any]  # keywords of matplotlib, for a line or a legend
 # Colors follow the browser's light or dark theme. Wide tables scroll on their own.
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 56rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
+h1, p, pre, img { max-width: 46rem; }
 h1 { font-size: 1.6rem; }
 table, figure { display: block; overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 td + td { white-space: nowrap; }
 th, td { padding: 0.2rem 0.6rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }
+th { vertical-align: bottom; }
 pre { padding: 0.6rem; border: 1px solid #8886; font-size: 0.85rem; white-space: pre-wrap; }
 img { display: block; width: 100%; background: white; }
 @media (prefers-color-scheme: dark) { img.lines { filter: invert(0.93) hue-rotate(180deg); } }
@@ -52,18 +55,12 @@ def preformatted(text: str) -> str:
 
 
 def figure(plot: "Figure", alt: str, look: str = "lines") -> str:
-    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows. On a phone, a wide one scrolls.
+    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows.
 
     look: `lines` are inverted in the dark theme; `colors`, which stand for numbers, are not.
     """
-    from matplotlib import rc_context  # imported here because it takes half a second
-
-    svg = io.BytesIO()
-    with rc_context({"svg.hashsalt": "normal-llama"}):  # the same bytes for the same plot
-        plot.savefig(svg, format="svg", metadata={"Date": None})
-    data = base64.b64encode(svg.getvalue()).decode()
-    sized = f'class="{look}" style="min-width: {52 * plot.get_figwidth():.0f}px"'
-    return f'<figure><img {sized} src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
+    data = base64.b64encode(drawn(plot, "svg")).decode()
+    return f'<figure><img class="{look}" src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
 def folded(title: str, content: str) -> str:
@@ -97,12 +94,18 @@ def _inline(text: str) -> str:
 
 def save_plot(plot: "Figure", path: Path) -> None:
     """Write a plot as PNG, SVG or PDF, as the path ends. Raises OSError, naming the file, if the disk is full."""
-    from matplotlib import rc_context
+    write_atomically(path, drawn(plot, path.suffix[1:]))
+
+
+def drawn(plot: "Figure", kind: str) -> bytes:
+    """A plot as a "png", "svg" or "pdf" file."""
+    from matplotlib import rc_context  # imported here because it takes half a second
 
     image = io.BytesIO()
-    with rc_context({"pdf.fonttype": 42}):  # publishers refuse the default, type 3
-        plot.savefig(image, format=path.suffix[1:], dpi=120)
-    write_atomically(path, image.getvalue())
+    # SVG has the same bytes for the same plot. Publishers refuse the default fonts of PDF, type 3.
+    with rc_context({"svg.hashsalt": "normal-llama", "pdf.fonttype": 42}):
+        plot.savefig(image, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return image.getvalue()
 
 
 def settings_list(values: dict[str, Any]) -> str:

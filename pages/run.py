@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from files import write_atomically
-from pages.html import WIDTH, figure, folded, markdown, page, preformatted, settings_list
+from pages.html import WIDTH, Style, figure, folded, markdown, page, preformatted, settings_list
 from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
     """
     from matplotlib.figure import Figure  # imported here because it takes half a second
 
-    plot = Figure(figsize=(WIDTH, 4.2))
-    plot.subplots_adjust(left=0.11, right=0.89, bottom=0.12, top=0.97)  # a layout engine takes twice as long
+    plot = Figure(figsize=(WIDTH, 3.6))
+    plot.subplots_adjust(left=0.12, right=0.88, bottom=0.14, top=0.9)  # a layout engine takes twice as long
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
         logged = [row for row in rows if name in row]
@@ -34,7 +34,8 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
         right.set_ylabel("bits per byte of validation text")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right")
+    legend: Style = {"ncols": 3, "frameon": False, "fontsize": "small", "handlelength": 1.5, "columnspacing": 1}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), **legend)  # above, where no curve goes
     return plot
 
 

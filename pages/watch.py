@@ -3,17 +3,18 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pages.html import WIDTH
+from pages.html import WIDTH, Style
 from runtime.run_dir import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Style = dict[str, Any]  # keywords of matplotlib's `plot`
+LONG = 60  # characters of a name that fill a figure
 PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale of its colors
     "stream_after": ("stream, RMS", "log"),
     "second_stream_after": ("second stream, RMS", "log"),
@@ -28,24 +29,36 @@ PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale
 def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
     """RMS of the residual stream after each sublayer, at the first step and at the last: a line for each arm."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
-    plot = Figure(figsize=(WIDTH, 3.4 + 0.1 * len(arms)), layout="constrained")
-    panels = plot.subplots(1, 2, sharey=True)
+    plot = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    first, last = plot.subplots(1, 2, sharey=True)
     for arm, rows in arms.items():
         labels, _, values = tabulate(rows, "stream_after")
         depth = np.arange(1, len(labels) + 1) / 2  # a block has two sublayers
-        style = {"markevery": len(labels) // 10 + 1, "markersize": 4} | styles.get(arm, {})
-        for axes, step in zip(panels, (0, -1), strict=True):
-            axes.plot(depth, values[:, step], label=fill(arm, 40), **style)
-    for axes, title in zip(panels, ("first step", "last step"), strict=True):
-        axes.set_title(title, fontsize="medium")
+        style = {"markersize": 4, "markevery": len(labels) // 10 + 1} | styles.get(arm, {})
+        first.plot(depth, values[:, 0], label=arm, **style)
+        last.plot(depth, values[:, -1], **style)
+    for axes, name in ((first, "first step"), (last, "last step")):
+        axes.set_title(name, fontsize="medium")
         axes.set(xlabel="block", yscale="log")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("residual stream, RMS")
+    first.set_ylabel("residual stream, RMS")
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    first.yaxis.set_major_formatter("{x:g}")
+    first.yaxis.set_minor_formatter("")
     if len(arms) > 1:
-        names = panels[0].get_legend_handles_labels()
-        plot.legend(*names, loc="outside lower center", ncols=2, fontsize="small", handlelength=4)
+        add_legend(plot, first)
     return plot
+
+
+def add_legend(plot: "Figure", axes: "Axes") -> None:
+    """The names of the lines, below all panels. The figure grows by as much."""
+    lines, names = axes.get_legend_handles_labels()
+    columns = 2 if max(map(len, names), default=0) < LONG / 2 else 1
+    look: Style = {"ncols": columns, "fontsize": "small", "handlelength": 4}
+    legend = plot.legend(lines, [fill(name, LONG) for name in names], loc="outside lower center", **look)
+    plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)
 
 
 def plot_maps(rows: list[Row]) -> "Figure":
@@ -64,8 +77,7 @@ def plot_maps(rows: list[Row]) -> "Figure":
         image.set_clim(min(shown, default=1), max(shown, default=1))
         axes.set_xticks(range(len(steps)), steps)
         axes.set_yticks(range(len(labels)), labels)
-        axes.locator_params("x", nbins=9)
-        axes.locator_params("y", nbins=9)
+        axes.locator_params(nbins=9)
         axes.set_xlabel("step")
         plot.colorbar(image, ax=axes, label=title)
     return plot

@@ -41,19 +41,19 @@ class Watch:
         """Measure the forward pass of `tokens` (B, T), and the gradients of the batch, without the `loss_scale`."""
         with autocast(tokens.device, dtype):
             self.rows = measure(self.model, tokens, self.buffers)
-        self.sites = [matrices(site) for _, _, site in split(self.model)]
-        for row, site in zip(self.rows, self.sites, strict=True):
-            for name, weight in site.items():
-                if weight.grad is not None:
-                    row[f"grad_rms.{name}"] = rms(weight.grad) / loss_scale
-        self.before = {weight: weight.detach().clone() for site in self.sites for weight in site.values()}
+        sites = zip(self.rows, split(self.model), strict=True)
+        self.matrices = [(row, *named) for row, (_, _, site) in sites for named in matrices(site)]
+        for row, name, weight in self.matrices:
+            if weight.grad is not None:
+                row[f"grad_rms.{name}"] = rms(weight.grad) / loss_scale
+        self.before = {weight: weight.detach().clone() for _, _, weight in self.matrices}
 
     def finish(self) -> None:
         """Add what has changed, and append the rows to the file."""
-        for row, site in zip(self.rows, self.sites, strict=True):
-            for name, weight in site.items():
-                change, before = weight.detach() - self.before[weight], self.before[weight]
-                row[f"update.{name}"] = (change.norm() / before.norm()).item()  # some weights start at zero
+        for row, name, weight in self.matrices:
+            change, before = weight.detach() - self.before[weight], self.before[weight]
+            row[f"update.{name}"] = (change.norm() / before.norm()).item()  # some weights start at zero
+        for row in self.rows:
             for key, value in row.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     row[key] = None
@@ -120,10 +120,10 @@ def attach(row: Row, site: Modules, streams: Callable[[Any], tuple[Tensor, ...]]
     return [module.register_forward_hook(record) for module in site.values()]
 
 
-def matrices(site: Modules) -> dict[str, nn.Parameter]:
-    """The weight matrices of a site: {"q_proj": ..., "k_proj": ...}."""
+def matrices(site: Modules) -> list[tuple[str, nn.Parameter]]:
+    """The weight matrices of a site: [("q_proj", ...), ("k_proj", ...)]."""
     named = ((name, weight) for name, module in site.items() for weight in module.parameters(recurse=False))
-    return {name: weight for name, weight in named if weight.ndim == 2}
+    return [(name, weight) for name, weight in named if weight.ndim == 2]
 
 
 def rms(x: Tensor) -> float:

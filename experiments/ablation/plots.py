@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 
 from experiments.ablation.outcome import SIZE, Arm, Outcome, grouped
 from experiments.ablation.report import Finding
-from pages.html import WIDTH
-from pages.watch import Style
+from pages.html import WIDTH, Style
+from pages.watch import LONG, add_legend
 
-MARKERS = "os^DvP<p>hd"
+MARKERS = "os^DvP<p>hd"  # hollow in a second round, of them or of the lines
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
 SIDES = "← better                    worse →"
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
@@ -37,6 +37,7 @@ def arm_styles(arms: Collection[Arm]) -> dict[str, Style]:
             "color": f"C{color}",
             "marker": MARKERS[color % len(MARKERS)],
             "linestyle": LINES[line % len(LINES)],
+            "fillstyle": "none" if color >= len(MARKERS) or line >= len(LINES) else "full",
         }
     return styles
 
@@ -49,7 +50,9 @@ def plot_differences(
     An arm has no mean if one of its runs, or of the baseline's, diverged or has not ended: that of the remaining seeds
     could be too good. Those of two seeds may be wide: the frame is at most five times as wide as what the dots cover.
     """
-    figure = Figure(figsize=(WIDTH, 2.0 + 0.4 * len(found)), layout="constrained")
+    names = [fill(name, LONG // 2) for name in found]
+    lines = max((name.count("\n") + 1 for name in names), default=1)
+    figure = Figure(figsize=(WIDTH, 1.4 + max(0.4, 0.2 * lines) * len(found)), layout="constrained")
     axes = figure.subplots()
     dots = [0.0]
     for height, (name, finding) in enumerate(found.items()):
@@ -61,35 +64,36 @@ def plot_differences(
         if finding.complete and (mean := finding.estimate):
             axes.errorbar(mean.mean, height, None, mean.half_width, mfc="none", ms=9, capsize=4, **style)
     axes.axvline(0, color="0.3", linewidth=1)
-    axes.set_yticks(range(len(found)), [fill(name, 36) for name in found])
+    axes.set_yticks(range(len(found)), names, size="small" if lines > 1 else "medium")
     axes.set_ylim(len(found) - 0.4, -0.6)
     frame = axes.get_xlim()
     if room := 2 * (max(dots) - min(dots)):
         axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
+    axes.locator_params("x", nbins=5)
     axes.set_xlabel(label + ("\nintervals are cut at the frame" if axes.get_xlim() != frame else ""))
     axes.grid(alpha=0.3)
-    figure.suptitle(fill(title, 80), fontsize="medium")
+    figure.suptitle(fill(title, LONG), fontsize="medium")
     return figure
 
 
 def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title: str) -> Figure:
     """The effect of each arm over compute, with its 95% interval. Below zero it is better than the first arm."""
-    figure = Figure(figsize=(WIDTH, 4), layout="constrained")
-    styles = arm_styles(list(dict.fromkeys(arm.without_size for arm in flops)))
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
-    known = [(arm, each) for arm, each in found.items() if each.complete]
-    for plain, rungs in grouped((arm.without_size, (arm, each)) for arm, each in known).items():
-        x = [flops[arm] for arm, _ in rungs]
-        y = [each.estimate.mean for _, each in rungs]
-        error = [each.estimate.half_width or 0.0 for _, each in rungs]
-        axes.errorbar(x, y, error, label=fill(plain.name, 40), capsize=4, **styles[plain.name])
+    styles = arm_styles(list(dict.fromkeys(arm.without_size for arm in flops)))
+    known = [(arm, each.estimate) for arm, each in found.items() if each.estimate and each.complete]
+    for name, rungs in grouped((arm.without_size.name, (flops[arm], mean)) for arm, mean in known).items():
+        x = [compute for compute, _ in rungs]
+        y = [mean.mean for _, mean in rungs]
+        error = [mean.half_width or 0.0 for _, mean in rungs]
+        axes.errorbar(x, y, error, label=name, capsize=4, **styles[name])
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run")
-    axes.set_ylabel(f"val_bpb minus that of the first arm\n{SIDES}")
+    axes.set_ylabel(f"difference in val_bpb\n{SIDES}")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small", handlelength=4)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(fill(title, LONG), fontsize="medium")
+    add_legend(figure, axes)
     return figure
 
 
@@ -102,20 +106,18 @@ def plot_curves(runs: list[Outcome], styles: Mapping[str, Style], title: str, un
     arms = grouped((run.arm, run) for run in runs)
     metrics = [metric for metric in METRICS if any(len(curve(group, metric, "step")) > 1 for group in arms.values())]
     panels = list(product(units, metrics or METRICS))
-    figure = Figure(figsize=(WIDTH, 0.7 + 2.7 * len(panels) + 0.15 * len(arms)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.4 + 2.5 * len(panels)), layout="constrained")
     column = figure.subplots(len(panels), 1, sharex=len(units) == 1, squeeze=False)[:, 0]
     for axes, (unit, metric) in zip(column, panels, strict=True):
         for arm, group in arms.items():
-            points = curve(group, metric, unit)
-            style = styles[arm.name]
-            axes.plot(*points.T, label=fill(arm.name, 40), ms=4, markevery=len(points) // 10 + 1, **style)
+            points, style = curve(group, metric, unit), styles[arm.name]
+            axes.plot(*points.T, label=arm.name, markersize=4, markevery=len(points) // 10 + 1, **style)
             if len(points) and any(run.diverged for run in group):
-                axes.plot(*points[-1], "X", color=style["color"], mec="black", ms=8)
+                axes.plot(*points[-1], "X", color=style["color"], markeredgecolor="black", markersize=8)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)
-    figure.suptitle(fill(title, 80), fontsize="medium")
-    names = column[0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=2, fontsize="small", handlelength=4)
+    figure.suptitle(fill(title, LONG), fontsize="medium")
+    add_legend(figure, column[0])
     return figure
 
 

@@ -8,6 +8,7 @@ tuning. Neither has a p-value, and the tables mark it.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from operator import mul
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ MARGIN = 0.01  # a difference in val_bpb that does not matter
 SEEDS = 3  # fewer call no arm better or worse
 VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
 FEW = 3  # compared arms; the conclusion has no numbers of more
+MANY = 6  # undecided arms for one reason; the conclusion has no names of more
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from "
     "the first row are paired: as far as their shapes allow, each seed gives both arms the same initial weights "
@@ -91,6 +93,13 @@ class Finding:
         return numbers | {"detectable": detectable, "p": self.p, "verdict": verdict, "reason": reason}
 
 
+def find(values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, known: bool = True) -> Finding:
+    """The finding of these values. Its p is not corrected yet."""
+    measured = estimate(values, slack, tests) if values else None
+    p = measured.p if measured and measured.n == planned and known else None
+    return Finding(measured, planned, known, values, slack, p)
+
+
 def compare(
     bpb: Mapping[Arm, BySeed],
     planned: Mapping[Arm, Collection[int]],
@@ -105,44 +114,41 @@ def compare(
     diverge is chance too, so they must not make the correction of the others milder.
     """
     found, pairs = {}, pairs_of([*bpb])
+    tests = len(pairs) + len({arm.without_size for arm, _ in pairs} if flops else ())
     for arm, other in pairs:
         costs = [regrets.get(each, 0.0) for each in (arm, other)]
         values = [bpb[arm][seed] - bpb[other][seed] for seed in sorted(bpb[arm].keys() & bpb[other].keys())]
         slack = sum(cost or 0.0 for cost in costs)
-        measured = estimate(values, slack, len(pairs)) if values else None
         shared = len(set(planned[arm]) & set(planned[other]))
-        found[arm, other] = Finding(measured, shared, None not in costs, values, slack)
-    trends = trends_of(found, flops) if found and flops else {}
+        found[arm, other] = find(values, shared, slack, tests, None not in costs)
+    trends = trends_of(found, flops, tests) if found and flops else {}
     everything = [*found.values(), *trends.values()]
-    for each in everything:
-        if each.estimate and each.complete and each.tuned:
-            each.p = each.estimate.p
     corrected = holm([1.0 if each.p is None else each.p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
         each.p = None if each.p is None else p
     return found, trends
 
 
-def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float]) -> dict[Arm, Finding]:
+def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: int) -> dict[Arm, Finding]:
     """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
 
-    Keys are arms without their size. There is a slope only if the effect is known at every size.
+    Keys are arms without their size. There is a slope only if the effect is known at every size. They are some of
+    so many `tests` that are corrected together.
     """
     x = {other.size: math.log2(flops[other]) for _, other in found}
     middle = fmean(x.values())
     spread = sum((each - middle) ** 2 for each in x.values())
     trends: dict[Arm, Finding] = {}
-    for plain in dict.fromkeys(arm.without_size for arm, _ in found):
-        rungs = {arm.size: each for (arm, _), each in found.items() if arm.without_size == plain}
-        weights = {size: (x[size] - middle) / spread for size in rungs}
+    for plain, rungs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
+        weights = [(x[size] - middle) / spread for size, _ in rungs]
+        effects = [each for _, each in rungs]
         slopes: list[float] = []
-        if len(rungs) == len(x) and all(each.complete for each in rungs.values()):
-            by_seed = zip(*(each.values for each in rungs.values()), strict=True)
-            slopes = [sum(map(mul, weights.values(), effects)) for effects in by_seed]
-        slack = sum(abs(weights[size]) * each.slack for size, each in rungs.items())
-        measured = estimate(slopes, slack, len(found) + len(trends)) if slopes else None
-        planned, tuned = min(each.planned for each in rungs.values()), all(each.tuned for each in rungs.values())
-        trends[plain] = Finding(measured, planned, tuned, slopes, slack)
+        if len(rungs) == len(x) and all(each.complete for each in effects):
+            by_seed = zip(*(each.values for each in effects), strict=True)
+            slopes = [sum(map(mul, weights, values)) for values in by_seed]
+        slack = sum(abs(weight) * each.slack for weight, each in zip(weights, effects, strict=True))
+        planned, tuned = min(each.planned for each in effects), all(each.tuned for each in effects)
+        trends[plain] = find(slopes, planned, slack, tests, tuned)
     return trends
 
 
@@ -155,11 +161,10 @@ def pairs_of(arms: Sequence[Arm]) -> list[Pair]:
         baselines = {arm.size: arm for arm in reversed(arms)}
         return [(arm, baselines[arm.size]) for arm in arms if arm != baselines[arm.size]]
     pairs = [(arm, arms[0]) for arm in arms[1:]]
-    for arm in arms:
-        for index, first in enumerate(arms[0].factors):
-            other = Arm((*arm.factors[:index], first, *arm.factors[index + 1 :]))
-            if other in arms and other != arm:
-                pairs.append((arm, other))
+    for arm, (index, first) in product(arms, enumerate(arms[0].factors)):
+        other = Arm((*arm.factors[:index], first, *arm.factors[index + 1 :]))
+        if other in arms and other != arm:
+            pairs.append((arm, other))
     return list(dict.fromkeys(pairs))
 
 
@@ -197,7 +202,7 @@ def comparison_section(
     lines, rows = [], {}
     for arm, ended in runs.items():
         levels = dict(arm.factors) | {"lr": f"{lrs[arm]:g}"}  # `compare` may have lr as a factor
-        mean, diverged = mean_of(bpb[arm], len(seeds[arm])), sum(run.diverged for run in ended)
+        mean, diverged = find([*bpb[arm].values()], len(seeds[arm])), sum(run.diverged for run in ended)
         *columns, verdict = columns_of(found[arm]) if arm in found else [NONE] * 4
         lines.append([*levels.values(), statistic(mean, ".4f"), *columns, f"{diverged} of {len(ended)}", verdict])
         row = {"arm": arm.name, **levels, "lr": lrs[arm], "seeds": mean.planned, "n": len(bpb[arm])}
@@ -236,12 +241,14 @@ def over_compute(trends: Mapping[Arm, Finding], found: Mapping[Arm, Finding], fl
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
-    """`a and b are better; c is undecided`, with numbers if these are few arms."""
+    """`a and b are better; c is undecided`, with numbers if these are few. Many undecided arms are only counted."""
     few, parts = len(found) <= FEW, []
     groups = grouped((each.verdict, f"{arm.name}{each if few else ''}") for arm, each in found.items())
     for verdict, reason in sorted(groups, key=lambda key: VERDICTS.index(key[0])):
         *names, last = groups[verdict, reason]
         arms = f"{', '.join(names)} and {last} are" if names else f"{last} is"
+        if verdict == UNDECIDED and len(names) >= MANY:
+            arms = f"{len(names) + 1} of {len(found)} arms are"
         parts.append(f"{arms} {verdict}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)
 
@@ -276,10 +283,6 @@ def statistic(finding: Finding, spec: str = "+.4f") -> str:
     return f"{finding.estimate:{spec}} " + (f"({n})" if finding.complete else f"({n} of {finding.planned}){INCOMPLETE}")
 
 
-def mean_of(values: BySeed, planned: int) -> Finding:
-    return Finding(estimate([*values.values()]) if values else None, planned)
-
-
 def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm, Optimum]) -> list[str]:
     """A row per arm and a column per learning rate. `optima` is empty before all runs have ended."""
     lrs = sorted({cell.lr for cell in cells})
@@ -288,8 +291,8 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         row = [arm.name]
         for lr in lrs:
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
-            mean = mean_of(final_bpb(outcomes[cell] for cell in tried if cell in outcomes), len(tried))
-            row.append(statistic(mean, ".4f"))
+            bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
+            row.append(statistic(find([*bpb.values()], len(tried)), ".4f"))
         best = regret = NONE
         if optima:
             best = f"{optima[arm].lr:g}"

@@ -222,11 +222,11 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
         against = f"Difference from {'the first arm of a size' if flops else reported[0].arm.name}, {title}"
         named, label = {arm.name: each for arm, each in found.items()}, f"val_bpb, paired by seed\n{SIDES}"
         figures["differences"] = plot_differences(named, label, against, styles)
-    if comparison.trends:
-        figures["ladder"] = plot_ladder(found, flops, title)
-    if ended := [cell for cell in reported if cell in outcomes]:
-        figures["curves"] = plot_curves([outcomes[cell] for cell in ended], styles, f"Means of {title}", ["step"])
-    logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in ended}
+        if comparison.trends:
+            figures["ladder"] = plot_ladder(found, flops, against)
+    if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
+        figures["curves"] = plot_curves(runs, styles, f"Means of {title}", ["step"])
+    logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_streams(watched, styles)
     named_runs = {cell.name: run for cell, run in outcomes.items()}

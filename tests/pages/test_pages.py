@@ -56,16 +56,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     (folder / "a b.txt").write_text("the <cat> sees &amp; a bird.\n" * 300)
     sizes = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 2"
-    places = [
-        "--data",
-        str(folder / "a b.txt"),
-        "--cache-dir",
-        str(folder / "cache"),
-        "--out",
-        str(folder / "run"),
-        "--watch=1",
-    ]
-    train.main([*sizes.split(), *places])
+    places = ["--data", str(folder / "a b.txt"), "--cache-dir", str(folder / "cache"), "--out", str(folder / "run")]
+    train.main([*sizes.split(), *places, "--watch=1"])
     return folder / "run"
 
 
@@ -93,9 +85,8 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     assert f"{described['parameters']:,} parameters, on a &lt;fast&gt; card." in html
     assert "python train.py --data &#x27;b c&#x27;" in html and "tie_embeddings: true" in html
     assert re.findall(r"text (\d+)\. if a &lt; b: café", html) == [str(step) for step in range(4, 24)]
-    write_run_file(
-        tmp_path / "run.json", described | {"resumed": [{"command": ["a"]}, {"command": ["train.py", "--resume"]}]}
-    )
+    resumed = [{"command": ["a"]}, {"command": ["train.py", "--resume"]}]
+    write_run_file(tmp_path / "run.json", described | {"resumed": resumed})
     log.add(step=31, not_finite=True)
     write_report(tmp_path, gzip_bpb=2.0)
     html = (tmp_path / "report.html").read_text("utf-8")

@@ -126,13 +126,9 @@ def test_the_whole_table_and_its_plot():
         "undecided |",
         "| none | pre | 0.01 | – | – | – | – | 3 of 3 | undecided |",
     ]
-    drawn = (
-        plot_differences({arm.name: finding for arm, finding in found.found.items()}, "")
-        .axes[0]
-        .collections[0]
-        .get_paths()[0]
-    )
-    assert np.asarray(drawn.vertices)[:, 0] == pytest.approx([-0.8484, -0.1516], abs=1e-4)
+    (axes,) = plot_differences({arm.name: finding for arm, finding in found.found.items()}, "").axes
+    drawn = axes.collections[0].get_paths()[0].vertices
+    assert np.asarray(drawn)[:, 0] == pytest.approx([-0.8484, -0.1516], abs=1e-4)
 
 
 def test_the_conclusion_says_what_is_shown_of_every_arm():
@@ -151,6 +147,11 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     assert text.startswith(
         "Compared with rmsnorm pre: layernorm pre (-1.0000 ± 0.0248, p = 6.7e-05) is better; dyt pre ("
     )
+    for norm in ("none", "norm0", "norm1", "norm2", "norm3"):
+        bpb[norm] = [2.0, 3.4, 4.8]
+    many = runs_of(rmsnorm=[2.0, 3.0, 4.0], **bpb)
+    text = comparison_section(list(many), many).text[0]
+    assert text.startswith("Compared with rmsnorm pre: layernorm pre is better; 7 of 8 arms are undecided. In bits")
     assert [columns_of(Finding(None, 2, p=p))[2] for p in (0.0, 0.012)] == ["< 0.0001", "0.012"]
 
 

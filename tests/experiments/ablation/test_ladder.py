@@ -79,6 +79,9 @@ def test_a_slope_is_that_of_each_seed_and_p_counts_all_comparisons():
     corrected = [ordered[sorted(p).index(value)] for value in p]
     assert max(corrected) < 1
     assert [each.p for each in (*pairs.values(), slope)] == pytest.approx(corrected)
+    strictest = scipy.stats.t.isf([0.025 / 4, 0.2], 3).sum()
+    detectable = [slack + strictest * scipy.stats.sem(v) for v, slack in beyond]
+    assert [each.row["detectable"] for each in (*pairs.values(), slope)] == pytest.approx(detectable, rel=1e-5)
 
 
 def section(losses: np.ndarray) -> Comparison:

@@ -1,5 +1,7 @@
 """The plots of an ablation, by the numbers that they draw. Warnings are errors here."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
@@ -11,6 +13,7 @@ from experiments.ablation.grid import Cell
 from experiments.ablation.outcome import Arm, Outcome
 from experiments.ablation.plots import arm_styles, plot_curves, plot_differences
 from experiments.ablation.report import comparison_section
+from pages.watch import plot_streams
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
 RMS, LAYER, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "layernorm", "dyt"))
@@ -82,23 +85,37 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
     assert len(curves([*runs(RMS, 2.0, 2.1), *runs(LAYER, 2.5, 2.7)]).axes) == 1
 
 
-@pytest.mark.parametrize(
-    "outcomes",
-    [
-        pytest.param([*runs(RMS, None, None), *runs(LAYER, None, None)], id="all diverged"),
-        pytest.param([run for i in range(18) for run in runs(Arm.of(norm=f"norm{i}"), 2.0, 2.1)], id="many arms"),
-    ],
-)
-def test_any_outcomes_can_be_drawn(outcomes):
+def test_diverged_runs_can_be_drawn():
+    outcomes = [*runs(RMS, None, None), *runs(LAYER, None, None)]
     for figure in (curves(outcomes), differences(outcomes)):
         FigureCanvasAgg(figure).draw()
 
 
-def test_a_norm_has_a_color_and_marker_and_a_placement_a_line():
+def test_many_arms_with_long_names_overlap_nothing_and_leave_room_for_the_panels():
+    norm, more = "layernorm:bias=false,eps=1e-6", {"optimizer": "adamw", "weight_decay": "0.1"}
+    arms = [Arm.of(norm=norm, placement=f"mhc:streams={i}", **more) for i in range(24)]
+    outcomes = [run for i, arm in enumerate(arms) for run in runs(arm, 2.0 + 0.001 * i, 2.1)]
+    row = {"step": 1, "site": "mlp", "stream_after": 0.5}
+    watched = {arm.name: [row | {"block": block} for block in (1, 2)] for arm in arms}
+    for figure in (differences(outcomes), curves(outcomes), plot_streams(watched, arm_styles(arms))):
+        FigureCanvasAgg(figure).draw()
+        panels = [axes.get_window_extent() for axes in figure.axes]
+        assert all(panel.height > 1.5 * figure.dpi and panel.width > 1.5 * figure.dpi for panel in panels)
+        drawn = [*panels, *(legend.get_window_extent() for legend in figure.legends)]
+        assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 for box in drawn)
+        texts = (axis.get_ticklabels() for axis in (figure.axes[0].yaxis, figure.axes[-1].xaxis))
+        for boxes in (drawn, *([text.get_window_extent() for text in labels] for labels in texts)):
+            assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+
+
+@pytest.mark.parametrize("norms, placements", [(3, 12), (13, 1)])
+def test_a_norm_has_a_color_and_marker_and_a_placement_a_line(norms, placements):
     """No two arms look the same in black and white."""
-    arms = [Arm.of(seed="1", norm=norm, placement=f"p{i}") for norm in ("rmsnorm", "dyt", "none") for i in range(6)]
+    names = ["rmsnorm", "dyt", *(f"norm{i}" for i in range(norms - 2))]
+    arms = [Arm.of(seed="1", norm=norm, placement=f"p{i}") for norm in names for i in range(placements)]
     styles = arm_styles(arms)
-    assert len({(style["marker"], style["linestyle"]) for style in styles.values()}) == len(arms)
+    looks = {(style["marker"], style["linestyle"], style["fillstyle"]) for style in styles.values()}
+    assert len(looks) == len(arms)
     for arm in arms:
         _, (_, norm), (_, placement) = arm.factors
         assert styles[arm.name]["color"] == styles[f"seed=1 {norm} p0"]["color"]
