@@ -3,12 +3,12 @@
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime.checkpoint import find_checkpoint
 from runtime.plugins import import_files
@@ -56,32 +56,36 @@ def fingerprint() -> Callable[[Path], list[str]]:
 
 
 @pytest.fixture
-def file_size_limit() -> Callable[[int], AbstractContextManager]:
-    """`with file_size_limit(size)`: no file of this process may grow beyond `size` bytes."""
-    resource = pytest.importorskip("resource")  # missing on Windows
-
-    @contextmanager
-    def limit(size: int) -> Iterator[None]:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return limit
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture) -> Callable[[Callable[[Any], Any], Any], str]:
-    """`refused(command, arguments)`: the only line that a command prints which ends with exit code 2."""
+def ends(capsys: pytest.CaptureFixture) -> Callable[[Callable[[Any], Any], Any], tuple[int, str]]:
+    """`ends(command, arguments)`: the exit code of a command that runs in this process, and its standard error."""
+
+    def run(command: Callable[[Any], Any], arguments: Any) -> tuple[int, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            command(arguments)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        return code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def refused(ends: Callable[..., tuple[int, str]]) -> Callable[[Callable[[Any], Any], Any], str]:
+    """`refused(command, arguments)`: the only line on standard error of a command that ends with exit code 2."""
 
     def run(command: Callable[[Any], Any], arguments: Any) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            command(arguments)
-        printed = capsys.readouterr()
-        assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1), printed.err
-        return printed.err
+        code, error = ends(command, arguments)
+        assert (code, error.count("\n")) == (2, 1), error
+        return error
 
     return run

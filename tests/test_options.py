@@ -19,6 +19,7 @@ from norms.placement import PLACEMENTS
 from roles import matrices
 from runtime.huggingface.architectures import to_theirs
 from runtime.watch import measure
+from tests.random_values import randomize
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=48, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
@@ -52,11 +53,7 @@ NAMES = [str(option.get("placement", next(iter(option)))) for option in OPTIONS]
 
 def random_weights_model(**options: Any) -> Llama:
     """A model in float64 in which every weight matters."""
-    model, generator = Llama(dataclasses.replace(SMALL, **{"qk_norm": "head"} | options)).double(), torch.Generator()
-    for weight in model.parameters():
-        noise = torch.randn(weight.shape, generator=generator.manual_seed(weight.numel()), dtype=torch.float64)
-        weight.data = noise * 1.5 / math.sqrt(weight.shape[-1]) if weight.ndim == 2 else 1 + 0.3 * noise
-    return model
+    return randomize(Llama(dataclasses.replace(SMALL, **{"qk_norm": "head"} | options)), matrices=1.5).double()
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
@@ -93,7 +90,7 @@ def test_generation_with_a_cache_is_that_without(option, monkeypatch):
     """
     monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
-    model = random_weights_model(**option).eval()
+    model = random_weights_model(**option)
     model.recompute = True
     for decoder in (model, CompiledDecoder(model)):
         cache: Any = decoder.new_cache()
@@ -109,7 +106,7 @@ def test_generation_with_a_cache_is_that_without(option, monkeypatch):
 STREAMS = [option for option in OPTIONS if "placement" in option]
 
 
-@pytest.mark.parametrize("option", [*STREAMS, {"placement": "ngpt"}], ids=str)
+@pytest.mark.parametrize("option", [{}, *STREAMS, {"placement": "ngpt"}], ids=str)
 def test_the_stream_and_its_maps_are_in_fp32_also_in_mixed_precision(option):
     """And when matrices are stored in bf16 for generation. A model that is bf16 throughout runs as well."""
     model: Any = Llama(dataclasses.replace(SMALL, **option)).eval()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from config import configure
+from config import DEFAULTS, configure
 from model import Llama
 from recipes import RECIPES
 from runtime.huggingface.weights import hugging_face_name
@@ -92,32 +92,6 @@ OURS: dict[str, dict[str, Any]] = {  # what our models have besides SIZES: caps 
     "inkling2": {"layers": 4, "placement_args": {"layers": 2}},
 }
 SMALL_CAPS = {"attention_cap": 5.0, "logit_cap": 3.0}
-CONTROLS: list[tuple[str, dict[str, Any]]] = [  # two recipes for each option, with another value of it
-    ("gemma nemotron", {"norm_args": {"zero_centered": False}}),
-    ("qwen3 minimax_m2", {"qk_norm": "none"}),
-    ("llama4 muse_glimmer", {"qk_norm_args": {"elementwise_affine": True}}),
-    ("hunyuan_v1_dense", {"qk_norm_after_rope": False}),
-    ("gemma4", {"v_norm": False}),
-    ("bitnet", {"inner_norm": False}),
-    ("nanochat muse_glimmer", {"embedding_norm": "none"}),
-    ("gemma2 gemma4", {"embedding_scale": 1.0}),
-    ("arcee nemotron", {"mlp": "gated"}),
-    ("gemma3 bitnet", {"activation": "silu"}),
-    ("afmoe laguna", {"attention_gate": "none"}),
-    ("laguna", {"gate_activation": "sigmoid"}),
-    ("gemma2 vaultgemma", {"attention_cap": 0.0}),
-    ("gemma2 nanochat", {"logit_cap": 15.0}),
-    ("glm4 exaone4", {"placement": "pre"}),
-    ("cohere", {"placement": "pre"}),
-    ("minimax", {"placement_args": {"alpha": 1.0}}),
-    ("minimax", {"placement_args": {"alpha": 1.5, "beta": 1.0}}),
-    ("glm5_next", {"placement_args": {"streams": 4, "end": "weighted"}}),
-    ("deepseek_v4", {"placement_args": {"end": "mean"}}),
-    ("inkling2", {"placement_args": {"layers": 1}}),
-    ("inkling2", {"placement_args": {"layers": 2, "normalize_values": False}}),
-    ("inkling2", {"placement_args": {"layers": 2, "scale_scores": False}}),
-    ("inkling2", {"embedding_norm": "plain"}),
-]
 WITHOUT_HEAD = {  # ours adds the head
     "step3p7": "Step3p7TextModel",
     "muse_glimmer": "MuseGlimmerTextModel",
@@ -290,9 +264,20 @@ def test_a_recipe_is_the_released_code(name):
             assert (found - expected).norm() <= 1e-12 * expected.norm(), path
 
 
-@pytest.mark.parametrize("names, changes", CONTROLS, ids=str)
-def test_every_option_matters(names, changes):
-    """With one option changed, the outputs differ."""
-    for name in names.split():
-        ours, theirs, _ = both(name, **changes)
-        assert (ours - theirs).norm() >= 1e-3 * theirs.norm(), name
+# The last recipe with this value of an option. Arguments of placements are in test_options.py.
+CASES = {
+    f"{option} {value}": (name, option)
+    for name, row in RECIPES.items()
+    for option, value in row.items()
+    if option != "placement_args" and value != DEFAULTS[option] and name not in WITHOUT_HEAD
+}
+
+
+@pytest.mark.parametrize("name, option", CASES.values())
+def test_every_option_matters(name, option):
+    """With one option as it is without the recipe, the outputs differ."""
+    changes = {option: DEFAULTS[option]} | ({"placement_args": {}} if option == "placement" else {})
+    if option in ("norm_args", "qk_norm_args"):
+        changes = {option: {argument: not value for argument, value in RECIPES[name][option].items()}}
+    ours, theirs, _ = both(name, **changes)
+    assert (ours - theirs).norm() >= 1e-3 * theirs.norm()

@@ -2,12 +2,10 @@
 
 import csv
 import json
-import random
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,12 +22,10 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory) -> list[str]:
+def arguments(tmp_path_factory, text) -> list[str]:
     """Of a comparison of two runs."""
-    folder, draw = tmp_path_factory.mktemp("ablation"), random.Random(0)
-    words = ["the", "cat", "<dog>", "sees", "&amp;", "a", "bird", "and", "sings", "sleeps"]
-    (folder / "text.txt").write_text("".join(" ".join(draw.choices(words, k=6)) + ".\n" for _ in range(300)))
-    return f"{FLAGS} --data {folder / 'text.txt'} --cache-dir {folder / 'cache'} --out {folder / 'out'}".split()
+    folder = tmp_path_factory.mktemp("ablation")
+    return f"{FLAGS} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'out'}".split()
 
 
 @pytest.fixture(scope="module")
@@ -100,29 +96,11 @@ def test_commands_of_runs_for_other_machines(arguments, folder, capsys, monkeypa
     shutil.rmtree(run)
 
 
-@pytest.mark.parametrize(
-    "flags, code, named",
-    [
-        ("", 2, "metrics.jsonl is damaged"),
-        ("--out {other}", 2, "is not empty; choose another folder"),
-        ("--steps 12", 4, "in use"),
-    ],
-)
-def test_a_command_that_cannot_be_run_says_why_in_one_line(flags, code, named, folder, arguments, capsys, tmp_path):
-    """And leaves the folder as it is."""
-    (tmp_path / "thesis.tex").touch()
-    log = folder / "cells" / "rmsnorm-pre-lr0.01-seed0" / "metrics.jsonl"
-    content = log.read_text()
-    if "damaged" in named:
-        log.write_text(content + "garbage\n")
+def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, arguments, ends):
     before = (folder / "command.txt").read_text()
-    try:
-        with pytest.raises(SystemExit) as exit, lock_file(folder / LOCK) if code == 4 else nullcontext():
-            ablate.main([*arguments, *flags.format(other=tmp_path).split()])
-    finally:
-        log.write_text(content)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert exit.value.code == code and named in line
+    with lock_file(folder / LOCK):
+        code, error = ends(ablate.main, [*arguments, "--steps", "13"])
+    assert code == 4 and "in use" in error and error.count("\n") == 1
     assert (folder / "command.txt").read_text() == before
 
 

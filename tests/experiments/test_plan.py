@@ -85,8 +85,6 @@ def test_the_model_of_a_run_is_planned_and_measured(tmp_path):
     flags = {"config": f"{tmp_path}/run.json", "layers": 2, "rounds": 3, "device": "cpu"}
     measured = bench.make_config("train", flags)
     assert (measured.model, measured.train) == (replace(model, layers=2), replace(training, device="cpu"))
-    with pytest.raises(ValueError, match="--device 'abacus'"):
-        bench.make_config("train", {"device": "abacus"})
 
 
 def test_parts_are_counted_and_ranks_share_them():

@@ -12,11 +12,11 @@ import torch
 import files
 import train
 from machine import device as machine_device
-from machine.device import describe, peak_memory, pick_device, pick_dtype, product_times, unused_gpu
+from machine.device import peak_memory, pick_device, pick_dtype, product_times, unused_gpu
 from runtime import run
 from runtime.flags import read_train
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -162,16 +162,6 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     assert resolved(2000) == (False, f"{line}Python's headers, which are not in {tmp_path}/include\n")
 
 
-def test_one_of_several_gpus(card, monkeypatch):
-    card((8, 0), count=2)
-    assert pick_device("auto") == pick_device("cuda") == CUDA and pick_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="--device cuda:2: the last of this machine's GPUs is cuda:1"):
-        pick_device("cuda:2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="finds no such device; try --device cpu"):
-        pick_device("cuda:0")
-
-
 @pytest.mark.parametrize(("milliseconds", "chosen"), [(0.3, "bfloat16"), (0.19, "float32"), (0.05, "float32")])
 def test_auto_takes_bfloat16_on_a_cpu_only_where_it_is_much_faster(milliseconds, chosen, monkeypatch):
     monkeypatch.setattr(machine_device, "product_times", lambda: [milliseconds / 1e3, 0.2 / 1.5 / 1e3])
@@ -186,10 +176,6 @@ def test_products_are_timed_once_and_leave_the_threads_alone(monkeypatch):
     product_times.cache_clear()
     assert product_times() is product_times() and set_to == [1, 2]
     assert all(1e-6 < value < 10 for value in product_times())
-
-
-def test_a_device_is_described_with_its_threads():
-    assert describe(CPU).endswith(f"(cpu, {torch.get_num_threads()} threads)") and torch.get_num_threads() == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

@@ -30,14 +30,6 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     return 2 * eps * (1 + mean.abs() / std) * ((1 + normalized) * state["weight"].abs() + state["bias"].abs())
 
 
-def our_and_torch_norm(**norm_args) -> tuple[BatchNorm, torch.nn.BatchNorm1d]:
-    """Our BatchNorm and torch's, with the same random gain and bias."""
-    ours, theirs = BatchNorm(8, **norm_args).double(), torch.nn.BatchNorm1d(8, **norm_args).double()
-    randomize(ours).train()
-    theirs.load_state_dict(ours.state_dict(), strict=False)
-    return ours, theirs
-
-
 def to_torch(x: Tensor) -> Tensor:
     """(B, T, D) ↔ (B, D, T)."""
     return x.transpose(1, 2)
@@ -45,7 +37,9 @@ def to_torch(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm_args", [{}, {"momentum": 0.3, "eps": 1e-2}], ids=str)
 def test_training_steps_and_evaluation_match_torch(norm_args):
-    ours, theirs = our_and_torch_norm(**norm_args)
+    ours, theirs = BatchNorm(8, **norm_args).double(), torch.nn.BatchNorm1d(8, **norm_args).double()
+    randomize(ours).train()
+    theirs.load_state_dict(ours.state_dict(), strict=False)
     for step in range(6):
         x = (3 * normal(4, 5, 8, seed=step).double() + 1) * (step + 1)
         torch.testing.assert_close(ours(x), to_torch(theirs(to_torch(x))), rtol=0, atol=1e-13)

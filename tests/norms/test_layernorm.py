@@ -37,19 +37,10 @@ def test_normalized_shapes(shape, normalized_shape):
     torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-13)
 
 
-def test_a_zero_centered_gain_is_one_more():
-    norm, x = randomize(LayerNorm(8, zero_centered=True).double()), 3 * normal(5, 6, 8).double() + 1
-    expected = oracle(x, {"weight": 1 + norm.weight, "bias": norm.bias})
-    torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-13)
-    assert torch.equal(LayerNorm(8, zero_centered=True).state_dict()["weight"], torch.zeros(8))
-
-
-def test_bias_and_gain_are_optional():
-    x, one = 3 * normal(5, 6, 8).double() + 1, torch.ones(())
+def test_bias_and_gain_are_optional_and_a_zero_centered_gain_starts_at_0():
+    """What is computed with each is compared with released models in test_recipes.py."""
     assert list(LayerNorm(8).state_dict()) == ["weight", "bias"]
-    without_bias, bare = randomize(LayerNorm(8, bias=False).double()), LayerNorm(8, elementwise_affine=False)
-    assert list(without_bias.state_dict()) == ["weight"] and not bare.state_dict()
-    expected = oracle(x, {"weight": without_bias.weight, "bias": 0 * one})
-    torch.testing.assert_close(without_bias(x), expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(bare(x), oracle(x, {"weight": one, "bias": 0 * one}), rtol=0, atol=1e-13)
-    assert bare(x.bfloat16()).dtype == torch.bfloat16
+    assert list(LayerNorm(8, bias=False).state_dict()) == ["weight"]
+    assert torch.equal(LayerNorm(8, zero_centered=True).state_dict()["weight"], torch.zeros(8))
+    bare = LayerNorm(8, elementwise_affine=False)
+    assert not bare.state_dict() and bare(normal(5, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -60,22 +60,6 @@ def same(fingerprint: Callable[[Path], list[str]]) -> Callable[[Path, Path], boo
     return lambda *runs: len({str((fingerprint(r), timeless(r), (r / "samples.txt").read_text())) for r in runs}) == 1
 
 
-@pytest.fixture
-def ends(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str]]:
-    """`ends(command, arguments)`: the exit code of a command that runs in this process, and its standard error."""
-
-    def run(command: Callable[[list[str]], None], arguments: list[str]) -> tuple[int, str]:
-        capsys.readouterr()
-        code = 0
-        try:
-            command(arguments)
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-        return code, capsys.readouterr().err
-
-    return run
-
-
 # --- commands in forks of this process, which has imported everything ------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """Damaged checkpoints: the one before is used and a line says so, or one line refuses. Never a silent restart."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import generate
 import train
 from runtime.checkpoint import list_checkpoints
 from runtime.run_dir import read_run_file, write_run_file
-
-Ends = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def commands(run: Path) -> list[tuple[Any, list[str]]]:
     ]
 
 
-def test_commands_go_back_to_an_intact_checkpoint(undisturbed, run, same, ends: Ends):
+def test_commands_go_back_to_an_intact_checkpoint(undisturbed, run, same, ends):
     path = damage(list_checkpoints(run)[-1])
     for main, arguments in commands(run):
         code, errors = ends(main, arguments)
@@ -48,31 +45,23 @@ def test_commands_go_back_to_an_intact_checkpoint(undisturbed, run, same, ends: 
     assert "going back" not in ends(*commands(run)[0])[1]
 
 
-def test_a_run_without_an_intact_checkpoint_is_refused(run, ends: Ends):
+def test_a_run_without_an_intact_checkpoint_is_refused(run, refused):
     """It does not start again, and a checkpoint that was named is not replaced by another one."""
     older, newest = list_checkpoints(run)
     path = damage(newest)
-    code, errors = ends(generate.main, ["--checkpoint", str(newest)])
-    assert code == 2 and errors.count("\n") == 1 and str(path) in errors
+    assert str(path) in refused(generate.main, ["--checkpoint", str(newest)])
     damage(older)
     metrics = (run / "metrics.jsonl").read_bytes()
     for main, arguments in commands(run):
-        code, errors = ends(main, arguments)
-        assert code == 2 and errors.count("\n") == 1 and str(path) in errors and "no other checkpoint" in errors
+        errors = refused(main, arguments)
+        assert str(path) in errors and "no other checkpoint" in errors
     (run / "checkpoints").unlink()  # the disk is not mounted
-    code, errors = ends(train.main, ["--resume", "--out", str(run), "--steps", "30"])
-    assert code == 2 and "holds no checkpoint; restore it, or delete metrics.jsonl" in errors
+    errors = refused(train.main, ["--resume", "--out", str(run), "--steps", "30"])
+    assert "holds no checkpoint; restore it, or delete metrics.jsonl" in errors
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_run_shorter_than_save_every_does_not_start_again(flags, tmp_path, ends: Ends):
-    train.main([*flags, "--steps", "2"])
-    shutil.rmtree(tmp_path / "run/checkpoints")
-    code, errors = ends(train.main, [*flags, "--resume"])
-    assert code == 2 and "holds no checkpoint; restore it, or delete metrics.jsonl" in errors
-
-
-def test_a_run_whose_checkpoint_is_of_another_model_is_refused(flags, tmp_path, ends: Ends):
+def test_a_run_whose_checkpoint_is_of_another_model_is_refused(flags, tmp_path, ends):
     run = tmp_path / "run"
     train.main([*flags, "--save-every", "3", "--steps", "3"])
     description = read_run_file(run / "run.json")

@@ -4,6 +4,8 @@ files, earlier checkpoints untouched, and once there is space the run continues 
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,18 @@ pytestmark = pytest.mark.pictures
 # A model so small that its checkpoint is smaller than loss.png.
 COMMAND = "--dim 4 --hidden-dim 4 --layers 1 --heads 1 --context 16 --batch-size 4 --tokenizer bytes --device cpu "
 COMMAND += "--dtype float32 --eval-every 2 --save-every 2 --schedule constant"
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes."""
+    resource = pytest.importorskip("resource")  # missing on Windows
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def command(text: Path, cache: Path, run: Path) -> list[str]:
@@ -36,7 +50,7 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("loss.png", "checkpoints/step-000004/optimizer.safetensors"),
     ],
 )
-def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same, file_size_limit):
+def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same):
     """`first` is the first file that does not fit, and `fits` the largest that does."""
     run = shutil.copytree(runs / "2", tmp_path / "run")
     resume = [*command(text, runs / "cache", run), "--resume", "--steps=4"]
@@ -48,13 +62,13 @@ def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same,
         rf"error: {run}/{first}\S* cannot be written: .*File too large.*; it needs [\d,]+ bytes, and [\d,]+ are free"
     )
     assert code == 1 and re.fullmatch(pattern, line), line
-    assert not [path for path in run.rglob("*") if path.suffix == ".part" or path.name.startswith(".step")]
+    assert not [*run.rglob("*.part"), *run.rglob(".step*")]
     assert all(path.read_bytes() == content for path, content in earlier.items())
     assert ends(train.main, resume)[0] == 0
     assert same(run, runs / "4")
 
 
-def test_a_disk_that_is_full_before_the_run_is_not_bad_input(flags, tmp_path, ends, file_size_limit):
+def test_a_disk_that_is_full_before_the_run_is_not_bad_input(flags, tmp_path, ends):
     """Its prepared text does not fit."""
     with file_size_limit(2000):
         code, error = ends(train.main, flags)

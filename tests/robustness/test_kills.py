@@ -40,10 +40,6 @@ def again(command: list[str], run: Path) -> list[str]:
     return ["--resume", "--out", str(run)] if (run / "run.json").exists() else command
 
 
-def leftovers(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob("*") if path.suffix == ".part" or path.name.startswith(".step-")]
-
-
 # What happens to which file; the k-th time, from 0.
 MOMENTS = {
     "before there is a run": ("os.rename", "run.json", 0),
@@ -75,7 +71,7 @@ def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, sa
     assert killed.wait() == -signal.SIGKILL, killed.text
     child = fork(train.main, again(command, run))
     assert child.wait() == 0, child.text
-    assert same(run, undisturbed) and not leftovers(run)
+    assert same(run, undisturbed) and not [*run.rglob("*.part"), *run.rglob(".step-*")]
 
 
 def test_order_of_flushes_and_renames(command, fork, tmp_path):

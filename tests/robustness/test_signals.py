@@ -17,11 +17,10 @@ import pytest
 
 import ablate
 import train
+from files import ROOT
 from machine import process
 from runtime.checkpoint import find_checkpoint
 from runtime.plugins import command_to_type
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
