@@ -199,6 +199,7 @@ class Trainer:
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
         self.log: Any = None  # on rank 0, from `open_log` on
         self.bar: Any = None
+        self.restored = checkpoint is not None
         if checkpoint:
             self.restore(checkpoint)
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
@@ -242,7 +243,7 @@ class Trainer:
     def loop(self, stop: list[int]) -> None:
         """Step, log, save and evaluate until the last step, or until there is a signal in `stop`."""
         config, folder = self.run.config, self.run.folder
-        if config.init_from and self.step == 0:
+        if config.init_from and not self.restored:
             self.save()  # --resume then does not need --init-from
         if self.step and self.due(config.eval_every) and not self.evaluated:
             self.log_evaluation()  # the run ended between saving and evaluating
@@ -255,7 +256,7 @@ class Trainer:
             if self.due(config.save_every) or request > GO_ON:
                 self.save()
             if request > SAVE:
-                by = "--max-minutes" if config.max_minutes and not stop else ""
+                by = "--max-minutes" if self.out_of_time() else ""
                 raise Stopped(request, command_to_type("train.py", "--resume", "--out", str(folder)), by)
             if self.due(config.eval_every):
                 self.log_evaluation()
@@ -266,10 +267,13 @@ class Trainer:
 
     def request(self, stop: list[int]) -> int:
         """What this rank wants after a step: the number of the signal to stop with, SAVE, or GO_ON."""
-        config, now = self.run.config, time.perf_counter()
-        if stop or 0 < config.max_minutes * 60 <= now - self.began:
+        if stop or self.out_of_time():
             return stop[0] if stop else signal.SIGTERM
-        return SAVE if 0 < config.save_minutes * 60 <= now - self.saved else GO_ON
+        save = 0 < self.run.config.save_minutes * 60 <= time.perf_counter() - self.saved
+        return SAVE if save else GO_ON
+
+    def out_of_time(self) -> bool:
+        return 0 < self.run.config.max_minutes * 60 <= time.perf_counter() - self.began
 
     def train_step(self) -> None:
         """One optimizer step, on the batch of this step."""

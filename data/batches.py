@@ -69,7 +69,7 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
             header = np.fromfile(path, "<i4", 3).tolist()
             offset = HEADER_BYTES if tuple(header[:2]) in HEADERS else 0
             dtype = np.dtype(HEADERS.get(tuple(header[:2]), "<u2"))
-            count = header[2] if offset else size // dtype.itemsize
+            count = sum(header[2:]) if offset else size // dtype.itemsize
             right = size == offset + count * dtype.itemsize
             require(right, f"{path}: {size:,} bytes are not {count:,} {dtype} ids" + " and a header" * bool(offset))
         tokens = np.memmap(path, dtype, "r", offset) if size > offset else np.empty(0, dtype)

@@ -107,10 +107,11 @@ def short_name(name: str) -> str:
 
 
 def _standard_library() -> list[Path]:
-    """Source and documentation of the running Python's standard library, without tests and the build's settings."""
+    """The source and documentation of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
-    files = [file for file in found if file.is_file() and not file.name.startswith((".", "_sysconfigdata"))]
+    sources = (file for file in found if file.is_file() and not file.name.startswith("."))
+    files = [file for file in sources if not file.name.startswith("_sysconfigdata")]  # This file depends on the build.
     if not files:
         raise ValueError(f"--data python: no standard library source in {root}; pass --data FILE instead")
     return files
@@ -150,7 +151,7 @@ def read_documents(path: Path, column: str = "text") -> Iterator[Iterator[str]]:
         return
     for text in _read_parquet(path, column) if parquet else _read_json_lines(path, column):
         if text is not None:
-            yield iter([text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES)])
+            yield _chunks(text)
         empty += text is None
     if empty:
         warn(f"{path}: rows left out, because their text is null: {empty}")
@@ -173,19 +174,23 @@ def _stem(path: Path) -> str:
     return path.name.lower().removesuffix(".gz")
 
 
+def _chunks(text: str) -> Iterator[str]:
+    for start in range(0, len(text), CHUNK_BYTES):
+        yield text[start : start + CHUNK_BYTES]
+
+
 def _read_text(path: Path) -> Iterator[str]:
     with _open(path) as file:
         rest = file.read(len(BOM_UTF8)).removeprefix(BOM_UTF8)
         offset = file.tell() - len(rest)
-        while data := rest + (more := file.read(CHUNK_BYTES)):
+        while data := file.read(CHUNK_BYTES):
+            data = rest + data
             # Without a line end, the last character is held back: the rest of it may be missing.
-            end = (data.rfind(b"\n") + 1 or max(len(data.rstrip(CONTINUATION)) - 1, 0)) if more else len(data)
-            try:
-                text = data[:end].decode()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: not UTF-8 at byte {offset + error.start}; convert or remove it") from None
-            yield text
+            end = data.rfind(b"\n") + 1 or max(len(data.rstrip(CONTINUATION)) - 1, 0)
+            yield _decode(data[:end], path, offset)
             offset, rest = offset + end, data[end:]
+        if rest:
+            yield _decode(rest, path, offset)
 
 
 def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
@@ -223,6 +228,13 @@ def _read_parquet(path: Path, column: str) -> Iterator[str | None]:
             yield from chain.from_iterable(batch[column].to_pylist() for batch in batches)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError, KeyError) as error:  # a key that two columns have
         raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
+
+
+def _decode(data: bytes, path: Path, offset: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {offset + error.start}; convert or remove it") from None
 
 
 @contextmanager

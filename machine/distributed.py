@@ -33,9 +33,9 @@ def process_group() -> Iterator[None]:
     if not launched or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    cards, card = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-    if card < cards:
-        torch.cuda.set_device(card)
+    cards = torch.cuda.device_count()
+    if local_rank() < cards:
+        torch.cuda.set_device(local_rank())
     store, number, count = next(dist.rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # After a restart, torchrun's store still has the addresses of the ranks that are gone. On several machines the
@@ -55,6 +55,11 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """The rank among those of this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def is_main() -> bool:
@@ -123,7 +128,7 @@ def from_main(function: Callable[..., T], *arguments: Any) -> T:
 
 def check_device(device: torch.device) -> None:
     """Raise ValueError unless each rank can have a `device` of its own."""
-    shared = device.index is not None or int(os.environ.get("LOCAL_RANK", "0")) >= torch.cuda.device_count()
+    shared = device.index is not None or local_rank() >= torch.cuda.device_count()
     if world_size() > 1 and device.type != "cpu" and shared:
         raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")
 
@@ -230,12 +235,13 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def sharded_like(x: Tensor, example: Any) -> Tensor:
+def sharded_like(x: Tensor, example: Tensor) -> Tensor:
     """`x`, the same on every rank, sharded as `example` is. Each rank keeps its part; nothing is sent."""
     if not hasattr(example, "placements"):
         return x
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
+    assert isinstance(example, DTensor)
     return distribute_tensor(x.to(example.device), example.device_mesh, example.placements, src_data_rank=None)
 
 
@@ -244,15 +250,16 @@ def copy(target: Tensor, x: Tensor) -> None:
     target.copy_(sharded_like(x, target))
 
 
-def on_whole_matrices(function: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+def on_whole_matrices(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     """`function` of a batch of matrices, N rows columns.
 
     If they are sharded, the ranks exchange their parts, so that each has some of the matrices whole, and back.
     """
     if not hasattr(batch, "placements"):
         return function(batch)
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import DTensor, Shard
 
+    assert isinstance(batch, DTensor)
     whole = batch.redistribute(placements=[Shard(0)])
     own = whole.to_local()
     own.copy_(function(own))

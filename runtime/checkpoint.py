@@ -109,15 +109,19 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     as it is.
     """
     directory, state = Path(directory).resolve(), stored_state(model)
-    directory.mkdir(parents=True, exist_ok=True)
-    require(not any(directory.iterdir()), f"{directory} is not empty; name a new directory")
-    unfinished = Path(tempfile.mkdtemp(prefix=".", dir=directory))
+    exists = directory.is_dir()
+    unused = not any(directory.iterdir()) if exists else not directory.exists()
+    require(unused, f"{directory} is not empty; name a new directory")
+    parent = directory if exists else directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
     try:
         with explained(directory, sum(tensor.nbytes for tensor in state.values())):
             write_model(unfinished, model, state, tokenizer)
             read_tokenizer(unfinished)
-            for read in open_model(unfinished)[1].values():
-                read()
+            for stored in open_model(unfinished)[1].values():
+                stored.read()
+            directory.mkdir(exist_ok=True)
             for path in sorted(unfinished.iterdir(), key=lambda path: path.name == CONFIG):
                 path.rename(directory / path.name)
     except ValueError as error:
@@ -185,7 +189,8 @@ def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -
 
     The model is in evaluation mode. Raises ValueError, naming the file, if one is missing, damaged or inconsistent.
     """
-    return open_checkpoint(directory, device)[1:]
+    _, model, tokenizer = open_checkpoint(directory, device)
+    return model, tokenizer
 
 
 def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu") -> tuple[Path, Llama, Tokenizer]:
@@ -205,8 +210,8 @@ def weight_hashes(directory: str | Path) -> dict[str, Any]:
 def load_weights(directory: Path, model: Llama) -> None:
     """Copy the stored weights into `model`, which may be sharded, one tensor after another."""
     expected = stored_state(model)
-    for name, read in open_model(directory, model.config)[1].items():
-        distributed.copy(expected[name], read())
+    for name, stored in open_model(directory, model.config)[1].items():
+        distributed.copy(expected[name], stored.read())
 
 
 def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def decide(model: ModelConfig, training: TrainConfig, device: torch.device, aske
         with torch.device("meta"):
             weights = sum(weight.numel() for _, _, weight in matrices(Llama(model)))
         flops = 6 * weights * model.context * training.batch_size * training.steps
-        # It takes about a minute; so many FLOPs take five to ten on two cores.
+        # torch.compile takes about a minute. So many FLOPs take five to ten minutes on two cores.
         compiled = flops >= 5e13 if device.type == "cpu" else device.type == "cuda" and training.steps >= 500
     compiled = compiled and check_compile(device, asked.get("compile", False))
     training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")

@@ -13,7 +13,7 @@ from experiments.ablation.report import Finding
 from pages.html import WIDTH, Style
 from pages.watch import LONG, add_legend
 
-MARKERS = "os^DvP<p>hd"  # hollow in a second round, of them or of the lines
+MARKERS = "os^DvP<p>hd"  # filled; hollow for the arms that take a marker or a line style a second time
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
 SIDES = "← better                    worse →"
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}

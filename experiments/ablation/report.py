@@ -25,7 +25,7 @@ MARGIN = 0.01  # a difference in val_bpb that does not matter
 SEEDS = 3  # fewer call no arm better or worse
 VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
 FEW = 3  # compared arms; the conclusion has no numbers of more
-MANY = 6  # undecided arms for one reason; the conclusion has no names of more
+MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from "
     "the first row are paired: as far as their shapes allow, each seed gives both arms the same initial weights "
@@ -247,7 +247,7 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
     for verdict, reason in sorted(groups, key=lambda key: VERDICTS.index(key[0])):
         *names, last = groups[verdict, reason]
         arms = f"{', '.join(names)} and {last} are" if names else f"{last} is"
-        if verdict == UNDECIDED and len(names) >= MANY:
+        if verdict == UNDECIDED and len(names) + 1 > MANY:
             arms = f"{len(names) + 1} of {len(found)} arms are"
         parts.append(f"{arms} {verdict}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)

@@ -97,7 +97,9 @@ class Study:
     effects: Sequence[Effect]
     protocols: Mapping[str, Protocol]  # keys are scales
     measure: Callable[[Protocol, int], Values] | None = None  # takes a seed, where a protocol has no arms
-    values: Mapping[str, Callable[..., Values]] = field(default_factory=dict)  # from the rows of one seed, and Measured
+    values: Mapping[str, Callable[[list[Row], Measured], Values]] = field(
+        default_factory=dict
+    )  # from the rows of one seed
     unit: str = "nats"  # the unit of the effects in the figure
     exact: bool = False  # an identity
 

@@ -6,8 +6,7 @@ a model_type of ours, which `transformers` refuses, and the reason.
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
-from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, save_tensors, stored_tensors, weight_files
+from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, join, save_tensors, stored_weights
 from runtime.plugins import import_records, warn_of_imports
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -31,7 +30,6 @@ TENSORS_PER_LAYER = 6  # at least: the matrices of attention and of a plain MLP
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
 TOKENIZERS = (*KINDS, PRETRAINED)
-Read = Callable[[], Tensor]
 
 
 def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
@@ -40,28 +38,36 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # it also starts a text without a prompt
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    stored = Layout(config)
     described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
     try:
         for record in import_records():
             require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
         edited = edited_module(model)
-        require(not edited, f"{edited} is not as model.py makes it")
+        require(edited is None, f"{edited or 'the model'} is not as model.py makes it")
         theirs = to_theirs(config)
-        unknown = [name for name in Layout(config).places(state) if not re.fullmatch(KNOWN, name)]
+        unknown = [name for name in stored.places(state) if not re.fullmatch(KNOWN, name)]
         require(not unknown, f"no Hugging Face architecture has {', '.join(unknown[:1])}")
         described |= theirs
+        stored = layout(theirs, config)
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
-    save_tensors(layout(described, config).joined(state), directory / WEIGHTS)
+    tensors = {}
+    for name, ours in stored.places(state).items():
+        tensors[name] = join([stored.reordered(each, state[each], back=True) for each in ours])
+    save_tensors(tensors, directory / WEIGHTS)
     tokenizer.save(directory)
     if tokenizer.generation:
         (directory / GENERATION).write_text(json.dumps(tokenizer.generation, indent=1), "utf-8")
 
 
-def edited_module(model: Llama) -> str:
-    """The first module that does not compute what model.py's own does for this configuration, or ""."""
+def edited_module(model: Llama) -> str | None:
+    """The first module that does not compute what model.py's own does for this configuration, or None.
+
+    The model itself is "".
+    """
     with torch.device("meta"):
         own = dict(Llama(model.config).named_modules())
     for name, module in model.named_modules():
@@ -69,8 +75,8 @@ def edited_module(model: Llama) -> str:
         defined = [each for each, value in vars(plain).items() if callable(value) and not each.startswith("_")]
         same = all(getattr(kind, each, None) is getattr(plain, each, module) for each in ("forward", *defined))
         if not same or vars(module).keys() & {"forward", "hidden", "logits"}:  # sharding replaces other methods
-            return name or "the model"
-    return next(iter(own), "")
+            return name
+    return next(iter(own), None)
 
 
 def stored_state(model: Llama) -> dict[str, Tensor]:
@@ -124,17 +130,17 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
     file, before anything is allocated if weights and configuration do not fit together.
     """
     model, weights = open_model(directory, config)
-    state = {name: read() for name, read in weights.items()}
+    state = {name: stored.read() for name, stored in weights.items()}
     if model.config.tie_embeddings:
         state["lm_head.weight"] = state["embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     return model
 
 
-def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, Read]]:
-    """The model without storage, and what reads each of its weights. See `read_model`."""
+def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
+    """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
     config = config or read_config(directory)[0]
-    found = stored_tensors(*weight_files(directory))
+    found = stored_weights(directory)
     size = sum(path.stat().st_size for path in {stored.path for stored in found.values()})
     most = max(MAX_ROPE_BYTES, size)
     fits = 4 * config.context * config.head_dim <= most
@@ -146,10 +152,11 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     return model, match_weights(found, model, directory)
 
 
-def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, Read]:
-    """What reads the tensor of each name in `stored_state(model)`. A ValueError names a difference."""
+def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, StoredTensor]:
+    """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
     expected, stored = stored_state(model), layout(read_json(directory / CONFIG, dict), model.config)
-    places, wanted = stored.places(expected), stored.joined(expected)
+    places = stored.places(expected)
+    wanted = {name: join([expected[each] for each in ours]) for name, ours in places.items()}
     # transformers < 4.32 stored rotary frequencies too.
     found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}
     if model.config.tie_embeddings and "lm_head.weight" in found:
@@ -168,11 +175,11 @@ def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path)
         else:
             continue
         raise ValueError(f"{directory / WEIGHTS} does not match {directory / CONFIG}: it {problem} {name}")
-    matched: dict[str, Read] = {}
+    matched = {}
     for name, ours in places.items():
         rows = [len(expected[each]) for each in ours] if len(ours) > 1 else []
         for part, each in enumerate(ours):
-            matched[each] = partial(stored.read, each, found[name], rows, part)
+            matched[each] = replace(found[name], change=partial(stored.to_ours, each, rows=rows, part=part))
     return matched
 
 

@@ -5,7 +5,7 @@ The layouts of most architectures agree with ours. `Layout` has the differences 
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,18 +77,9 @@ class Layout:
             found.setdefault(".".join(self.names.get(part, part) for part in parts), []).append(name)
         return found
 
-    def joined(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is stored of our `state`, by its name."""
-        stored = {}
-        for name, ours in self.places(state).items():
-            parts = [self.reordered(each, state[each], back=True) for each in ours]
-            stored[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return stored
-
-    def read(self, name: str, stored: "StoredTensor", rows: list[int], part: int) -> Tensor:
+    def to_ours(self, name: str, stored: Tensor, rows: list[int], part: int) -> Tensor:
         """The weight with our `name`, which is a `part` of what is stored if that has `rows` of several."""
-        whole = stored.read()
-        weight = self.reordered(name, whole.split(rows)[part].clone() if rows else whole)
+        weight = self.reordered(name, stored.split(rows)[part] if rows else stored)
         module = name.split(".")[-2]
         factor = self.factors.get(module, 1.0)
         if math.isclose(factor, 1):
@@ -105,14 +96,20 @@ class Layout:
         return weight.unflatten(0, (-1, len(order)))[:, order.argsort() if back else order].flatten(0, 1)
 
 
+def join(parts: list[Tensor]) -> Tensor:
+    """One below the other."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. `dtype` is safetensors' name for it, such as BF16."""
+    """A tensor in a file. `dtype` is safetensors' name for it, such as BF16. `change` makes it a weight of ours."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    change: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
     def read(self) -> Tensor:
         """The tensor in its own memory, because matrix products round differently at other alignments.
@@ -120,7 +117,7 @@ class StoredTensor:
         The file is closed again, so that the pages of a large file do not add up. Raises ValueError for NaN and inf.
         """
         with safe_open(self.path, "pt") as file:
-            tensor = file.get_tensor(self.name).clone()
+            tensor = self.change(file.get_tensor(self.name)).clone()
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{self.path}: {self.name} has values that are NaN or infinite")
         return tensor
@@ -143,6 +140,11 @@ def weight_files(directory: Path) -> list[Path]:
         require(inside, f"{path}: weight_map names {file!r}, which is not a .safetensors file in this directory")
         require((directory / file).is_file(), f"{directory / file} is missing; {INDEX} names it")
     return [directory / file for file in files]
+
+
+def stored_weights(directory: Path) -> dict[str, StoredTensor]:
+    """The weights of a directory by name. See `weight_files` and `stored_tensors`."""
+    return stored_tensors(*weight_files(directory))
 
 
 def stored_tensors(*files: Path) -> dict[str, StoredTensor]:

@@ -18,13 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
 from config import ModelConfig, TrainConfig
 from files import lock_file
-from generate import Sampling
 from machine import distributed
 from model import Llama
 from roles import draw_weights
@@ -80,7 +78,7 @@ def train_and_record(command: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
         patch.setattr(train, "training_batch", batch_or_stop)
         patch.setattr(train, "evaluate", evaluate_or_die)
-        patch.setattr(train, "SAMPLE", Sampling(tokens=8, temperature=0.8))
+        patch.setattr(train, "SAMPLE_TOKENS", 8)
         if command.endswith("undisturbed"):
             patch.setattr(train, "SHARDED_SAMPLE", 0)
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # takes longer than training
@@ -209,14 +207,6 @@ def test_a_killed_rank_is_restarted_and_the_run_continues(trained, folder):
 
 
 # --- in one process --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import generate
 import train
 from machine.process import PACKAGES, SETUP
 from runtime.checkpoint import list_checkpoints, verify
@@ -77,3 +78,9 @@ def test_a_training_step_without_memory(flags, ends, tmp_path, monkeypatch):
     assert code == 3 and error.splitlines()[-1].startswith("error: out of memory; try a smaller --micro-batch-size")
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000003"]
     verify(tmp_path / "run/checkpoints/step-000003")
+
+
+def test_generating_without_memory(undisturbed, ends, monkeypatch):
+    monkeypatch.setattr(generate, "stream_text", lambda *args: torch.empty(1 << 60))
+    code, error = ends(generate.main, ["--device", "cpu", "--checkpoint", str(undisturbed)])
+    assert code == 3 and error.splitlines()[-1] == "error: out of memory; try a smaller --samples or --tokens"

@@ -168,8 +168,8 @@ def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ByteTokenizer, "save", Mock(side_effect=KeyboardInterrupt))
         save_pretrained(directory, model, ByteTokenizer())
-    assert not list(directory.iterdir())
-    directory.chmod(0o700)
+    assert not list(tmp_path.iterdir())
+    directory.mkdir(mode=0o700)
     monkeypatch.chdir(directory)
     save_pretrained(".", model, ByteTokenizer())
     save_pretrained(tmp_path / "other/new", model, ByteTokenizer())
