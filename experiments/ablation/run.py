@@ -104,9 +104,9 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
     as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in settings.items()}
     folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{settings_digest(as_asked)}")
     check_not_in_use(folder)
-    started = next(folder.glob("cells/*/run.json"), None)
+    started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
     if started and dtype == "auto":  # it was measured, and might come out differently now
-        settings = resolve_arms(arms, on_device | {"dtype": read_run_file(started)["resolved"]["dtype"]})
+        settings = resolve_arms(arms, on_device | {"dtype": started[0]["resolved"]["dtype"]})
     config = next(iter(settings.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     grid = Grid(

@@ -80,11 +80,11 @@ def test_arms_are_the_product_of_all_factors(resolve):
     expected |= {"placement": "mhc", "placement_args": {"streams": 2}}
     assert asked.items() >= (expected | {"lr": 0.02, "seed": 2, "compile": False, "watch": 3}).items()
     assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=2 clip=8 tie_embeddings=false"
+    with pytest.raises(ValueError, match="text has at most"):  # too little for the longest context
+        resolve("--factor context=16,4000", rest="--dtype float32")
     grid.cell_folder(cell).mkdir(parents=True)
     (grid.cell_folder(cell) / "run.json").touch()
     assert read_train(grid.command(cell)[2:])["watch"] == 3
-    with pytest.raises(ValueError, match="text has at most"):  # too little for the longest context
-        resolve("--factor context=16,4000", rest="--dtype float32")
 
 
 def test_arms_of_recipes_are_single_runs(resolve):
