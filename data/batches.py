@@ -66,10 +66,10 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
         require(row, f"{path}: ids are a row of integers, not {tokens.dtype} of shape {tokens.shape}")
     else:
         if dtype is None:
-            header = np.fromfile(path, "<i4", 3).tolist()
-            offset = HEADER_BYTES if tuple(header[:2]) in HEADERS else 0
-            dtype = np.dtype(HEADERS.get(tuple(header[:2]), "<u2"))
-            count = sum(header[2:]) if offset else size // dtype.itemsize
+            magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+            offset = HEADER_BYTES * ((magic, version) in HEADERS)
+            dtype = np.dtype(HEADERS.get((magic, version), "<u2"))
+            count = count if offset else size // dtype.itemsize
             right = size == offset + count * dtype.itemsize
             require(right, f"{path}: {size:,} bytes are not {count:,} {dtype} ids" + " and a header" * bool(offset))
         tokens = np.memmap(path, dtype, "r", offset) if size > offset else np.empty(0, dtype)

@@ -67,9 +67,7 @@ rtx-5070   61.7e12  30.9e12   672e9   12e9
 rtx-5080    113e12  56.3e12   960e9   16e9
 rtx-5090    210e12   105e12  1792e9   32e9
 """
-CARDS = {}
-for name, *limits in map(str.split, TABLE.splitlines()):
-    CARDS[name] = Card(*map(float, limits))
+CARDS = {name: Card(*map(float, limits)) for name, *limits in map(str.split, TABLE.splitlines())}
 BEFORE_AMPERE = ("t4", "v100")  # without bfloat16 and TF32
 
 

@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from config import DEVICES, check_sizes
+from config import DEVICES, Asked
 from data.batches import evaluation_batches
 from data.corpus import RULES, Corpus
 from experiments.ablation.grid import Cell, Grid, prepare_text, resolve_arms, resolve_devices, settings_digest
@@ -46,37 +45,38 @@ def main(arguments: list[str]) -> None:
     add("--jobs", type=int, default=2, metavar="INT", help="runs at a time (default: 2)")
     add("--device", default="cpu", help=f"{DEVICES}; cuda:0,1 spreads the runs over two GPUs (default: cpu)")
     add("--cache-dir", default=".cache", metavar="DIR", help="directory for prepared corpora (default: .cache)")
-    config = SimpleNamespace(**parser.read(arguments[1:]))
-    name, results = config.name, config.out / RESULTS
+    asked = parser.read(arguments[1:])
+    name, scale, out = asked["name"], asked["scale"], asked["out"]
+    results = out / RESULTS
     if name:
         study = STUDIES[name]
-        scales = [config.scale] if config.scale else list(study.protocols)
+        scales = [scale] if scale else list(study.protocols)
         with bad_input():
-            check_sizes(config, "jobs")
-            require(scales[0] in study.scales, f"--scale {config.scale}: choose from {', '.join(study.scales)}")
-            resolve_devices(config.device)
+            require(asked["jobs"] >= 1, f"--jobs must be at least 1, not {asked['jobs']}")
+            require(scales[0] in study.scales, f"--scale {scale}: choose from {', '.join(study.scales)}")
+            asked["devices"] = resolve_devices(asked["device"])
             for folder in (RUNS, results):
                 folder.mkdir(parents=True, exist_ok=True)
         with lock_file(RUNS / LOCK):
             for scale in scales:
-                run_study(study, scale, config, results / f"{name}.json")
+                run_study(study, scale, asked, results / f"{name}.json")
     with bad_input():
         entries = read_entries(STUDIES.values(), results)
         require(entries, f"there are no results in {results}; name a claim: {', '.join(STUDIES)}")
-    write_page(entries, config.out)
+    write_page(entries, out)
     verdicts = {entry.study.name: entry.verdict for entry in entries}
     for each in [name] if name else STUDIES:
         print(f"{each}: {verdicts.get(each, 'not run')}")
-    print(f"see {config.out / 'CLAIMS.md'}")
+    print(f"see {out / 'CLAIMS.md'}")
 
 
-def run_study(study: Study, scale: str, config: SimpleNamespace, file: Path) -> None:
+def run_study(study: Study, scale: str, asked: Asked, file: Path) -> None:
     """Measure a study at a scale and add that to `file`, by the scale and the rules of the corpus.
 
     So a result on text that other rules split stays, and the new one stands beside it.
     """
     protocol, started = study.scales[scale], time.process_time()
-    seeds, rules = range(config.seed, config.seed + protocol.seeds), RULES if protocol.arms else ""
+    seeds, rules = range(asked["seed"], asked["seed"] + protocol.seeds), RULES if protocol.arms else ""
     with bad_input():
         content: dict[str, Any] = read_json(file, dict) if file.exists() else {}
     if study.measure and not protocol.arms:
@@ -84,7 +84,7 @@ def run_study(study: Study, scale: str, config: SimpleNamespace, file: Path) -> 
         rows = [{"arm": arm, "seed": seed, "value": values[seed][arm]} for seed in seeds for arm in values[seed]]
         measured: Measured = {"runs": rows, "search": [], "device": describe(torch.device("cpu"))}
     else:
-        measured = train_arms(protocol, seeds, config)
+        measured = train_arms(protocol, seeds, asked)
     rows = measured["runs"] + measured["search"]
     seconds = time.process_time() - started + sum(row.get("seconds") or 0 for row in rows)
     environment = {
@@ -100,14 +100,14 @@ def run_study(study: Study, scale: str, config: SimpleNamespace, file: Path) -> 
     write_atomically(file, json.dumps(content) + "\n")
 
 
-def train_arms(protocol: Protocol, seeds: range, config: SimpleNamespace) -> Measured:
+def train_arms(protocol: Protocol, seeds: range, asked: Asked) -> Measured:
     """Train every arm with every seed, at its best learning rate or at all of its rates."""
     measured: Measured = {"runs": [], "search": [], "corpora": {}, "optima": {}}
     optima = measured["optima"]
     for data, group in grouped((runs.data, (name, runs)) for name, runs in protocol.arms.items()).items():
         arms = {name: Arm.of(**runs.factors) for name, runs in group}
         with bad_input():  # the text may need a download
-            grid = make_grid(protocol.flags, list(arms.values()), data, seeds, config)
+            grid = make_grid(protocol.flags, list(arms.values()), data, seeds, asked)
         starts = {}
         for name, runs in group:
             if runs.lr:
@@ -128,16 +128,16 @@ def train_arms(protocol: Protocol, seeds: range, config: SimpleNamespace) -> Mea
     return measured | {"device": describe(torch.device(grid.devices[0]))}
 
 
-def make_grid(flags: str, arms: list[Arm], data: str, seeds: range, config: SimpleNamespace) -> Grid:
+def make_grid(flags: str, arms: list[Arm], data: str, seeds: range, asked: Asked) -> Grid:
     """The runs on one text. Studies with the same flags share a folder, and so their runs."""
-    devices = resolve_devices(config.device)
-    source = excerpt(int(data), config.cache_dir) if data.isdigit() else ["--data", data]
-    shared = read_train([*flags.split(), *source, "--device", devices[0], "--cache-dir", config.cache_dir])
+    devices, cache_dir = asked["devices"], asked["cache_dir"]
+    source = excerpt(int(data), cache_dir) if data.isdigit() else ["--data", data]
+    shared = read_train([*flags.split(), *source, "--device", devices[0], "--cache-dir", cache_dir])
     torch.set_num_threads(THREADS)  # a run's description of its device includes them
     base = resolve_arms([Arm(())], shared)
     text = prepare_text(base)
     folder = RUNS / digest([settings_digest(base), text.corpus_hash])[:8]
-    return Grid(folder, resolve_arms(arms, shared), shared, text, seeds, config.jobs, THREADS, devices)
+    return Grid(folder, resolve_arms(arms, shared), shared, text, seeds, asked["jobs"], THREADS, devices)
 
 
 def rows_of(grid: Grid, outcomes: Mapping[Cell, Outcome], arms: Mapping[str, Arm]) -> list[Row]:

@@ -119,6 +119,7 @@ BAD: dict[str, list[tuple]] = {
     "ids needs either train.bin or train.npy": [("train.bin", U2), ("train.npy", U2), ("val.bin", U2)],
     "train.bin: 6,001 bytes are not 3,000 uint16 ids": [("train.bin", bytes(6001))],
     "train.bin: 7,024 bytes are not 2,999 uint16 ids and a header": [("train.bin", U2, (20240520, 1, 2999))],
+    "train.bin: 8 bytes are not 0 uint16 ids and a header": [("train.bin", np.array([20240520, 1], "<i4").tobytes())],
     "train.npy: ids are a row of integers, not float32 of shape (3000,)": [("train.npy", IDS.astype("f4"))],
     "train.npy: ids are a row of integers, not uint16 of shape (30, 100)": [("train.npy", U2.reshape(30, 100))],
     "train.npy: not a .npy file of ids": [("train.npy", np.array([None, "text"]))],

@@ -106,6 +106,8 @@ def test_p_values_are_those_of_scipy_beyond_the_regrets_corrected_by_hand():
     assert dyt.p == pytest.approx(2 * p_of(ABOVE, 0.1))
     assert none.estimate and none.estimate.n == 2 and not none.complete
     assert none.p is None
+    untuned = compare(BPB, PLANNED, regrets={DYT: None})[0][DYT, RMSNORM]
+    assert untuned.estimate and untuned.complete and untuned.p is None
 
 
 def test_the_whole_table_and_its_plot():

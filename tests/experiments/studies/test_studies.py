@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,30 +193,30 @@ TOY = "--tokenizer bytes --dim 16 --layers 2 --context 16 --batch-size 4 --steps
 
 
 def test_a_measurement_continues_and_shares_runs_with_others(texts, in_process, undrawn):
-    config = SimpleNamespace(jobs=1, device="cpu", cache_dir=".cache")
+    asked = {"jobs": 1, "devices": ("cpu",), "cache_dir": ".cache"}
     tuned, like = Runs({"norm": "rmsnorm"}, 0.01, data=texts), Runs({"norm": "layernorm"}, like="a", data=texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "WIDEN", 0)
         patch.setattr("experiments.ablation.grid.find_optimum", lambda losses: Optimum(0.01, 0.5))  # in bits per byte
-        measured = train_arms(Protocol(1, TOY, {"a": tuned, "b": like}), range(1), config)
+        measured = train_arms(Protocol(1, TOY, {"a": tuned, "b": like}), range(1), asked)
     assert len(measured["search"]) == 5 and len(in_process) == 7
     assert [row["lr"] for row in measured["runs"]] == [0.01, 0.01]
     assert measured["optima"]["a"]["regret"] == pytest.approx(0.5 * math.log(2), rel=0.02)  # in nats per byte
     arms = {name: Runs({"norm": norm}, lrs=(0.01, 0.02), data=texts) for name, norm in (("a", "rmsnorm"), ("b", "dyt"))}
     protocol = Protocol(2, TOY, arms)
     del in_process[:]
-    first = train_arms(protocol, range(2), config)
+    first = train_arms(protocol, range(2), asked)
     assert [(row["arm"], row["lr"], row["seed"]) for row in first["runs"]] == [
         (arm, lr, seed) for seed in (0, 1) for arm in "ab" for lr in (0.01, 0.02)
     ]
     assert all(len(row["residual_rms"]) == 3 and row["seconds"] and "commit" in row for row in first["runs"])
     del in_process[:]
-    assert train_arms(protocol, range(2), config) == first and not in_process
-    one = train_arms(replace(protocol, arms={"only": arms["b"]}), range(2), config)
+    assert train_arms(protocol, range(2), asked) == first and not in_process
+    one = train_arms(replace(protocol, arms={"only": arms["b"]}), range(2), asked)
     assert [row["value"] for row in one["runs"]] == [row["value"] for row in first["runs"] if row["arm"] == "b"]
     assert not in_process
     longer = replace(protocol, flags=TOY.replace("--steps 2", "--steps 3"))
-    assert len(train_arms(longer, range(1), config)["runs"]) == len(in_process) == 4
+    assert len(train_arms(longer, range(1), asked)["runs"]) == len(in_process) == 4
 
 
 def test_an_excerpt_has_less_training_text_and_the_same_validation_text(texts, tmp_path):
