@@ -53,8 +53,6 @@ from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make
 
 PRINT_EVERY = 30  # seconds between lines where there is no progress bar
 LOG_EVERY = 10  # steps between log entries of the training loss
-# Columns of metrics.jsonl. Terms of the objective need other names.
-COLUMNS = ("step", "tokens", "seconds", "lr", "grad_norm", "tokens_per_second", "val_loss", "val_bpb")
 GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
@@ -295,8 +293,6 @@ class Trainer:
         grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
         if watch:
             watch.finish()
-        taken = f"a term of the objective has the name of a column of metrics.jsonl: {', '.join(COLUMNS)}"
-        require(terms.keys().isdisjoint(COLUMNS), taken)
         terms = {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
         self.pending.append({**terms, "grad_norm": grad_norm})
 

@@ -154,13 +154,6 @@ def test_a_term_of_the_objective_is_minimized_and_logged_apart(command):
     assert all("z_loss" in row for row in rows) and "z_loss" not in last
 
 
-def test_a_term_of_the_objective_needs_a_name_of_its_own(command, monkeypatch):
-    objective = Llama.objective
-    monkeypatch.setattr(Llama, "objective", lambda *inputs: objective(*inputs) | {"lr": torch.ones(())})
-    with pytest.raises(ValueError, match=r"has the name of a column of metrics\.jsonl: step, tokens, seconds, lr,"):
-        command("--steps 1")
-
-
 ARMS = [(kind, "pre") for kind in sorted(KINDS)] + [("rmsnorm", name) for name in PLACEMENTS if name != "pre"]
 
 
@@ -207,9 +200,8 @@ def test_each_step_uses_the_learning_rate_of_the_schedule_and_rows_have_mean_los
 
 def test_learning_rate_schedules():
     cosine = TrainConfig(schedule="cosine", steps=100, warmup=10, lr=1.0)
-    assert [learning_rate(cosine, step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
-    assert learning_rate(cosine, 55) == pytest.approx(0.5)
-    assert learning_rate(cosine, 99) == pytest.approx((1 + math.cos(math.pi * 89 / 90)) / 2)
+    last = (1 + math.cos(math.pi * 89 / 90)) / 2
+    assert [learning_rate(cosine, step) for step in (0, 9, 10, 55, 99)] == pytest.approx([0.1, 1, 1, 0.5, last])
     linear = TrainConfig(schedule="linear", steps=100, warmup=10, lr=1.0)
     assert [learning_rate(linear, step) for step in (9, 10, 55, 99)] == pytest.approx([1.0, 1.0, 0.5, 1 / 90])
     stable = TrainConfig(schedule="wsd", steps=100, warmup=10, lr=1.0)

@@ -340,12 +340,6 @@ def test_identity(kind, device):
     assert torch.equal(norm(x), x) == TRAITS[kind].identity
 
 
-def test_traits_are_consistent():
-    for kind, traits in TRAITS.items():
-        assert traits.causal_in_training or not traits.per_token, kind
-        assert not traits.per_head or (traits.per_token and not traits.identity), kind
-
-
 @pytest.mark.parametrize("kind", sorted(set(KIND_NAMES) - set(STATEFUL)))
 def test_a_kind_without_state_does_the_same_in_training_and_evaluation(kind):
     """So it is tested in training alone. No random numbers are drawn either."""

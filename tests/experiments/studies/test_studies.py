@@ -146,23 +146,12 @@ def test_values_by_hand():
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_protocols_are_complete(name):
-    """Every arm can be trained, and every effect has its arms at some scale, the judged ones at the first."""
-    assert len(STUDIES) == 12 and STUDIES[name].name == name
-    complete = set()
-    for number, protocol in enumerate(STUDIES[name].scales.values()):
-        arms = [Arm.of(**runs.factors) for runs in protocol.arms.values()]
-        if arms:
-            here = {"device": "cpu", "dtype": "float32", "compile": False}
-            settings = resolve_arms(arms, read_train(protocol.flags.split()) | here)
-            assert len(settings) == len(set(arms)) and len(set(map(repr, settings.values()))) == len(set(arms))
-        for runs in protocol.arms.values():
-            assert (runs.lr is not None) + bool(runs.like) + bool(runs.lrs) == 1
-            assert not runs.like or runs.like in protocol.arms
-        for effect in STUDIES[name].effects:
-            if effect.terms.keys() <= protocol.arms.keys() or effect.value == "speed-up" or not arms:
-                complete.add(effect.name)
-            assert not (effect.reproduced and number == 0) or effect.name in complete
-    assert complete == {effect.name for effect in STUDIES[name].effects}
+    """Every arm can be trained, and each differs from the others."""
+    for protocol in STUDIES[name].scales.values():
+        arms = {Arm.of(**runs.factors) for runs in protocol.arms.values()}
+        here = {"device": "cpu", "dtype": "float32", "compile": False}
+        settings = resolve_arms(arms, read_train(protocol.flags.split()) | here) if arms else {}
+        assert len(set(map(repr, settings.values()))) == len(settings) == len(arms)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
