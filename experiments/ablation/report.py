@@ -226,7 +226,7 @@ def comparison_section(
 def over_compute(trends: Mapping[Arm, Finding], found: Mapping[Arm, Finding], flops: Mapping[Arm, float]) -> list[str]:
     """What a ladder shows, in a sentence and in a section with a row for each arm."""
     titles = {arm.size: f"{flops[arm]:.2g} FLOPs" for arm in found}
-    rows, said = [], []
+    rows = []
     for arm, slope in trends.items():
         effects = {rung.size: each for rung, each in found.items() if rung.without_size == arm}
         means = [each.estimate.mean for each in effects.values() if each.estimate]
@@ -235,22 +235,33 @@ def over_compute(trends: Mapping[Arm, Finding], found: Mapping[Arm, Finding], fl
             shown = "the gap grows" if abs(means[-1]) > abs(means[0]) else "the gap closes"
         known = [statistic(effects[size]) if size in effects else NONE for size in titles]
         rows.append([arm.name, *known, *columns_of(slope)[:3], shown])
-        said.append(f"{arm.name}: {shown}")
     header = ["arm", *titles.values(), "slope for each doubling (n)", "detectable", "p", "trend"]
-    return [f"With compute, {'; '.join(said)}.", "## Effect over compute", table(header, rows)]
+    groups = grouped((row[-1], row[0]) for row in rows)
+    said = "; ".join(f"{shown} for {listed(names)}" for shown, names in groups.items())
+    return [f"With compute, {said}.", "## Effect over compute", table(header, rows)]
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
-    """`a and b are better; c is undecided`, with numbers if these are few. Many undecided arms are only counted."""
+    """`a and b are better; c is undecided`, with numbers if these are few. Many undecided arms are only counted.
+
+    In a ladder: `a at dim=32, dim=64 is better`.
+    """
     few, parts = len(found) <= FEW, []
-    groups = grouped((each.verdict, f"{arm.name}{each if few else ''}") for arm, each in found.items())
+    groups = grouped((each.verdict, arm) for arm, each in found.items())
     for verdict, reason in sorted(groups, key=lambda key: VERDICTS.index(key[0])):
-        *names, last = groups[verdict, reason]
-        arms = f"{', '.join(names)} and {last} are" if names else f"{last} is"
-        if verdict == UNDECIDED and len(names) + 1 > MANY:
-            arms = f"{len(names) + 1} of {len(found)} arms are"
-        parts.append(f"{arms} {verdict}" + (f", as {reason}" if reason else ""))
+        arms = groups[verdict, reason]
+        at = grouped((f"{arm.without_size.name}{found[arm] if few else ''}", arm.size.split(",")[0]) for arm in arms)
+        names = [" at ".join(filter(None, [name, ", ".join(widths)])) for name, widths in at.items()]
+        are = f"{listed(names)} {'are' if len(names) > 1 else 'is'}"
+        if verdict == UNDECIDED and len(arms) > MANY:
+            are = f"{len(arms)} of {len(found)} arms are"
+        parts.append(f"{are} {verdict}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def within(pairs: Mapping[Pair, Finding]) -> list[str]:

@@ -9,7 +9,7 @@ import scipy.stats
 import ablate
 from experiments.ablation.grid import Cell
 from experiments.ablation.outcome import Arm, Outcome
-from experiments.ablation.report import Comparison, compare, comparison_section
+from experiments.ablation.report import Comparison, by_verdict, compare, comparison_section
 from experiments.ablation.run import climb, resolve_ablation
 from model import Llama
 from runtime.flags import read_train
@@ -100,10 +100,11 @@ def test_one_sentence_says_what_is_shown(effects, shown):
     losses = LOSSES.copy()
     losses[1::2] += np.array(effects)[:, None]
     found = section(losses)
-    assert re.match(
-        rf"With compute, dyt:alpha=1: .*{shown}.*\. Compared with rmsnorm of the same size: ", found.text[0]
-    )
-    assert found.text[1] == "## Effect over compute" and shown in found.text[2]
+    start = rf"With compute, .*{shown}.* for dyt:alpha=1\. Compared with rmsnorm of the same size: "
+    assert re.match(start, found.text[0]) and found.text[1] == "## Effect over compute" and shown in found.text[2]
+    more = found.found | {Arm((*arm.factors, ("clip", "2"))): each for arm, each in found.found.items()}
+    expected = "dyt:alpha=1 at dim=32, dim=64, dim=96 and dyt:alpha=1 clip=2 at dim=32, dim=64, dim=96 are"
+    assert by_verdict(more) == f"{expected} {'better' if shown == 'grows' else 'worse'}"
 
 
 def test_equal_arms_show_a_trend_in_at_most_six_of_a_hundred_ladders():
