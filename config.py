@@ -252,7 +252,7 @@ class TrainConfig:
     momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
     seed: int = option(0, "seed of initial weights, batches and dropout")
-    order: str = option("random", "windows from random tokens, or each once an epoch", choices=["random", "epochs"])
+    order: str = option("random", "random windows, or adjacent ones, each once an epoch", choices=["random", "epochs"])
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     tf32: bool = option(False, "allow TF32 in float32 matrix products on a GPU: faster, with 10 bits of mantissa")

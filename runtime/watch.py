@@ -112,7 +112,7 @@ def attach(row: Row, site: Modules, streams: Callable[[Any], tuple[Tensor, ...]]
             for column, stream in (("stream_before", args[0]), ("stream_after", output)):
                 for prefix, part in zip(("", "second_"), streams(stream), strict=False):
                     row[prefix + column] = rms(part)
-        elif name == "rotated_q_norm":
+        if name == "rotated_q_norm":
             queries.append(output)
         elif name == "rotated_k_norm":
             row["max_logit"] = max_logit(queries.pop(), output)

@@ -79,7 +79,7 @@ class AblationConfig:
     )
     ladder: list[int] = option(
         [],
-        "widths (--dim) at which all arms are compared: heads grow with it, and --steps with the number of parameters",
+        "widths (--dim) at which all arms are compared, multiples of --head-dim; --heads and --steps grow with them",
         type=int,
         metavar="DIM",
     )

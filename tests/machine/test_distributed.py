@@ -148,7 +148,6 @@ def test_two_ranks_train_as_one(engine, name, trained, folder):
     for figure in ("train_loss", "val_loss", "val_bpb", "grad_norm", *["z_loss"] * (name == "accumulated")):
         assert series(two, figure) == pytest.approx(series(one, figure), rel=1e-5), figure
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
-    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
     found, expected = weights(two), weights(one)
     assert found.keys() == expected.keys()
     for key in expected:  # after 8 steps with learning rates of 0.015

@@ -51,8 +51,8 @@ def largest_logit(x: Tensor, model: Any, layer: int) -> float:
     """Over all sequences, heads, tokens and those that each token sees, from the normalized input of attention."""
     attention, (batch, length, _) = model.layers[layer].self_attn, x.shape
     rope = model.rope(slice(length))
-    q = rotate((x @ attention.q_proj.weight.T).view(batch, length, 4, 4), rope)
-    k = rotate((x @ attention.k_proj.weight.T).view(batch, length, 2, 4), rope)
+    q = attention.rotated_q_norm(rotate((x @ attention.q_proj.weight.T).view(batch, length, 4, 4), rope))
+    k = attention.rotated_k_norm(rotate((x @ attention.k_proj.weight.T).view(batch, length, 2, 4), rope))
     seen = [(b, h, t, s) for b in range(batch) for h in range(4) for t in range(length) for s in range(t + 1)]
     return max(float(q[b, t, h] @ k[b, s, h // 2]) / 2 for b, h, t, s in seen)
 
@@ -70,7 +70,8 @@ def largest_logit(x: Tensor, model: Any, layer: int) -> float:
     ],
 )
 def test_rows_match_float64(norm, placement, tmp_path):
-    fields: Any = {"norm_args": {"warmup": 0}} if norm == "powernorm" else {}  # divides by what earlier steps left
+    fields: Any = {"qk_norm": "head", "qk_norm_after_rope": True} if placement == "pre" else {}
+    fields |= {"norm_args": {"warmup": 0}} if norm == "powernorm" else {}  # divides by what earlier steps left
     model, (tokens, targets) = make_model(norm, placement, embedding_norm="gain", **fields), make_batch()
     exact = copy.deepcopy(model).double()
     exact.loss(tokens, targets).backward()
