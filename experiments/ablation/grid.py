@@ -65,22 +65,22 @@ Settings = dict[Arm, tuple[ModelConfig, TrainConfig]]
 def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
     """The configurations of each arm, with what all share. Prints why it skips an unsupported combination.
 
-    `--dtype auto` is decided once, for all arms. Raises ValueError if no arm is left.
+    `--dtype auto` is decided once, for all arms. Raises ValueError if the first one, the baseline, is not supported.
     """
-    settings, reason, previous = {}, "", read_config_file(shared)
+    settings: Settings = {}
+    previous = read_config_file(shared)
     for arm in dict.fromkeys(arms):
         try:
             _, model, config = resolve(combine(shared, arm.asked), previous)
         except Unsupported as error:
-            reason = str(error)
-            print(f"skipped: {reason}", file=sys.stderr)
+            require(settings, f"{arm.name}, to which all others would be compared: {error}")
+            print(f"skipped: {error}", file=sys.stderr)
             continue
         settings[arm] = model, config
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
         bits = "an ablation compares val_bpb, so token files need their tokenizer: --tokenizer DIR or bytes"
         require(config.tokenizer != NoTokenizer.kind, bits)
         shared = {**shared, "dtype": config.dtype}
-    require(settings, reason)
     return settings
 
 
@@ -278,6 +278,7 @@ class Grid:
             found |= self.run(asked, most - len(set(asked) - found.keys()) + len(lrs) * len(self.seeds))
             losses |= {arm: losses_of(arm, found.values()) for arm in wanted}
             wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(self.seeds)))}
+            wanted = {arm: more for arm, more in wanted.items() if more[0][0] >= self.settings[arm][1].min_lr}
             if not wanted:
                 break
         return {arm: find_optimum(losses[arm]) for arm in lrs}, found

@@ -84,7 +84,7 @@ class Outcome:
     def row(self) -> dict[str, Any]:
         """Its row in `runs.csv`."""
         values = {name: value for name, value in vars(self).items() if name not in ("arm", "log")}
-        return dict(self.arm.factors) | values
+        return {"arm": self.arm.name} | dict(self.arm.factors) | values
 
     def __str__(self) -> str:
         result = f"diverged at step {self.step}" if self.diverged else f"val_bpb {self.val_bpb:.4f}"

@@ -85,7 +85,7 @@ def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title:
     for name, rungs in grouped((arm.without_size.name, (flops[arm], mean)) for arm, mean in known).items():
         x = [compute for compute, _ in rungs]
         y = [mean.mean for _, mean in rungs]
-        error = [mean.half_width or 0.0 for _, mean in rungs]
+        error = np.array([mean.half_width for _, mean in rungs], float)  # None, of a single seed, becomes NaN
         axes.errorbar(x, y, error, label=name, capsize=4, **styles[name])
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xscale("log")

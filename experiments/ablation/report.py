@@ -27,18 +27,23 @@ VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up t
 FEW = 3  # compared arms; the conclusion has no numbers of more
 MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
 HOW_TO_READ = (
-    "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from "
-    "the first row are paired: as far as their shapes allow, each seed gives both arms the same initial weights "
-    "and batches. Below zero is better. p tests for no difference (paired t test). All p-values of this report "
-    "are corrected together (Holm); each interval is for one comparison. `detectable` is about the smallest true "
-    "difference that so many seeds show in four of five experiments, with the strictest correction; for two or "
-    "three seeds it is too small, by up to a quarter. These statistics are about chance in seeds, not about other "
-    "texts. A run diverged if its loss was not finite, or ended above that of a uniform prediction.",
-    f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}; else better or worse if p is "
-    f"below {ALPHA} with at least {SEEDS} seeds: two show a true difference so seldom that most of what they seem to "
-    "show is chance. Else it is undecided, which does not mean equal.",
+    "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences from the "
+    "first arm, or the first of a size, are paired: as far as their shapes allow, each seed gives both arms the same "
+    "initial weights and batches. Below zero is better. p tests for no difference (paired t test). All p-values of "
+    "this report are corrected together (Holm); each interval is for one comparison. `detectable` is about the "
+    "smallest true difference that so many seeds show in four of five experiments, with the strictest correction; for "
+    "two or three seeds it is too small, by up to a quarter. These statistics are about chance in seeds, not about "
+    "other texts. A run diverged if its loss was not finite, or ended above that of a uniform prediction.",
+    f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. The interval is for one "
+    "comparison, so chance may call one of many arms as good that is a little worse. An arm is else better or worse if "
+    f"p is below {ALPHA} with at least {SEEDS} seeds: two show a true difference so seldom that most of what they seem "
+    "to show is chance. Else it is undecided, which does not mean equal.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged or has not ended. The others may be the easy "
     "ones, so their mean is not comparable and has no p.",
+)
+LADDER = (
+    "The slope is that of a line through an arm's differences, for each doubling of the first arm's FLOPs. Each seed "
+    f"has its own line. A trend is shown if p is below {ALPHA} with at least {SEEDS} seeds."
 )
 Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
@@ -71,9 +76,10 @@ class Finding:
         """One of `VERDICTS` on the first arm of a difference, and why nothing can be decided."""
         found = self.estimate
         if found is None or not self.complete:
-            return UNDECIDED, "runs diverged or have not ended" if self.planned else "no seed is in common"
+            ended = "runs diverged or have not ended, here or in the baseline"
+            return UNDECIDED, ended if self.planned else "no seed is in common"
         if not self.tuned:
-            return UNDECIDED, "the best learning rate was not found"
+            return UNDECIDED, "the best learning rate was not found, here or in the baseline"
         if self.p is None:
             return UNDECIDED, "a single seed cannot tell a difference from chance"
         if max(-found.low, found.high) < MARGIN:
@@ -85,12 +91,31 @@ class Finding:
         return WORSE if found.mean > 0 else BETTER, ""
 
     @property
+    def detectable(self) -> float | None:
+        return self.estimate.detectable if self.complete and self.estimate else None
+
+    @property
     def row(self) -> Row:
         """For scripts. What is not known is missing."""
         found, (verdict, reason) = self.estimate, self.verdict
         numbers = {"difference": found.mean, "half_width": found.half_width, "pairs": found.n} if found else {}
-        detectable = found.detectable if found else None
-        return numbers | {"detectable": detectable, "p": self.p, "verdict": verdict, "reason": reason}
+        return numbers | {"detectable": self.detectable, "p": self.p, "verdict": verdict, "reason": reason}
+
+
+@dataclass
+class Trend(Finding):
+    """The mean slope of an effect over compute."""
+
+    ends: tuple[float, float] = (0.0, 0.0)  # the effect at the smallest and at the largest size, on the line
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        first, last = self.ends
+        if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
+            return "no trend shown", ""
+        if first * last < 0:
+            return "worse turns into better" if last < 0 else "better turns into worse", ""
+        return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
 
 
 def find(values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, known: bool = True) -> Finding:
@@ -105,31 +130,32 @@ def compare(
     planned: Mapping[Arm, Collection[int]],
     regrets: Mapping[Arm, float | None] = {},
     flops: Mapping[Arm, float] = {},
-) -> tuple[dict[Pair, Finding], dict[Arm, Finding]]:
+) -> tuple[dict[Pair, Finding], dict[Arm, Trend]]:
     """The differences of `pairs_of` the arms, paired by seed, and `trends_of` these in a ladder.
 
     `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the
     error of an arm's learning rate is expected to cost, None if the best rate was not found. Holm's method
     corrects all p-values together. One that is missing counts as a comparison that found nothing: which runs
-    diverge is chance too, so they must not make the correction of the others milder.
+    diverge is chance too, so they must not make the correction of the others milder. Arms with no seed in common are no
+    comparison.
     """
     found, pairs = {}, pairs_of([*bpb])
-    tests = len(pairs) + len({arm.without_size for arm, _ in pairs} if flops else ())
+    shared = {pair: len(set(planned[pair[0]]) & set(planned[pair[1]])) for pair in pairs}
+    tests = sum(map(bool, shared.values())) + len({arm.without_size for arm, _ in pairs} if flops else ())
     for arm, other in pairs:
         costs = [regrets.get(each, 0.0) for each in (arm, other)]
         values = [bpb[arm][seed] - bpb[other][seed] for seed in sorted(bpb[arm].keys() & bpb[other].keys())]
         slack = sum(cost or 0.0 for cost in costs)
-        shared = len(set(planned[arm]) & set(planned[other]))
-        found[arm, other] = find(values, shared, slack, tests, None not in costs)
+        found[arm, other] = find(values, shared[arm, other], slack, tests, None not in costs)
     trends = trends_of(found, flops, tests) if found and flops else {}
-    everything = [*found.values(), *trends.values()]
+    everything = [each for each in (*found.values(), *trends.values()) if each.planned]
     corrected = holm([1.0 if each.p is None else each.p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
         each.p = None if each.p is None else p
     return found, trends
 
 
-def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: int) -> dict[Arm, Finding]:
+def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: int) -> dict[Arm, Trend]:
     """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
 
     Keys are arms without their size. There is a slope only if the effect is known at every size. They are some of
@@ -138,7 +164,7 @@ def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: 
     x = {other.size: math.log2(flops[other]) for _, other in found}
     middle = fmean(x.values())
     spread = sum((each - middle) ** 2 for each in x.values())
-    trends: dict[Arm, Finding] = {}
+    trends: dict[Arm, Trend] = {}
     for plain, rungs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
         weights = [(x[size] - middle) / spread for size, _ in rungs]
         effects = [each for _, each in rungs]
@@ -148,7 +174,11 @@ def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: 
             slopes = [sum(map(mul, weights, values)) for values in by_seed]
         slack = sum(abs(weight) * each.slack for weight, each in zip(weights, effects, strict=True))
         planned, tuned = min(each.planned for each in effects), all(each.tuned for each in effects)
-        trends[plain] = find(slopes, planned, slack, tests, tuned)
+        trends[plain] = trend = Trend(**vars(find(slopes, planned, slack, tests, tuned)))
+        if trend.estimate:
+            mean = fmean(value for each in effects for value in each.values)
+            first, last = (mean + trend.estimate.mean * (end - middle) for end in (min(x.values()), max(x.values())))
+            trend.ends = first, last
     return trends
 
 
@@ -176,7 +206,7 @@ class Comparison(NamedTuple):
 
     pairs: dict[Pair, Finding]
     found: dict[Arm, Finding]  # those pairs whose second arm is the baseline, or that of its size
-    trends: dict[Arm, Finding]  # in a ladder
+    trends: dict[Arm, Trend]  # in a ladder
     rows: dict[Arm, Row]  # for scripts
     text: list[str]  # first the conclusion
 
@@ -218,43 +248,41 @@ def comparison_section(
     text = [conclusion, "## Comparison", table(titles, lines)]
     text += within(pairs) if len(pairs) > len(found) else []
     if trends:
-        sentence, *section = over_compute(trends, found, flops)
+        sentence, *section = over_compute(trends, pairs, flops)
         text = [f"{sentence} {conclusion}", *section, *text[1:]]
     return Comparison(pairs, found, trends, rows, text)
 
 
-def over_compute(trends: Mapping[Arm, Finding], found: Mapping[Arm, Finding], flops: Mapping[Arm, float]) -> list[str]:
+def over_compute(trends: Mapping[Arm, Trend], pairs: Mapping[Pair, Finding], flops: Mapping[Arm, float]) -> list[str]:
     """What a ladder shows, in a sentence and in a section with a row for each arm."""
-    titles = {arm.size: f"{flops[arm]:.2g} FLOPs" for arm in found}
+    titles = {other.size: f"{flops[other]:.2g} FLOPs" for _, other in pairs}
     rows = []
     for arm, slope in trends.items():
-        effects = {rung.size: each for rung, each in found.items() if rung.without_size == arm}
-        means = [each.estimate.mean for each in effects.values() if each.estimate]
-        shown = "no trend shown"
-        if slope.p is not None and slope.p < ALPHA and len(slope.values) >= SEEDS:
-            shown = "the gap grows" if abs(means[-1]) > abs(means[0]) else "the gap closes"
+        effects = {rung.size: each for (rung, _), each in pairs.items() if rung.without_size == arm}
         known = [statistic(effects[size]) if size in effects else NONE for size in titles]
-        rows.append([arm.name, *known, *columns_of(slope)[:3], shown])
+        rows.append([arm.name, *known, *columns_of(slope)])
     header = ["arm", *titles.values(), "slope for each doubling (n)", "detectable", "p", "trend"]
     groups = grouped((row[-1], row[0]) for row in rows)
     said = "; ".join(f"{shown} for {listed(names)}" for shown, names in groups.items())
-    return [f"With compute, {said}.", "## Effect over compute", table(header, rows)]
+    return [f"With compute, {said}.", "## Effect over compute", LADDER, table(header, rows)]
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
     """`a and b are better; c is undecided`, with numbers if these are few. Many undecided arms are only counted.
 
-    In a ladder: `a at dim=32, dim=64 is better`.
+    In a ladder: `a (dim=32, dim=64) is better`.
     """
     few, parts = len(found) <= FEW, []
     groups = grouped((each.verdict, arm) for arm, each in found.items())
     for verdict, reason in sorted(groups, key=lambda key: VERDICTS.index(key[0])):
         arms = groups[verdict, reason]
-        at = grouped((f"{arm.without_size.name}{found[arm] if few else ''}", arm.size.split(",")[0]) for arm in arms)
-        names = [" at ".join(filter(None, [name, ", ".join(widths)])) for name, widths in at.items()]
+        names = [f"{arm.name}{found[arm] if few else ''}" for arm in arms]
+        if arms[0].size and not few:
+            at = grouped((arm.without_size.name, arm.size.split(",")[0]) for arm in arms)
+            names = [f"{name} ({', '.join(widths)})" for name, widths in at.items()]
         are = f"{listed(names)} {'are' if len(names) > 1 else 'is'}"
         if verdict == UNDECIDED and len(arms) > MANY:
-            are = f"{len(arms)} of {len(found)} arms are"
+            are = f"{len(arms)} of {len(found)} {'comparisons' if arms[0].size else 'arms'} are"
         parts.append(f"{are} {verdict}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)
 
@@ -278,9 +306,8 @@ def within(pairs: Mapping[Pair, Finding]) -> list[str]:
 
 def columns_of(finding: Finding) -> list[str]:
     """A difference, what is detectable, p, and the verdict."""
-    detectable = p = NONE
-    if finding.complete and finding.estimate and finding.estimate.detectable is not None:
-        detectable = f"{finding.estimate.detectable:.4f}"
+    detectable = NONE if finding.detectable is None else f"{finding.detectable:.4f}"
+    p = NONE
     if finding.p is not None:
         p = f"{finding.p:.2g}" if finding.p >= 1e-4 else "< 0.0001"
     return [statistic(finding), detectable, p, finding.verdict[0]]

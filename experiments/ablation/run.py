@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from config import FIELDS, MAX_SIZE, Asked, ModelConfig, TrainConfig, check_sizes, flag_name, option
+from config import FIELDS, MAX_SIZE, Asked, ModelConfig, TrainConfig, check_sizes, fields_of, flag_name, option
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
@@ -32,7 +32,6 @@ from experiments.ablation.rates import Optimum
 from experiments.ablation.report import HOW_TO_READ, Comparison, comparison_section, missing, sweep_section
 from experiments.benchmarks import flops_per_token
 from files import require, write_atomically
-from machine.device import describe
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -121,7 +120,6 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
         lrs=sorted({*options.lrs, config.lr}),
         print_commands=options.print_commands,
     )
-    torch.set_num_threads(options.threads)  # as in the runs: the report says how many
     ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
     require(ours, f"--out {folder} is not empty; choose another folder")
     seeds = [*grid.seeds, config.seed + MAX_SEEDS]
@@ -146,7 +144,7 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
         require(
-            name in FIELDS or name == "recipe",
+            name == "recipe" or (name in FIELDS and FIELDS[name].metadata["help"]),
             f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer",
         )
         require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
@@ -178,6 +176,9 @@ def climb(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per_
         require(width % head_dim == 0, f"--ladder {width} {advice}")
         heads = width // head_dim
         ((model, config),) = resolve_arms(arms[:1], shared | {"dim": width, "heads": heads}).values()
+        default = ModelConfig(dim=width, heads=heads, mlp=model.mlp).hidden_dim
+        hidden = f"--hidden-dim follows from --ladder, and is {model.hidden_dim} by --config or --preset"
+        require(model.hidden_dim == default, f"{hidden}; use others")
         parameters = costs(model, config)["parameters"]
         steps = max(1, round(tokens_per_parameter * parameters / (config.batch_size * model.context)))
         value = f"dim={width},heads={heads},steps={steps}"
@@ -210,13 +211,16 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     comparison = Comparison({}, {}, {}, {}, [""])
     if reported:
         comparison = comparison_section(reported, outcomes, optima, flops)
-    comparison.text[0] = f"{missing([*reported, *sweep], outcomes)} {comparison.text[0]}".strip()
+    partial = missing([*reported, *sweep], outcomes)
+    if not reported:
+        partial = f"**Partial: the search for learning rates has not ended, after {len(outcomes)} runs.**"
+    comparison.text[0] = f"{partial} {comparison.text[0]}".strip()
     if sweep:
         comparison.text.extend(sweep_section(sweep, outcomes, optima))
-    model_config, config = next(iter(grid.settings.values()))
-    machine = f"{describe(torch.device(config.device))}, {grid.jobs * len(grid.devices)} at a time"
-    title = f"seeds {grid.seeds[0]} to {grid.seeds[-1]}"
-    about = [f"`{command}`", f"{title}, {machine}, torch {torch.__version__}."]
+    title = f"seeds {grid.seeds[0]} to {grid.seeds[-1]}" if len(grid.seeds) > 1 else f"seed {grid.seeds[0]}"
+    files = [file for cell in outcomes if (file := grid.cell_folder(cell) / "run.json").exists()]
+    made_by = {f"{run['device']}, torch {run['versions']['torch']}" for run in map(read_run_file, files)}
+    about = [f"`{command}`", f"{title}; {'; '.join(sorted(made_by))}."]
     figures, found, styles = {}, comparison.found, arm_styles(grid.settings)
     if any(finding.values for finding in found.values()):
         against = f"Difference from {'the first arm of a size' if flops else reported[0].arm.name}, {title}"
@@ -231,7 +235,7 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
         figures["watch"] = plot_streams(watched, styles)
     named_runs = {cell.name: run for cell, run in outcomes.items()}
     more = [folded(f"Heat maps of {name}", figure(plot_maps(log), name, "colors")) for name, log in watched.items()]
-    more.append(folded("Settings of the first arm", settings_list(asdict(model_config) | asdict(config))))
+    more.append(folded("Settings of the first arm", settings_list(fields_of(*next(iter(grid.settings.values()))))))
     levels = grouped(dict.fromkeys(level for arm in grid.settings for level in arm.factors))
     compared = "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
     write_files(grid.folder, compared, comparison, named_runs, grid.settings, about, figures, "\n".join(more))
@@ -258,8 +262,9 @@ def write_files(
 ) -> None:
     """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, the figures, and `report.html` with `more` at its end.
 
-    `settings` may lack arms. Their size is not known.
+    `settings` may lack arms. Their size is not known. Figures that only an earlier report had are deleted.
     """
+    earlier = (folder / "report.json").exists()
     for arm in comparison.rows.keys() & settings.keys():
         comparison.rows[arm].update(costs(*settings[arm]))
     arms = list(comparison.rows.values())
@@ -277,9 +282,11 @@ def write_files(
     about = [*about, *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
     sections = [markdown(summary)]
-    for name, plot in figures.items():
-        for kind in ("png", "svg", "pdf"):
-            save_plot(plot, folder / f"{name}.{kind}")
-        sections.append(figure(plot, alt=f"{name} of the arms"))
+    for name, kind in product(("differences", "ladder", "curves", "watch"), ("png", "svg", "pdf")):
+        if name in figures:
+            save_plot(figures[name], folder / f"{name}.{kind}")
+        elif earlier:
+            (folder / f"{name}.{kind}").unlink(missing_ok=True)
+    sections += [figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()]
     sections += [markdown("\n\n".join(tables)), folded("How to read this", markdown("\n\n".join(about))), more]
     write_atomically(folder / "report.html", page(title, sections))

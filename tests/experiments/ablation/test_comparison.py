@@ -141,8 +141,9 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     optima = {BATCHNORM: Optimum(0.01, 0.0, loss=2.8), arm_of("crmsnorm"): Optimum(0.01, None)}  # its seeds end at 3
     assert comparison_section(list(runs), runs, optima).text[0] == (
         "Compared with rmsnorm pre: layernorm pre is better; none pre is worse; dyt pre and derf pre are undecided; "
-        "batchnorm pre is undecided, as the best learning rate was not found; crmsnorm pre is undecided, as runs "
-        "diverged or have not ended. In bits per byte (val_bpb), n = 2 or 3, all at learning rate 0.01."
+        "batchnorm pre is undecided, as the best learning rate was not found, here or in the baseline; crmsnorm pre is "
+        "undecided, as runs diverged or have not ended, here or in the baseline. In bits per byte (val_bpb), n = 2 or "
+        "3, all at learning rate 0.01."
     )
     few = {cell: run for cell, run in runs.items() if cell.arm in (RMSNORM, LAYERNORM, DYT)}
     text = comparison_section(list(few), few).text[0]

@@ -47,9 +47,9 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
     [
         ("32 40 --head-dim 16", "--ladder 40 must be a multiple of the size of a head, 16; --head-dim sets it"),
         ("32 64 --heads 5", "--heads follows from --ladder; leave it out"),
+        ("2048 4096 --preset 1b", "--hidden-dim follows from --ladder, and is 8192 by --config or --preset"),
         ("32 64 --factor steps=5,6", "--steps follows from --ladder; leave it out"),
         ("32 32", "--ladder needs two widths or more"),
-        ("32 64 --tokens-per-parameter nan", "--tokens-per-parameter must be positive, not nan"),
         ("32 64 --tokens-per-parameter 0", "--tokens-per-parameter must be positive, not 0.0"),
     ],
 )
@@ -94,17 +94,25 @@ def section(losses: np.ndarray) -> Comparison:
 
 
 @pytest.mark.parametrize(
-    "effects, shown", [((0.3, 0.2, 0.1), "closes"), ((-0.1, -0.2, -0.3), "grows"), ((0.2, 0.2, 0.2), "no trend")]
+    "effects, shown",
+    [
+        ((0.3, 0.2, 0.1), "the gap closes"),
+        ((-0.1, -0.2, -0.3), "the gap grows"),
+        ((0.2, 0.2, 0.2), "no trend shown"),
+        ((0.3, 0.1, -0.2), "worse turns into better"),
+        ((-0.2, 0.1, 0.3), "better turns into worse"),
+    ],
 )
 def test_one_sentence_says_what_is_shown(effects, shown):
     losses = LOSSES.copy()
     losses[1::2] += np.array(effects)[:, None]
     found = section(losses)
-    start = rf"With compute, .*{shown}.* for dyt:alpha=1\. Compared with rmsnorm of the same size: "
-    assert re.match(start, found.text[0]) and found.text[1] == "## Effect over compute" and shown in found.text[2]
-    more = found.found | {Arm((*arm.factors, ("clip", "2"))): each for arm, each in found.found.items()}
-    expected = "dyt:alpha=1 at dim=32, dim=64, dim=96 and dyt:alpha=1 clip=2 at dim=32, dim=64, dim=96 are"
-    assert by_verdict(more) == f"{expected} {'better' if shown == 'grows' else 'worse'}"
+    start = f"With compute, {shown} for dyt:alpha=1. Compared with rmsnorm of the same size: "
+    assert found.text[0].startswith(start) and found.text[1] == "## Effect over compute" and shown in found.text[3]
+    assert [slope.row["verdict"] for slope in found.trends.values()] == [shown]
+    if "grows" in shown:
+        more = found.found | {Arm((arm.factors[0], ("norm", "x"))): each for arm, each in found.found.items()}
+        assert by_verdict(more) == "dyt:alpha=1 (dim=32, dim=64, dim=96) and x (dim=32, dim=64, dim=96) are better"
 
 
 def test_equal_arms_show_a_trend_in_at_most_six_of_a_hundred_ladders():

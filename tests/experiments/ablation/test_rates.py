@@ -70,7 +70,7 @@ def test_seeds_are_added_until_the_regret_is_a_quarter_of_an_interval_or_if_the_
     assert find_optimum(bent).regret is None and next_runs(bent, 5) == (RATES, 2)
 
 
-def report(curves: Iterable[tuple[float, float]], noise: float, rng: np.random.Generator) -> list[Finding]:
+def report(curves: Iterable, noise: float, rng: np.random.Generator, min_lr: float = 0.0) -> list[Finding]:
     """On arms with these curvatures and cubic terms. At their optima, which differ, they are equally good."""
     arms = {Arm.of(norm=str(index)): (*curve, rng.uniform(-1.2, 1.2)) for index, curve in enumerate(curves)}
 
@@ -85,11 +85,13 @@ def report(curves: Iterable[tuple[float, float]], noise: float, rng: np.random.G
     made: list[tuple[int, int]] = []  # how many runs there are after a round, and how many later ones it announced
 
     def run(cells: list[Cell], later: int) -> dict[Cell, Outcome]:
+        assert min([cell.lr for cell in cells], default=1.0) >= min_lr, "train.py would refuse it"
         found = {cell: outcome(cell) for cell in cells}
         made.append((outcome.cache_info().currsize, later))
         return found
 
-    grid: Any = SimpleNamespace(run=run, seeds=range(5))
+    settings = dict.fromkeys(arms, (None, SimpleNamespace(min_lr=min_lr)))
+    grid: Any = SimpleNamespace(run=run, seeds=range(5), settings=settings)
     optima, _ = Grid.tune(grid, dict.fromkeys(arms, rates), widen=14)
     bpb = {arm: {seed: outcome(Cell(arm, optima[arm].lr, seed)).val_bpb or 0.0 for seed in range(5)} for arm in arms}
     assert all(made[-1][0] + 5 * len(arms) <= so_far + later for so_far, later in made), "the search was announced"
@@ -100,8 +102,8 @@ def report(curves: Iterable[tuple[float, float]], noise: float, rng: np.random.G
 def test_a_search_says_how_many_runs_it_takes_at_most():
     """Five rates and one of two seeds have ended. In two rounds, 5 · 4, 6 · 3 or 7 · 2 runs are reached at most."""
     assert most_runs({}, RATES, 2, 0) == 10 and most_runs({lr: [2.0] for lr in RATES}, RATES, 2, 2) == 20 - 5
-    for seed in range(20):
-        report([(0.03, 0.25), (0.3, 0.0)], 0.04, np.random.default_rng(seed))
+    for seed, min_lr in product(range(20), (0.0, 0.3)):
+        report([(0.03, 0.25), (0.3, 0.0)], 0.04, np.random.default_rng(seed), min_lr)
 
 
 @pytest.mark.slow
