@@ -27,7 +27,7 @@ from data.prepare import Prepared, prepare
 from data.tokenizer import NoTokenizer
 from experiments.ablation.outcome import Arm, Outcome, final_bpb, grouped, read_outcome
 from experiments.ablation.rates import Losses, Optimum, find_optimum, most_runs, next_runs
-from files import InUse, digest, require
+from files import InUse, digest, require, warn
 from machine.device import pick_device
 from machine.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
 from norms.placement import Unsupported
@@ -36,6 +36,7 @@ from runtime.plugins import check_imports, import_flags
 from runtime.run import fields_of, read_config_file, resolve
 from runtime.run_dir import read_rows, read_run_file
 
+SKIPPED = "skipped: "  # the beginning of a line on an arm that is not supported
 WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
@@ -74,7 +75,7 @@ def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
             _, model, config = resolve(combine(shared, arm.asked), previous)
         except Unsupported as error:
             require(settings, f"{arm.name}, to which all others would be compared: {error}")
-            print(f"skipped: {error}", file=sys.stderr)
+            warn(f"{SKIPPED}{error}")
             continue
         settings[arm] = model, config
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")

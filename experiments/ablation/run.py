@@ -18,6 +18,7 @@ from config import FIELDS, MAX_SIZE, Asked, ModelConfig, TrainConfig, check_size
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
+    SKIPPED,
     Cell,
     Grid,
     Settings,
@@ -31,7 +32,7 @@ from experiments.ablation.plots import SIDES, arm_styles, plot_curves, plot_diff
 from experiments.ablation.rates import Optimum
 from experiments.ablation.report import HOW_TO_READ, Comparison, comparison_section, missing, sweep_section
 from experiments.benchmarks import flops_per_token
-from files import require, write_atomically
+from files import require, said, write_atomically
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -221,6 +222,7 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     files = [file for cell in outcomes if (file := grid.cell_folder(cell) / "run.json").exists()]
     made_by = {f"{run['device']}, torch {run['versions']['torch']}" for run in map(read_run_file, files)}
     about = [f"`{command}`", f"{title}; {'; '.join(sorted(made_by))}."]
+    about += [f"{line}." for line in dict.fromkeys(said) if line.startswith(SKIPPED)]
     figures, found, styles = {}, comparison.found, arm_styles(grid.settings)
     if any(finding.values for finding in found.values()):
         against = f"Difference from {'the first arm of a size' if flops else reported[0].arm.name}, {title}"
