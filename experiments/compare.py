@@ -107,7 +107,8 @@ def arms_of(settings: Settings, names: list[str]) -> dict[Path, Arm]:
         names = [*names, "folder"]
     arms = {folder: Arm(tuple((name, run[name]) for name in names)) for folder, run in settings.items()}
     if len(names) > NAMED:
-        first = {arm: Arm.of(run=str(folder)) for folder, arm in reversed(arms.items())}
+        unique = len({folder.name for folder in arms}) == len(arms)
+        first = {arm: Arm.of(run=folder.name if unique else str(folder)) for folder, arm in reversed(arms.items())}
         arms = {folder: first[arm] for folder, arm in arms.items()}
     return arms
 
