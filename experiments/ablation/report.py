@@ -107,15 +107,16 @@ class Trend(Finding):
     """The mean slope of an effect over compute."""
 
     ends: tuple[float, float] = (0.0, 0.0)  # the effect at the smallest and at the largest size, on the line
+    rungs: Sequence[Finding] = ()  # the effect at each size
 
     @property
     def verdict(self) -> tuple[str, str]:
-        first, last = self.ends
         if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
             return "no trend shown", ""
-        if first * last < 0:
-            return "worse turns into better" if last < 0 else "better turns into worse", ""
-        return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
+        first, last = self.rungs[0].verdict[0], self.rungs[-1].verdict[0]
+        if {first, last} == {BETTER, WORSE}:
+            return f"{first} turns into {last}", ""
+        return "the gap grows" if abs(self.ends[1]) > abs(self.ends[0]) else "the gap closes", ""
 
 
 def find(values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, known: bool = True) -> Finding:
@@ -174,7 +175,7 @@ def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: 
             slopes = [sum(map(mul, weights, values)) for values in by_seed]
         slack = sum(abs(weight) * each.slack for weight, each in zip(weights, effects, strict=True))
         planned, tuned = min(each.planned for each in effects), all(each.tuned for each in effects)
-        trends[plain] = trend = Trend(**vars(find(slopes, planned, slack, tests, tuned)))
+        trends[plain] = trend = Trend(**vars(find(slopes, planned, slack, tests, tuned)), rungs=effects)
         if trend.estimate:
             mean = fmean(value for each in effects for value in each.values)
             first, last = (mean + trend.estimate.mean * (end - middle) for end in (min(x.values()), max(x.values())))
