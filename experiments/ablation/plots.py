@@ -77,13 +77,17 @@ def plot_differences(
 
 
 def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title: str) -> Figure:
-    """The effect of each arm over compute, with its 95% interval. Below zero it is better than the first arm."""
+    """The effect of each arm over compute, with its 95% interval. Below zero it is better than the first arm.
+
+    Each arm is a little further to the right, so that no interval hides another.
+    """
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
     styles = arm_styles(list(dict.fromkeys(arm.without_size for arm in flops)))
     known = [(arm, each.estimate) for arm, each in found.items() if each.estimate and each.complete]
-    for name, rungs in grouped((arm.without_size.name, (flops[arm], mean)) for arm, mean in known).items():
-        x = [compute for compute, _ in rungs]
+    groups = grouped((arm.without_size.name, (flops[arm], mean)) for arm, mean in known)
+    for number, (name, rungs) in enumerate(groups.items()):
+        x = [compute * 1.2 ** (number / len(groups)) for compute, _ in rungs]
         y = [mean.mean for _, mean in rungs]
         error = np.array([mean.half_width for _, mean in rungs], float)  # None, of a single seed, becomes NaN
         axes.errorbar(x, y, error, label=name, capsize=4, **styles[name])

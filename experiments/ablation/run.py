@@ -227,9 +227,9 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     if any(finding.values for finding in found.values()):
         against = f"Difference from {'the first arm of a size' if flops else reported[0].arm.name}, {title}"
         named, label = {arm.name: each for arm, each in found.items()}, f"val_bpb, paired by seed\n{SIDES}"
-        figures["differences"] = plot_differences(named, label, against, styles)
         if comparison.trends:
             figures["ladder"] = plot_ladder(found, flops, against)
+        figures["differences"] = plot_differences(named, label, against, styles)
     if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
         figures["curves"] = plot_curves(runs, styles, f"Means of {title}", ["step"])
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
@@ -238,7 +238,8 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     named_runs = {cell.name: run for cell, run in outcomes.items()}
     more = [folded(f"Heat maps of {name}", figure(plot_maps(log), name, "colors")) for name, log in watched.items()]
     more.append(folded("Settings of the first arm", settings_list(fields_of(*next(iter(grid.settings.values()))))))
-    levels = grouped(dict.fromkeys(level for arm in grid.settings for level in arm.factors))
+    factors = dict.fromkeys(factor for arm in grid.settings for factor in arm.factors)
+    levels = grouped((name, value.split(",")[0] if name == SIZE else value) for name, value in factors)
     compared = "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
     write_files(grid.folder, compared, comparison, named_runs, grid.settings, about, figures, "\n".join(more))
 
