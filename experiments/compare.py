@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from config import DEFAULTS, as_text, split
-from experiments.ablation.grid import MAX_SEEDS, Cell, compared
+from experiments.ablation.grid import Cell, compared
 from experiments.ablation.outcome import Arm, Outcome, read_outcome
 from experiments.ablation.plots import arm_styles, plot_curves
 from experiments.ablation.report import NONE, Comparison, comparison_section, missing, table
@@ -70,8 +70,8 @@ def find_runs(names: list[str]) -> list[Path]:
         file = folder / "runs.csv"  # the baseline comes first
         lines = file.read_text("utf-8", "replace").splitlines() if file.exists() else []
         rows = [row for row in csv.DictReader(lines) if row.get("run")]
-        first = min((int(row["seed"]) for row in rows), default=0)
-        cells = [folder / "cells" / row["run"] for row in rows if int(row["seed"]) < first + MAX_SEEDS]
+        cells = [folder / "cells" / row["run"] for row in rows if row.get("search") != "True"]
+        require(cells or not rows, f"{folder} has no result yet: its search for learning rates has not ended")
         cells = cells or sorted(path.parent for path in folder.glob("cells/*/run.json"))
         for run in cells or [folder]:
             check_run_dir(run, exists=True)

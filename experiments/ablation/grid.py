@@ -74,8 +74,8 @@ def resolve_arms(arms: Iterable[Arm], shared: Asked) -> Settings:
         try:
             _, model, config = resolve(combine(shared, arm.asked), previous)
         except Unsupported as error:
-            require(settings, f"{arm.name}, to which all others would be compared: {error}")
-            warn(f"{SKIPPED}{error}")
+            require(settings, f"the first arm, {arm.name}, is the baseline and cannot be trained: {error}")
+            warn(f"{SKIPPED}{arm.name}, as {error}")
             continue
         settings[arm] = model, config
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
@@ -279,7 +279,8 @@ class Grid:
             found |= self.run(asked, most - len(set(asked) - found.keys()) + len(lrs) * len(self.seeds))
             losses |= {arm: losses_of(arm, found.values()) for arm in wanted}
             wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(self.seeds)))}
-            wanted = {arm: more for arm, more in wanted.items() if more[0][0] >= self.settings[arm][1].min_lr}
+            lowest = {arm: self.settings[arm][1].min_lr for arm in wanted}  # train.py refuses rates below
+            wanted = {arm: (rates, count) for arm, (rates, count) in wanted.items() if rates[0] >= lowest[arm]}
             if not wanted:
                 break
         return {arm: find_optimum(losses[arm]) for arm in lrs}, found

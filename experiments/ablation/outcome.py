@@ -37,6 +37,11 @@ class Arm:
         return dict(self.factors).get(SIZE, "")
 
     @property
+    def width(self) -> str:
+        """The first part of its size, such as "dim=64", or ""."""
+        return self.size.split(",")[0]
+
+    @property
     def without_size(self) -> "Arm":
         return Arm(tuple(factor for factor in self.factors if factor[0] != SIZE))
 

@@ -93,7 +93,7 @@ def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title:
         axes.errorbar(x, y, error, label=name, capsize=4, **styles[name])
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xscale("log")
-    axes.set_xlabel("FLOPs of a run")
+    axes.set_xlabel("FLOPs of a run; arms of a size are side by side")
     axes.set_ylabel(f"difference in val_bpb\n{SIDES}")
     axes.grid(alpha=0.3)
     figure.suptitle(fill(title, LONG), fontsize="medium")

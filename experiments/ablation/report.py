@@ -35,9 +35,9 @@ HOW_TO_READ = (
     "two or three seeds it is too small, by up to a quarter. These statistics are about chance in seeds, not about "
     "other texts. A run diverged if its loss was not finite, or ended above that of a uniform prediction.",
     f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. The interval is for one "
-    "comparison, so chance may call one of many arms as good that is a little worse. An arm is else better or worse if "
-    f"p is below {ALPHA} with at least {SEEDS} seeds: two show a true difference so seldom that most of what they seem "
-    "to show is chance. Else it is undecided, which does not mean equal.",
+    "comparison, so among many arms, one that is a little worse may be called as good by chance. Otherwise an arm is "
+    f"better or worse if p is below {ALPHA} with at least {SEEDS} seeds: two show a true difference so seldom that "
+    "most of what they seem to show is chance. Else it is undecided, which does not mean equal.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged or has not ended. The others may be the easy "
     "ones, so their mean is not comparable and has no p.",
 )
@@ -113,10 +113,13 @@ class Trend(Finding):
     def verdict(self) -> tuple[str, str]:
         if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
             return "no trend shown", ""
-        first, last = self.rungs[0].verdict[0], self.rungs[-1].verdict[0]
-        if {first, last} == {BETTER, WORSE}:
-            return f"{first} turns into {last}", ""
-        return "the gap grows" if abs(self.ends[1]) > abs(self.ends[0]) else "the gap closes", ""
+        shown = self.rungs[0].verdict[0], self.rungs[-1].verdict[0]
+        if {*shown} == {BETTER, WORSE}:
+            return f"{shown[0]} turns into {shown[1]}", ""
+        first, last = self.ends
+        if first * last < 0:
+            return "the difference falls" if last < first else "the difference rises", ""
+        return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
 
 
 def find(values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, known: bool = True) -> Finding:
@@ -279,7 +282,7 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
         arms = groups[verdict, reason]
         names = [f"{arm.name}{found[arm] if few else ''}" for arm in arms]
         if arms[0].size and not few:
-            at = grouped((arm.without_size.name, arm.size.split(",")[0]) for arm in arms)
+            at = grouped((arm.without_size.name, arm.width) for arm in arms)
             names = [f"{name} ({', '.join(widths)})" for name, widths in at.items()]
         are = f"{listed(names)} {'are' if len(names) > 1 else 'is'}"
         if verdict == UNDECIDED and len(arms) > MANY:

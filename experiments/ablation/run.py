@@ -5,7 +5,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -178,8 +178,8 @@ def climb(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per_
         heads = width // head_dim
         ((model, config),) = resolve_arms(arms[:1], shared | {"dim": width, "heads": heads}).values()
         default = ModelConfig(dim=width, heads=heads, mlp=model.mlp).hidden_dim
-        hidden = f"--hidden-dim follows from --ladder, and is {model.hidden_dim} by --config or --preset"
-        require(model.hidden_dim == default, f"{hidden}; use others")
+        fixed = f"--ladder derives --hidden-dim from the width, and --config or --preset fixes it at {model.hidden_dim}"
+        require(model.hidden_dim == default, f"{fixed}; use others")
         parameters = costs(model, config)["parameters"]
         steps = max(1, round(tokens_per_parameter * parameters / (config.batch_size * model.context)))
         value = f"dim={width},heads={heads},steps={steps}"
@@ -212,9 +212,8 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     comparison = Comparison({}, {}, {}, {}, [""])
     if reported:
         comparison = comparison_section(reported, outcomes, optima, flops)
-    partial = missing([*reported, *sweep], outcomes)
-    if not reported:
-        partial = f"**Partial: the search for learning rates has not ended, after {len(outcomes)} runs.**"
+    searching = f"**Partial: the search for learning rates has not ended; {len(outcomes)} of its runs have.**"
+    partial = missing([*reported, *sweep], outcomes) if reported else searching
     comparison.text[0] = f"{partial} {comparison.text[0]}".strip()
     if sweep:
         comparison.text.extend(sweep_section(sweep, outcomes, optima))
@@ -236,12 +235,13 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_streams(watched, styles)
     named_runs = {cell.name: run for cell, run in outcomes.items()}
+    search = {cell.name for cell in sweep}
     more = [folded(f"Heat maps of {name}", figure(plot_maps(log), name, "colors")) for name, log in watched.items()]
     more.append(folded("Settings of the first arm", settings_list(fields_of(*next(iter(grid.settings.values()))))))
-    factors = dict.fromkeys(factor for arm in grid.settings for factor in arm.factors)
-    levels = grouped((name, value.split(",")[0] if name == SIZE else value) for name, value in factors)
+    factors = ((name, arm.width if name == SIZE else value) for arm in grid.settings for name, value in arm.factors)
+    levels = grouped(dict.fromkeys(factors))
     compared = "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
-    write_files(grid.folder, compared, comparison, named_runs, grid.settings, about, figures, "\n".join(more))
+    write_files(grid.folder, compared, comparison, named_runs, grid.settings, about, figures, "\n".join(more), search)
 
 
 def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
@@ -262,16 +262,19 @@ def write_files(
     about: list[str],
     figures: Mapping[str, Figure],
     more: str = "",
+    search: Collection[str] = (),
 ) -> None:
     """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, the figures, and `report.html` with `more` at its end.
 
-    `settings` may lack arms. Their size is not known. Figures that only an earlier report had are deleted.
+    `settings` may lack arms. Their size is not known. Runs in `search` are only for the choice of a rate. Figures that
+    only an earlier report had are deleted.
     """
     earlier = (folder / "report.json").exists()
     for arm in comparison.rows.keys() & settings.keys():
         comparison.rows[arm].update(costs(*settings[arm]))
     arms = list(comparison.rows.values())
-    for name, rows in (("runs", [run.row | {"run": each} for each, run in runs.items()]), ("arms", arms)):
+    rows_of_runs = [run.row | {"run": name, "search": name in search} for name, run in runs.items()]
+    for name, rows in (("runs", rows_of_runs), ("arms", arms)):
         file = io.StringIO()
         writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
         writer.writeheader()
@@ -284,12 +287,13 @@ def write_files(
     write_atomically(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     about = [*about, *HOW_TO_READ]
     write_atomically(folder / "table.md", "\n\n".join(filter(None, [summary, *about, *tables])) + "\n")
-    sections = [markdown(summary)]
-    for name, kind in product(("differences", "ladder", "curves", "watch"), ("png", "svg", "pdf")):
-        if name in figures:
-            save_plot(figures[name], folder / f"{name}.{kind}")
-        elif earlier:
+    sections, kinds = [markdown(summary)], ("png", "svg", "pdf")
+    for name, kind in product({"differences", "ladder", "curves", "watch"} - figures.keys(), kinds):
+        if earlier:
             (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    sections += [figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()]
+    for name, plot in figures.items():
+        for kind in kinds:
+            save_plot(plot, folder / f"{name}.{kind}")
+        sections.append(figure(plot, alt=f"{name} of the arms"))
     sections += [markdown("\n\n".join(tables)), folded("How to read this", markdown("\n\n".join(about))), more]
     write_atomically(folder / "report.html", page(title, sections))

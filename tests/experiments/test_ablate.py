@@ -60,7 +60,7 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
         sizes = [int(row["parameters"]) for row in csv.DictReader(file)]
     assert sizes == [run["parameters"]] * 2
     command = "python ablate.py " + " ".join(arguments)
-    assert (folder / "command.txt").read_text() == command + "\n" and command in table
+    assert (folder / "command.txt").read_text() == command + "\n" and command in table and ", torch " in table
 
 
 def test_the_page_has_conclusion_plots_table_and_folded_the_rest(folder):

@@ -58,7 +58,7 @@ def test_differences_are_paired_by_seed_and_all_files_are_written(make, capsys, 
     """Also for cells that an ablation reports, and for a norm that is not imported. The baseline has a third seed."""
     for seed, bpb in enumerate((2.0, 2.5, 9.0)):
         make(f"abl/cells/{9 - seed}", bpb, seed=seed)
-    Path("abl/runs.csv").write_text("run,seed\n8,1\n9,0\n7,2\n6,1000\n")
+    Path("abl/runs.csv").write_text("run,search\n8,False\n9,\n7,False\n6,True\n")
     runs = ["abl", *(make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8)))]
     page = compared(*runs)
     p = scipy.stats.ttest_1samp([0.1, 0.3], 0).pvalue
@@ -139,7 +139,8 @@ def test_runs_without_a_result_and_a_single_seed(make):
     page = compared(*runs, make("d", last={"step": 3, "not_finite": True}, lr=0.3))
     assert page.startswith(
         "**Partial: 3 of 4 runs have ended.** Compared with lr=0.015: lr=0.1 (+0.5000) is undecided, as a single seed "
-        "cannot tell a difference from chance; lr=0.2 and lr=0.3 are undecided, as runs diverged or have not"
+        "cannot tell a difference from chance; lr=0.2 and lr=0.3 are undecided, as runs diverged or have not ended, "
+        "here or in the baseline."
     )
     assert "c has not ended: it is at step 2 of 4, its last val_bpb is 3.2500." in page.splitlines()[0]
     assert "d diverged at step 3 of 4" in page.splitlines()[0]

@@ -121,10 +121,8 @@ def test_unsupported_arms_are_skipped_with_the_reason():
     wanted = [Arm.of(norm=norm, placement=place) for norm in ("rmsnorm", "none") for place in ("post", "mix")]
     found = resolve_arms(wanted, {"device": "cpu", "dtype": "float32"})
     assert list(found) == wanted[:2]
-    assert [line[:16] for line in said[-2:]] == ["skipped: --norm ", "skipped: --norm "]
-    with pytest.raises(
-        ValueError, match=r"^none post, to which all others would be compared: .*; choose pre or rezero"
-    ):
+    assert [line[:22] for line in said[-2:]] == ["skipped: none post, as", "skipped: none mix, as "]
+    with pytest.raises(ValueError, match=r"^the first arm, none post, is the baseline .*; choose pre or rezero"):
         resolve_arms(wanted[2:], {"device": "cpu", "dtype": "float32"})
 
 
@@ -212,11 +210,13 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
         in table
     )
     assert "| 0.02 | 0.0001 |" in table and "| 0.121 | 0.0021 |" in table and "Partial" not in table
+    (grid.folder / "ladder.png").touch()  # of an earlier report
     monkeypatch.setattr("experiments.ablation.grid.find_optimum", lambda losses: 1 / 0)  # after all rounds
     with pytest.raises(ZeroDivisionError):
         run_ablation(grid, "command")
     report = json.loads((grid.folder / "report.json").read_text())
-    assert not report["arms"] and "search" in report["summary"] and len(csv_rows(grid.folder / "runs.csv")) == 11
+    assert not report["arms"] and "search" in report["summary"] and not (grid.folder / "ladder.png").exists()
+    assert [row["search"] for row in csv_rows(grid.folder / "runs.csv")] == ["True"] * 11
     monkeypatch.undo()
     found = grid.tune({DYT: grid.lrs}, widen=0)[0][DYT]
     assert (found.lr, found.regret) == (0.08, None)

@@ -47,7 +47,7 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
     [
         ("32 40 --head-dim 16", "--ladder 40 must be a multiple of the size of a head, 16; --head-dim sets it"),
         ("32 64 --heads 5", "--heads follows from --ladder; leave it out"),
-        ("2048 4096 --preset 1b", "--hidden-dim follows from --ladder, and is 8192 by --config or --preset"),
+        ("2048 4096 --preset 1b", "--ladder derives --hidden-dim from the width, and"),
         ("32 64 --factor steps=5,6", "--steps follows from --ladder; leave it out"),
         ("32 32", "--ladder needs two widths or more"),
         ("32 64 --tokens-per-parameter 0", "--tokens-per-parameter must be positive, not 0.0"),
@@ -101,6 +101,7 @@ def section(losses: np.ndarray) -> Comparison:
         ((0.2, 0.2, 0.2), "no trend shown"),
         ((0.3, 0.1, -0.2), "worse turns into better"),
         ((-0.2, 0.1, 0.3), "better turns into worse"),
+        ((0.0, -0.02, -0.3), "the difference falls"),  # nothing is shown at the smallest size
     ],
 )
 def test_one_sentence_says_what_is_shown(effects, shown):

@@ -146,12 +146,18 @@ def test_values_by_hand():
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_protocols_are_complete(name):
-    """Every arm can be trained, and each differs from the others."""
+    """Every arm can be trained, each differs from the others, and each effect has its arms, the judged ones first."""
+    complete, judged = set(), {effect.name for effect in STUDIES[name].effects if effect.reproduced}
     for protocol in STUDIES[name].scales.values():
         arms = {Arm.of(**runs.factors) for runs in protocol.arms.values()}
         here = {"device": "cpu", "dtype": "float32", "compile": False}
         settings = resolve_arms(arms, read_train(protocol.flags.split()) | here) if arms else {}
         assert len(set(map(repr, settings.values()))) == len(settings) == len(arms)
+        for effect in STUDIES[name].effects:
+            if effect.terms.keys() <= protocol.arms.keys() or effect.value == "speed-up" or not arms:
+                complete.add(effect.name)
+        assert judged <= complete
+    assert complete == {effect.name for effect in STUDIES[name].effects}
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
