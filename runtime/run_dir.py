@@ -75,10 +75,14 @@ def read_run_file(path: Path) -> RunFile:
     return run
 
 
+def machine_of(run: RunFile) -> str:
+    """What the bits of a run depend on."""
+    return f"{run['device']}, {run['instruction_set']}, torch {run['versions']['torch']}"
+
+
 def continued(earlier: RunFile, run: RunFile, step: int) -> RunFile:
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
-    # What the bits of a run depend on.
-    there, here = (f"{on['device']}, {on['instruction_set']}, torch {on['versions']['torch']}" for on in (earlier, run))
+    there, here = machine_of(earlier), machine_of(run)
     if there != here:
         warn(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}")
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]

@@ -38,7 +38,7 @@ from norms import KINDS
 from norms.placement import PLACEMENTS
 from pages.html import figure, folded, markdown, page, save_plot, settings_list
 from pages.watch import plot_maps, plot_streams
-from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_rows, read_run_file
+from runtime.run_dir import RUNS_FOLDER, check_not_in_use, machine_of, read_rows, read_run_file
 
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
 OWN_FLAG |= {"norm_args": "--norms", "placement_args": "--placements"}
@@ -219,8 +219,8 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
         comparison.text.extend(sweep_section(sweep, outcomes, optima))
     title = f"seeds {grid.seeds[0]} to {grid.seeds[-1]}" if len(grid.seeds) > 1 else f"seed {grid.seeds[0]}"
     files = [file for cell in outcomes if (file := grid.cell_folder(cell) / "run.json").exists()]
-    made_by = {f"{run['device']}, torch {run['versions']['torch']}" for run in map(read_run_file, files)}
-    about = [f"`{command}`", f"{title}; {'; '.join(sorted(made_by))}."]
+    machines = sorted({machine_of(read_run_file(file)) for file in files})
+    about = [f"`{command}`", f"{title}; {'; '.join(machines)}."]
     about += [f"{line}." for line in dict.fromkeys(said) if line.startswith(SKIPPED)]
     figures, found, styles = {}, comparison.found, arm_styles(grid.settings)
     if any(finding.values for finding in found.values()):
