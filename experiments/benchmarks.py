@@ -33,6 +33,7 @@ Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows" with the same keys, and what these mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the matrices whose product bounds training
 WARMUP_ROUNDS = 2
+FILLS, FILLED_BYTES = 20, 1 << 28  # 20 times 256 MiB: 2 ms on an H100
 # The model and the batch of `growth`, and the values of each while the others stay.
 SHAPE = {"dim": 256, "layers": 4, "context": 256, "batch_size": 16}
 AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}
@@ -79,16 +80,40 @@ def read_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
 
 def time_alternately(calls: Mapping[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
     """Median seconds of each call, over rounds that make each call once."""
-    synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
+    measure = partial(gpu_seconds, device=device) if device.type == "cuda" else partial(host_seconds, device=device)
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
     for _ in range(WARMUP_ROUNDS + rounds):
         for name, call in calls.items():
-            synchronize()
-            started = time.perf_counter()
-            call()
-            synchronize()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(measure(call))
     return {name: statistics.median(measured[WARMUP_ROUNDS:]) for name, measured in seconds.items()}
+
+
+def host_seconds(call: Call, device: torch.device) -> float:
+    """Seconds of one call on the clock of this process."""
+    synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
+    synchronize()
+    started = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def gpu_seconds(call: Call, device: torch.device) -> float:
+    """Seconds of one call between two events on a GPU, which first fills memory for a few milliseconds.
+
+    Meanwhile the CPU launches the kernels of a short call, as it runs ahead in training. It also empties the cache.
+    """
+    filled = torch.empty(FILLED_BYTES, dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        for _ in range(FILLS):
+            filled.zero_()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def bench_norms(config: NormsConfig, device: torch.device) -> Report:

@@ -27,16 +27,15 @@ PARTS = {  # each line is a command
     "default": "train.py --out {out}/default",
     "norms": """
         bench.py norms --rows 65536 --dim 1024 --compile --json {out}/norms-65536-1024.json
-        bench.py norms --rows 8192 --dim 1024 --compile --json {out}/norms-8192-1024.json
         bench.py norms --rows 8192 --dim 4096 --compile --json {out}/norms-8192-4096.json
         bench.py norms --rows 16384 --dim 8192 --compile --json {out}/norms-16384-8192.json""",
     "train": """
-        bench.py train --preset 124m --compile --json {out}/train-124m.json
-        bench.py train --preset 1b --micro-batch-size 4 --compile --json {out}/train-1b.json
+        bench.py train --preset 124m --vocab-size 50304 --compile --json {out}/train-124m.json
+        bench.py train --preset 1b --compile --json {out}/train-1b.json
         bench.py train --preset 124m --context 2048 --micro-batch-size 6 --compile --json {out}/train-124m-2048.json
-        bench.py train --preset 1b --micro-batch-size 4 --no-compile --json {out}/train-1b-eager.json""",
+        bench.py train --preset 1b --no-compile --json {out}/train-1b-eager.json""",
     "loss": f"train.py {{data}} {NANOGPT} --steps 600 --eval-every 50 --save-every 600 --out {{out}}/loss",
-    "generate": "bench.py generate --preset 1b --samples 64 --compile --json {out}/generate.json",
+    "generate": "bench.py generate --preset 1b --samples 64 --rounds 3 --compile --json {out}/generate.json",
     "claims": """
         ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 200 \
             --seeds 2 --out {out}/claims""",
