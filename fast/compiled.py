@@ -1,14 +1,18 @@
 """Decoding with `torch.compile`: one graph, and on CUDA one CUDA graph, for every new token.
 
-The shapes and the code of a step must not depend on how many tokens came before. So keys and values have the size of
-the whole context, a mask hides the positions that are not filled yet, and the number of cached tokens is a tensor.
+The shapes and the code of a step must not depend on how many tokens came before. So keys and values have space for all
+tokens from the start, a mask hides the positions that are not filled yet, and the number of cached tokens is a tensor.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from machine.device import check_compile
 from model import LayerCache, Llama
+
+SIZE_STEP = 256  # the space is a multiple of this: few sizes are compiled, and short texts do not read a long context
 
 
 class StaticCache(nn.Module, LayerCache):
@@ -18,37 +22,37 @@ class StaticCache(nn.Module, LayerCache):
     takes the buffers of modules to stay where they are: a CUDA graph may then write to them.
     """
 
-    keys: Tensor  # B K context D
+    keys: Tensor  # B K size D
     values: Tensor
     length: Tensor  # type: ignore[assignment]
 
-    def __init__(self, context: int, length: Tensor):
+    def __init__(self, size: int, length: Tensor):
         super().__init__()
-        self.context, self.filled = context, False
+        self.size, self.filled = size, False
         for name in ("keys", "values"):
             self.register_buffer(name, torch.empty(0))
         self.register_buffer("length", length)
 
     def positions(self, new: int) -> Tensor:  # type: ignore[override]
-        """Nothing checks them against the context: the value of `length` is not read."""
+        """Nothing checks them against the size: the value of `length` is not read."""
         return self.length + torch.arange(new, device=self.length.device)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Write the keys and values of new tokens, B K T D. Returns those of the whole context, B K S D, and a mask.
+        """Write the keys and values of new tokens, B K T D. Returns those of all positions, B K S D, and a mask.
 
-        Those of the first tokens are returned as they are: the rest of the context is empty.
+        Those of the first tokens are returned as they are: the other positions are empty.
         """
         first = not self.filled
         if first:
             batch, heads, _, head_dim = k.shape
-            self.keys, self.values = (x.new_zeros(batch, heads, self.context, head_dim) for x in (k, v))
+            self.keys, self.values = (x.new_zeros(batch, heads, self.size, head_dim) for x in (k, v))
             self.filled = True
         positions = self.positions(k.shape[2])
         self.keys.index_copy_(2, positions, k)
         self.values.index_copy_(2, positions, v)
         if first:
             return k, v, None
-        return self.keys, self.values, torch.arange(self.context, device=k.device) <= positions[:, None]
+        return self.keys, self.values, torch.arange(self.size, device=k.device) <= positions[:, None]
 
 
 class CompiledDecoder:
@@ -61,10 +65,12 @@ class CompiledDecoder:
 
     def new_cache(self, tokens: int | None = None) -> list[LayerCache]:
         length = torch.zeros((), dtype=torch.int64, device=self.model.embed_tokens.weight.device)
-        return [StaticCache(self.model.config.context, length) for _ in self.model.layers]
+        context = self.model.config.context
+        size = min(context, math.ceil((tokens or context) / SIZE_STEP) * SIZE_STEP)
+        return [StaticCache(size, length) for _ in self.model.layers]
 
     def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
-        """See `Llama.next_logits`. The caller must ensure that the tokens fit into the context."""
+        """See `Llama.next_logits`. The caller must ensure that the tokens fit into the cache."""
         first = cache[0]
         assert isinstance(first, StaticCache)
         step = self.step if tokens.shape[1] == 1 and first.filled else self.model.next_logits
