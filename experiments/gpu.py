@@ -34,7 +34,7 @@ PARTS = {  # each line is a command
         bench.py train --preset 1b --compile --json {out}/train-1b.json
         bench.py train --preset 124m --context 2048 --micro-batch-size 6 --compile --json {out}/train-124m-2048.json
         bench.py train --preset 1b --no-compile --json {out}/train-1b-eager.json""",
-    "loss": f"train.py {{data}} {NANOGPT} --steps 600 --eval-every 50 --save-every 600 --out {{out}}/loss",
+    "loss": f"train.py {{data}} {NANOGPT} --steps 800 --eval-every 50 --save-every 800 --out {{out}}/loss",
     "generate": "bench.py generate --preset 1b --samples 64 --rounds 3 --compile --json {out}/generate.json",
     "claims": """
         ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 200 \
