@@ -1,6 +1,7 @@
-"""For all tests: one thread, because their tensors are small; norms from files outside the repository; fixtures."""
+"""For all tests: one thread, because their tensors are small; no GPU; norms from other files; fixtures."""
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":  # with a visible GPU autograd has threads, so a test could not fork
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         import_files(config.getoption("imports"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def pytest_runtest_setup() -> None:
+    torch.set_flush_denormal(False)  # `train.train` sets it for its process
 
 
 @pytest.fixture

@@ -144,6 +144,8 @@ def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     decoder = CompiledDecoder(model)
     assert plain == [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts]
     assert len(graphs) == 1
+    decoder = CompiledDecoder(Llama(dataclasses.replace(SMALL, context=600)))
+    assert [decoder.new_cache(tokens)[0].size for tokens in (None, 256, 257, 513)] == [600, 256, 512, 600]
 
 
 def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):

@@ -30,6 +30,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
     monkeypatch.setattr(machine_device, "Path", lambda *names: tmp_path.joinpath(*(name.lstrip("/") for name in names)))
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sysconfig.get_path", lambda name: "include")
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
