@@ -310,16 +310,13 @@ def test_invalid_eps_is_refused(kind, eps):
 # --- invariances and independence, both ways -------------------------------------------------------------------------
 
 
-def norm_with_tiny_eps(kind: str, dim: int, device: str) -> Any:
-    norm_args: dict[str, Any] = {"eps": 1e-15} if kind in WITH_EPS else {}
-    return trained_norm(kind, dim, device=device, **norm_args)
-
-
 @each_kind
 @pytest.mark.parametrize("power", [-6, -1, 1, 10])
 def test_scale_invariance(kind, power, device):
     """Scaling by a power of two is exact, so a scale-invariant norm gives the same bits."""
-    norm, x = norm_with_tiny_eps(kind, 256, device), normal(4, 12, 256, device=device)
+    norm_args: dict[str, Any] = {"eps": 1e-15} if kind in WITH_EPS else {}
+    norm = trained_norm(kind, 256, device=device, **norm_args)
+    x = normal(4, 12, 256, device=device)
     if TRAITS[kind].scale_invariant:
         assert torch.equal(norm(x * 2**power), norm(x))
     else:

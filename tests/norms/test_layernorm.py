@@ -39,7 +39,6 @@ def test_normalized_shapes(shape, normalized_shape):
 
 def test_bias_and_gain_are_optional_and_a_zero_centered_gain_starts_at_0():
     """What is computed with each is compared with released models in test_recipes.py."""
-    assert list(LayerNorm(8).state_dict()) == ["weight", "bias"]
     assert list(LayerNorm(8, bias=False).state_dict()) == ["weight"]
     assert torch.equal(LayerNorm(8, zero_centered=True).state_dict()["weight"], torch.zeros(8))
     bare = LayerNorm(8, elementwise_affine=False)

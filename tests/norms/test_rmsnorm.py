@@ -30,7 +30,6 @@ def test_fp32_cast_order_rounds_once_and_llama_twice(dtype):
     exact = oracle(x.double(), {"weight": norm.weight.detach().double()})
     assert worst_ulps(norm(x).detach(), exact) <= 0.51
     assert 0.75 < worst_ulps(llama(x).detach(), exact) <= 1.5
-    assert llama(x).dtype == dtype
 
 
 @pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -35,11 +35,6 @@ def before_file_event(action: Callable[[str, Path], None]) -> None:
     os.fsync = counted  # type: ignore[assignment]
 
 
-def again(command: list[str], run: Path) -> list[str]:
-    """What the user types after a kill."""
-    return ["--resume", "--out", str(run)] if (run / "run.json").exists() else command
-
-
 # What happens to which file; the k-th time, from 0.
 MOMENTS = {
     "before there is a run": ("os.rename", "run.json", 0),
@@ -69,7 +64,8 @@ def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, sa
     run = tmp_path / "run"
     killed = fork(train_until)
     assert killed.wait() == -signal.SIGKILL, killed.text
-    child = fork(train.main, again(command, run))
+    again = ["--resume", "--out", str(run)] if (run / "run.json").exists() else command
+    child = fork(train.main, again)
     assert child.wait() == 0, child.text
     assert same(run, undisturbed) and not [*run.rglob("*.part"), *run.rglob(".step-*")]
 

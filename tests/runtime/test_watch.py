@@ -122,9 +122,8 @@ def as_tuple(stream: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @pytest.fixture
-def run(text, tmp_path, monkeypatch):
+def run(text, tmp_path, undrawn):
     """Train for six steps in this process; `run("--watch 2", "name")` returns the folder."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)
 
     def start(flags: str, name: str):
         sizes = "--dim 32 --layers 2 --heads 2 --context 32 --tokenizer bytes --device cpu --steps 6 --save-every 4"
