@@ -33,7 +33,6 @@ Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows" with the same keys, and what these mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the matrices whose product bounds training
 WARMUP_ROUNDS = 2
-FILLS, FILLED_BYTES = 20, 1 << 28  # 20 times 256 MiB: 2 ms on an H100
 # The model and the batch of `growth`, and the values of each while the others stay.
 SHAPE = {"dim": 256, "layers": 4, "context": 256, "batch_size": 16}
 AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}
@@ -78,16 +77,6 @@ def read_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
-def time_alternately(calls: Mapping[Any, Call], rounds: int, device: torch.device) -> dict[Any, float]:
-    """Median seconds of each call, over rounds that make each call once."""
-    measure = partial(gpu_seconds, device=device) if device.type == "cuda" else partial(host_seconds, device=device)
-    seconds: dict[Any, list[float]] = {name: [] for name in calls}
-    for _ in range(WARMUP_ROUNDS + rounds):
-        for name, call in calls.items():
-            seconds[name].append(measure(call))
-    return {name: statistics.median(measured[WARMUP_ROUNDS:]) for name, measured in seconds.items()}
-
-
 def host_seconds(call: Call, device: torch.device) -> float:
     """Seconds of one call on the clock of this process."""
     synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
@@ -99,21 +88,33 @@ def host_seconds(call: Call, device: torch.device) -> float:
 
 
 def gpu_seconds(call: Call, device: torch.device) -> float:
-    """Seconds of one call between two events on a GPU, which first fills memory for a few milliseconds.
+    """Seconds of one short call on a CUDA device, between two events.
 
-    Meanwhile the CPU launches the kernels of a short call, as it runs ahead in training. It also empties the cache.
+    Before the first event the GPU fills memory, for 1.3 ms on an H200. Meanwhile the CPU launches the kernels of the
+    call, so launching them is not timed. The filling also replaces what is in the cache.
     """
-    filled = torch.empty(FILLED_BYTES, dtype=torch.uint8, device=device)
+    filled = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        for _ in range(FILLS):
+        for _ in range(20):
             filled.zero_()
         start.record()
         call()
         end.record()
         torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def time_alternately(
+    calls: Mapping[Any, Call], rounds: int, device: torch.device, measure: Callable = host_seconds
+) -> dict[Any, float]:
+    """Median seconds of each call, over rounds that make each call once."""
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+    for _ in range(WARMUP_ROUNDS + rounds):
+        for name, call in calls.items():
+            seconds[name].append(measure(call, device))
+    return {name: statistics.median(measured[WARMUP_ROUNDS:]) for name, measured in seconds.items()}
 
 
 def bench_norms(config: NormsConfig, device: torch.device) -> Report:
@@ -129,11 +130,12 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
         x = torch.randn(config.rows, config.dim, device=device, dtype=dtype, requires_grad=True)
         grad_y = torch.randn_like(x)
         norms = make_norms(config.dim, device, dtype, config.compile)
+        measure = gpu_seconds if device.type == "cuda" else host_seconds
         calls: dict[str, Call] = {"copy": x.detach().clone}
         for norm, module in norms.items():
             calls[f"{norm} forward"] = partial(module, x)
             calls[f"{norm} both"] = partial(forward_backward, module, x, grad_y)
-        seconds = time_alternately(calls, config.rounds, device)
+        seconds = time_alternately(calls, config.rounds, device, measure)
         report[f"copy in {name}, GB/s"] = 2 * x.nbytes / seconds["copy"] / 1e9
         for norm in norms:
             row: dict[str, Any] = {"norm": norm, "dtype": name}

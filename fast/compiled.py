@@ -4,15 +4,13 @@ The shapes and the code of a step must not depend on how many tokens came before
 tokens from the start, a mask hides the positions that are not filled yet, and the number of cached tokens is a tensor.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from machine.device import check_compile
 from model import LayerCache, Llama
 
-SIZE_STEP = 256  # the space is a multiple of this: few sizes are compiled, and short texts do not read a long context
+SMALLEST = 256  # tokens; a larger cache has a power of two, because each size is compiled, and torch stops after eight
 
 
 class StaticCache(nn.Module, LayerCache):
@@ -66,7 +64,7 @@ class CompiledDecoder:
     def new_cache(self, tokens: int | None = None) -> list[LayerCache]:
         length = torch.zeros((), dtype=torch.int64, device=self.model.embed_tokens.weight.device)
         context = self.model.config.context
-        size = min(context, math.ceil((tokens or context) / SIZE_STEP) * SIZE_STEP)
+        size = min(context, max(SMALLEST, 1 << ((tokens or context) - 1).bit_length()))
         return [StaticCache(size, length) for _ in self.model.layers]
 
     def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:

@@ -135,8 +135,9 @@ def test_a_training_compiles_once_and_says_so(tmp_path, text, monkeypatch, capsy
     "changes", [{}, {"placement": "hybrid", "norm": "layernorm", "qk_norm": "full"}, {"attention_cap": 5.0}]
 )
 def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
-    """Two samples, then a prompt of one token: compiled once."""
-    model = randomize(Llama(dataclasses.replace(SMALL, **changes)))
+    """Two samples, then a prompt of one token: compiled once, with a cache that is smaller than the context."""
+    monkeypatch.setattr("fast.compiled.SMALLEST", 2)
+    model = randomize(Llama(dataclasses.replace(SMALL, **changes, context=32)))
     prompts = [torch.tensor([[3, 1, 4]] * 2), torch.tensor([[1]] * 2)]
     plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     assert len({ids[0] for sample in plain for ids in sample}) > 3
@@ -145,7 +146,7 @@ def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     assert plain == [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts]
     assert len(graphs) == 1
     decoder = CompiledDecoder(Llama(dataclasses.replace(SMALL, context=600)))
-    assert [decoder.new_cache(tokens)[0].size for tokens in (None, 256, 257, 513)] == [600, 256, 512, 600]
+    assert [decoder.new_cache(tokens)[0].size for tokens in (None, 2, 257, 513)] == [600, 2, 512, 600]
 
 
 def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):

@@ -68,7 +68,7 @@ each_kind_and_mode = pytest.mark.parametrize(
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
+        pytest.skip("no CUDA device, or hidden by conftest.py: pass -m gpu")
     return request.param
 
 
