@@ -90,8 +90,8 @@ def host_seconds(call: Call, device: torch.device) -> float:
 def gpu_seconds(call: Call, device: torch.device) -> float:
     """Seconds of one short call on a CUDA device, between two events.
 
-    Before the first event the GPU fills memory, for 1.3 ms on an H200. Meanwhile the CPU launches the kernels of the
-    call, so launching them is not timed. The filling also replaces what is in the cache.
+    Before the first event the GPU fills memory, for about 1.3 ms on an H200. Meanwhile the CPU launches the kernels of
+    the call, so launching them is not timed. The filling also replaces what is in the cache.
     """
     filled = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     with torch.cuda.device(device):
