@@ -131,8 +131,8 @@ def summarize(settings: Settings, runs: dict[Path, Outcome], differing: list[str
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
     comparison = comparison_section(list(paired), paired)
     text = comparison.text
-    if not differing and not text[0]:
-        text[0] = "The runs differ in their seed only."
+    if not differing and not comparison.found:
+        text[0] = f"The runs differ in their seed only. {text[0]}"
     text[0] = " ".join(filter(None, [missing(runs, runs), text[0], *notes]))
     text += ["## Runs", table(["run", "seed", *differing, "step", "val_bpb"], rows)]
     return comparison

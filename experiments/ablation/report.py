@@ -68,7 +68,7 @@ class Finding:
 
     def __str__(self) -> str:
         """Its numbers in a sentence, if there are any."""
-        p = "" if self.p is None else f", p = {self.p:.2g}"
+        p = "" if self.p is None else f", p = {digits_of(self.p)}"
         return f" ({self.estimate}{p})" if self.complete else ""
 
     @property
@@ -245,7 +245,8 @@ def comparison_section(
     titles = [name.replace("_", " ") for name in levels]
     against = f"{baseline.without_size.name} of the same size" if baseline.size else baseline.name
     titles += ["val_bpb (n)", f"paired difference from {against} (n)", "detectable", "p", "diverged", "verdict"]
-    conclusion = f"Compared with {against}: {by_verdict(found)}." if found else ""
+    alone = f"One arm, {baseline.without_size.name}: val_bpb {', '.join(line[len(levels)] for line in lines)}."
+    conclusion = f"Compared with {against}: {by_verdict(found)}." if found else alone
     if counts := sorted({finding.estimate.n for finding in found.values() if finding.estimate}):
         rates = f"all at learning rate {lr:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
         conclusion += f" In bits per byte (val_bpb), n = {' or '.join(map(str, counts))}, {rates}."
@@ -313,8 +314,14 @@ def columns_of(finding: Finding) -> list[str]:
     detectable = NONE if finding.detectable is None else f"{finding.detectable:.4f}"
     p = NONE
     if finding.p is not None:
-        p = f"{finding.p:.2g}" if finding.p >= 1e-4 else "< 0.0001"
+        p = digits_of(finding.p) if finding.p >= 1e-4 else "< 0.0001"
     return [statistic(finding), detectable, p, finding.verdict[0]]
+
+
+def digits_of(p: float) -> str:
+    """Two digits of a p-value, or as many as show on which side of `ALPHA` it is."""
+    rounded = (f"{p:.{digits}g}" for digits in range(2, 18))
+    return next(text for text in rounded if (float(text) < ALPHA) == (p < ALPHA))
 
 
 def statistic(finding: Finding, spec: str = "+.4f") -> str:

@@ -230,7 +230,7 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
             figures["ladder"] = plot_ladder(found, flops, against)
         figures["differences"] = plot_differences(named, label, against, styles)
     if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
-        figures["curves"] = plot_curves(runs, styles, f"Means of {title}", ["step"])
+        figures["curves"] = plot_curves(runs, styles, "Means over the seeds that have ended", ["step"])
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_streams(watched, styles)

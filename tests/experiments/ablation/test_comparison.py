@@ -156,7 +156,8 @@ def test_the_conclusion_says_what_is_shown_of_every_arm():
     many = runs_of(rmsnorm=[2.0, 3.0, 4.0], **bpb)
     text = comparison_section(list(many), many).text[0]
     assert text.startswith("Compared with rmsnorm pre: layernorm pre is better; 7 of 8 arms are undecided. In bits")
-    assert [columns_of(Finding(None, 2, p=p))[2] for p in (0.0, 0.012)] == ["< 0.0001", "0.012"]
+    printed = [columns_of(Finding(None, 2, p=p))[2] for p in (0.0, 0.012, 0.0499, 0.0501)]
+    assert printed == ["< 0.0001", "0.012", "0.0499", "0.05"]
 
 
 def test_a_run_that_has_not_ended_is_missing_and_leaves_no_p():
