@@ -41,8 +41,8 @@ class Llama(nn.Module):
     The initial weights depend only on `config` and `seed`. Under `torch.device("meta")` the parameters have no storage,
     ready for `load_state_dict(..., assign=True)`.
 
-    Training and generation run it under `torch.autocast`: matrix products in --dtype; weights, norms and the residual
-    stream in fp32.
+    Training and generation run it under `torch.autocast`: matrix products in --dtype; norms, the residual stream and,
+    in training, weights in fp32.
     """
 
     def __init__(self, config: ModelConfig | None = None, seed: int = 0, **fields):
