@@ -93,6 +93,7 @@ class PretrainedTokenizer(Tokenizer):
             token["special"] = token["content"] in special
         # Otherwise a special token that is also in the vocabulary could be merged from its characters.
         model["merges"] = [merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in special]
+        model["dropout"] = None  # it makes ids random
         try:
             tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
         except Exception as error:  # the library raises no other class

@@ -5,6 +5,7 @@ that was resumed with other options, the last ones count.
 """
 
 import csv
+import re
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -13,9 +14,9 @@ from config import DEFAULTS, as_text, split
 from experiments.ablation.grid import Cell, compared
 from experiments.ablation.outcome import Arm, Outcome, read_outcome
 from experiments.ablation.plots import arm_styles, plot_curves
-from experiments.ablation.report import NONE, Comparison, comparison_section, missing, table
+from experiments.ablation.report import NONE, PARTIAL, Comparison, comparison_section, missing, table
 from experiments.ablation.run import write_files
-from files import digest, require
+from files import digest, read_json, require
 from machine.process import bad_input
 from norms.registry import TRAITS, Traits
 from runtime.flags import Parser
@@ -24,13 +25,14 @@ from runtime.run_dir import RUNS_FOLDER, check_run_dir, read_rows, read_run_file
 
 Settings = dict[Path, dict[str, str]]  # options of each run, as flags take them
 PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
-NAMED = 3  # settings in the name of an arm; one that needs more is named after its first run
+NAMED = 3  # settings in the name of an arm; one that needs more is named after its first run, without its seed
 
 
 def main(arguments: list[str]) -> None:
     """Compare existing runs: differing settings, final losses, curves. The arm of the first run is the baseline."""
     parser = Parser(prog="ablate.py compare", description=main.__doc__)
-    parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or of an ablation for all its runs")
+    what = "directory of a run, or of an ablation for the runs that it reports"
+    parser.add_argument("runs", nargs="+", metavar="DIR", help=what)
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-HASH of the runs)")
     import_first(parser, arguments)
     asked = parser.read(arguments[1:])
@@ -67,11 +69,12 @@ def find_runs(names: list[str]) -> list[Path]:
     for folder in map(Path, names):
         if folder.is_file() or ((folder / "report.json").exists() and not (folder / "cells").exists()):
             continue
-        file = folder / "runs.csv"  # the baseline comes first
+        report, file = folder / "report.json", folder / "runs.csv"
+        partial = report.exists() and read_json(report, dict).get("summary", "").startswith(PARTIAL)
+        require(not partial, f"{folder} has not ended; continue it, or name runs of it, such as {folder}/cells/*")
         lines = file.read_text("utf-8", "replace").splitlines() if file.exists() else []
         rows = [row for row in csv.DictReader(lines) if row.get("run")]
         cells = [folder / "cells" / row["run"] for row in rows if row.get("search") != "True"]
-        require(cells or not rows, f"{folder} has no result yet: its search for learning rates has not ended")
         cells = cells or sorted(path.parent for path in folder.glob("cells/*/run.json"))
         for run in cells or [folder]:
             check_run_dir(run, exists=True)
@@ -107,9 +110,10 @@ def arms_of(settings: Settings, names: list[str]) -> dict[Path, Arm]:
         names = [*names, "folder"]
     arms = {folder: Arm(tuple((name, run[name]) for name in names)) for folder, run in settings.items()}
     if len(names) > NAMED:
-        unique = len({folder.name for folder in arms}) == len(arms)
-        first = {arm: Arm.of(run=folder.name if unique else str(folder)) for folder, arm in reversed(arms.items())}
-        arms = {folder: first[arm] for folder, arm in arms.items()}
+        first = {arm: folder for folder, arm in reversed(arms.items())}
+        short = {arm: re.sub(r"-seed\d+$", "", folder.name) for arm, folder in first.items()}
+        unique = len(set(short.values())) == len(short)
+        arms = {folder: Arm.of(run=short[arm] if unique else str(first[arm])) for folder, arm in arms.items()}
     return arms
 
 
@@ -126,13 +130,13 @@ def summarize(settings: Settings, runs: dict[Path, Outcome], differing: list[str
             how = "diverged" if outcome.diverged else "has not ended: it is"
             notes.append(f"{folder} {how} at step {step}, its last val_bpb is {last}.")
         if other := [name.replace("_", " ") for name in PAIRED_BY if run[name] != first[name]]:
-            notes.append(f"Not paired with {baseline}: {folder} (other {', '.join(other)}).")
+            notes.append(f"Not paired with {runs[baseline].arm.name}: {outcome.arm.name} (other {', '.join(other)}).")
         else:
             paired[Cell(outcome.arm, outcome.lr, outcome.seed)] = outcome
     comparison = comparison_section(list(paired), paired)
     text = comparison.text
     if not differing and not comparison.found:
         text[0] = f"The runs differ in their seed only. {text[0]}"
-    text[0] = " ".join(filter(None, [missing(runs, runs), text[0], *notes]))
+    text[0] = " ".join(filter(None, [missing(runs, runs), text[0], *dict.fromkeys(notes)]))
     text += ["## Runs", table(["run", "seed", *differing, "step", "val_bpb"], rows)]
     return comparison

@@ -34,6 +34,9 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
 
     They escape characters that the locale cannot encode.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed before the start; the lowest free number is that of the stream
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _print_error(f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
@@ -42,9 +45,9 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     for name in may_close:
-        if stream := getattr(sys, name):
-            lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
+        stream = getattr(sys, name)
+        lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 class _Lossy(io.FileIO):

@@ -59,8 +59,10 @@ class Parser(argparse.ArgumentParser):
     def read(self, arguments: list[str] | None) -> Asked:
         """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""
         given = vars(self.parse_args(arguments))
-        given.pop("imports", None)  # `import_first` has imported them
         with bad_input():
+            require("" not in given.pop("imports", ()), "--import must not be empty")  # it has been imported
+            for name in ("checkpoint", "config", "init_from", "out"):  # as of a variable that a script has not set
+                require(given.get(name) != "", f"{flag_name(name)} must not be empty; leave it out or name a path")
             for name in given.keys() & FIELDS.keys():
                 if get_origin(FIELDS[name].type) is dict:
                     given[name] = read_pairs(flag_name(name), given[name])

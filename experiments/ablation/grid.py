@@ -41,9 +41,9 @@ WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
 END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
-NOT_COMPARED = {  # options that change no result
-    "out", "cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch",
-}  # fmt: skip
+# Options that change no result. A run that is continued gets those of the command that continues it.
+RESUMED_WITH = {"cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch"}
+NOT_COMPARED = RESUMED_WITH | {"out"}
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,13 @@ class Grid:
         return found
 
     def check(self, cell: Cell) -> None:
-        """Raise ValueError if the run of a cell exists and was trained with other settings."""
-        folder = self.cell_folder(cell)
+        """Raise ValueError if a cell has an invalid seed or rate, or its run exists and has other settings."""
+        folder, (model, config) = self.cell_folder(cell), self.settings[cell.arm]
+        here = compared(fields_of(model, replace(config, lr=cell.lr, seed=cell.seed)))
         if not (folder / "run.json").exists():
             return
         run, name = read_run_file(folder / "run.json"), f"the run in {folder}"
-        there, (model, config) = compared(run["resolved"]), self.settings[cell.arm]
-        here = compared(fields_of(model, replace(config, lr=cell.lr, seed=cell.seed)))
+        there = compared(run["resolved"])
         changed = (option for option in here if there[option] != here[option])
         differences = "; ".join(f"{flag_name(option)} {there[option]}, not {here[option]}" for option in changed)
         require(not differences, f"{name} has {differences}; choose another --out")
@@ -249,7 +249,7 @@ class Grid:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
         folder, config = self.cell_folder(cell), self.settings[cell.arm][1]
         if (folder / "run.json").exists() if started is None else started:
-            asked: dict[str, Any] = {"resume": True, "cache_dir": config.cache_dir, "watch": config.watch}
+            asked: dict[str, Any] = {"resume": True} | {name: getattr(config, name) for name in RESUMED_WITH}
         else:
             decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}
             asked = combine(self.shared, cell.arm.asked, decided)

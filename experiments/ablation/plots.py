@@ -96,6 +96,8 @@ def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title:
     axes.set_xlabel("FLOPs of a run; arms of a size are side by side")
     axes.set_ylabel(f"difference in val_bpb\n{SIDES}")
     axes.grid(alpha=0.3)
+    left_out = {arm.without_size.name: None for arm, each in found.items() if not each.complete}
+    title += f". Not at all sizes, as runs diverged or have not ended: {', '.join(left_out)}" if left_out else ""
     figure.suptitle(fill(title, LONG), fontsize="medium")
     add_legend(figure, axes)
     return figure
@@ -115,8 +117,10 @@ def plot_curves(runs: list[Outcome], styles: Mapping[str, Style], title: str, un
     for axes, (unit, metric) in zip(column, panels, strict=True):
         for arm, group in arms.items():
             points, style = curve(group, metric, unit), styles[arm.name]
-            axes.plot(*points.T, label=arm.name, markersize=4, markevery=len(points) // 10 + 1, **style)
-            if len(points) and any(run.diverged for run in group):
+            diverged = any(run.diverged for run in group)
+            name = arm.name + (" (diverged)" if diverged else "")
+            axes.plot(*points.T, label=name, markersize=4, markevery=len(points) // 10 + 1, **style)
+            if len(points) and diverged:
                 axes.plot(*points[-1], "X", color=style["color"], markeredgecolor="black", markersize=8)
         axes.set(xlabel=unit, ylabel=METRICS[metric])
         axes.grid(alpha=0.3)

@@ -24,6 +24,7 @@ INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 MARGIN = 0.01  # a difference in val_bpb that does not matter
 SEEDS = 3  # fewer call no arm better or worse
 VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
+PARTIAL = "**Partial: "  # the beginning of a report on runs that have not all ended
 FEW = 3  # compared arms; the conclusion has no numbers of more
 MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
 HOW_TO_READ = (
@@ -112,7 +113,7 @@ class Trend(Finding):
     @property
     def verdict(self) -> tuple[str, str]:
         if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
-            return "no trend shown", ""
+            return "no trend shown", super().verdict[1]
         shown = self.rungs[0].verdict[0], self.rungs[-1].verdict[0]
         if {*shown} == {BETTER, WORSE}:
             return f"{shown[0]} turns into {shown[1]}", ""
@@ -245,7 +246,8 @@ def comparison_section(
     titles = [name.replace("_", " ") for name in levels]
     against = f"{baseline.without_size.name} of the same size" if baseline.size else baseline.name
     titles += ["val_bpb (n)", f"paired difference from {against} (n)", "detectable", "p", "diverged", "verdict"]
-    alone = f"One arm, {baseline.without_size.name}: val_bpb {', '.join(line[len(levels)] for line in lines)}."
+    means = (f"{arm.width} {line[len(levels)]}".strip() for arm, line in zip(runs, lines, strict=True))
+    alone = f"One arm, {baseline.without_size.name}: val_bpb {', '.join(means)}."
     conclusion = f"Compared with {against}: {by_verdict(found)}." if found else alone
     if counts := sorted({finding.estimate.n for finding in found.values() if finding.estimate}):
         rates = f"all at learning rate {lr:g}" if len(set(lrs.values())) == 1 else "each at its own learning rate"
@@ -267,9 +269,9 @@ def over_compute(trends: Mapping[Arm, Trend], pairs: Mapping[Pair, Finding], flo
         known = [statistic(effects[size]) if size in effects else NONE for size in titles]
         rows.append([arm.name, *known, *columns_of(slope)])
     header = ["arm", *titles.values(), "slope for each doubling (n)", "detectable", "p", "trend"]
-    groups = grouped((row[-1], row[0]) for row in rows)
-    said = "; ".join(f"{shown} for {listed(names)}" for shown, names in groups.items())
-    return [f"With compute, {said}.", "## Effect over compute", LADDER, table(header, rows)]
+    groups = grouped((slope.verdict, arm.name) for arm, slope in trends.items())
+    said = [f"{trend} for {listed(names)}" + (f", as {why}" if why else "") for (trend, why), names in groups.items()]
+    return [f"With compute, {'; '.join(said)}.", "## Effect over compute", LADDER, table(header, rows)]
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
@@ -341,7 +343,8 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         for lr in lrs:
             tried = [cell for cell in cells if (cell.arm, cell.lr) == (arm, lr)]
             bpb = final_bpb(outcomes[cell] for cell in tried if cell in outcomes)
-            row.append(statistic(find([*bpb.values()], len(tried)), ".4f"))
+            diverged = not bpb and any(cell in outcomes for cell in tried)
+            row.append("diverged" if diverged else statistic(find([*bpb.values()], len(tried)), ".4f"))
         best = regret = NONE
         if optima:
             best = f"{optima[arm].lr:g}"
@@ -353,15 +356,15 @@ def sweep_section(cells: Sequence[Cell], outcomes: Outcomes, optima: Mapping[Arm
         f"within {WINDOW:.3f} bits per byte (0.1 nats) of the lowest, of at least {POINTS} rates. The regret is what "
         "an error of the vertex is expected to cost: intervals are wider by it, and p-values count only what is "
         f"beyond. If fewer than {POINTS} rates are that close, or the vertex is not among them, no optimum is found. "
-        "The arm is then reported at its best rate and has no p-value, because other arms may be closer to their "
-        "optimum. The same holds if its reported seeds end, on average, further than that from the parabola.",
+        "The arm is then reported at its best rate (if all diverged, the lowest) and has no p-value, as others may be "
+        "closer to theirs. The same holds if its reported seeds end, on average, further than that from the parabola.",
         table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows),
     ]
 
 
 def missing(planned: Collection[Any], outcomes: Mapping[Any, Outcome]) -> str:
     ended = sum(run.ended for run in outcomes.values())
-    return f"**Partial: {ended} of {len(planned)} runs have ended.**" if ended < len(planned) else ""
+    return f"{PARTIAL}{ended} of {len(planned)} runs have ended.**" if ended < len(planned) else ""
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -30,9 +30,9 @@ from experiments.ablation.grid import (
 from experiments.ablation.outcome import SIZE, Arm, Outcome, grouped
 from experiments.ablation.plots import SIDES, arm_styles, plot_curves, plot_differences, plot_ladder
 from experiments.ablation.rates import Optimum
-from experiments.ablation.report import HOW_TO_READ, Comparison, comparison_section, missing, sweep_section
+from experiments.ablation.report import HOW_TO_READ, PARTIAL, Comparison, comparison_section, missing, sweep_section
 from experiments.benchmarks import flops_per_token
-from files import require, said, write_atomically
+from files import require, said, warn, write_atomically
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -83,7 +83,7 @@ class AblationConfig:
         type=int,
         metavar="DIM",
     )
-    tokens_per_parameter: float = option(4.4, "training tokens for each parameter of the first arm, with --ladder")
+    tokens_per_parameter: float = option(None, "tokens per parameter of the first arm, with --ladder (default: 4.4)")
 
 
 def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
@@ -94,9 +94,12 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
         require(f"{name}_args" not in asked, f"--{name}-arg is for a single run; write --{name}s {example}")
     shared = {name: value for name, value in asked.items() if name not in ("out", "device")}
     arms = resolve_factors(options, shared)
+    tokens = options.tokens_per_parameter
+    require(options.ladder or tokens is None, "--tokens-per-parameter is for a --ladder")
     if options.ladder:
-        arms = climb(options.ladder, arms, shared, options.tokens_per_parameter)
+        arms = climb(options.ladder, arms, shared, 4.4 if tokens is None else tokens)
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
+    require(not (options.probe and shared.get("watch")), "--probe and --watch exclude each other")
     shared |= {"watch": MAX_SIZE} if options.probe else {}
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
     settings = resolve_arms(arms, on_device)
@@ -146,7 +149,7 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
         name = dashed.replace("-", "_")
         require(
             name == "recipe" or (name in FIELDS and FIELDS[name].metadata["help"]),
-            f"--factor {text}: {dashed!r} is not an option of train.py; choose one like optimizer",
+            f"--factor {text}: {dashed!r} is no option that can vary; choose one of train.py, like optimizer",
         )
         require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
@@ -165,7 +168,8 @@ def climb(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per_
 
     Heads have the same width at every size, and steps give the same number of tokens per parameter of the first arm.
     """
-    require(len(set(widths)) > 1 and min(widths) > 0, f"--ladder needs two widths or more, not {widths}")
+    distinct = len(set(widths)) == len(widths) > 1
+    require(distinct and min(widths) > 0, f"--ladder needs two or more distinct positive widths, not {widths}")
     require(0 < tokens_per_parameter < math.inf, f"--tokens-per-parameter must be positive, not {tokens_per_parameter}")
     for name in ("dim", "heads", "hidden_dim", "steps"):
         given = name in shared or name in dict(arms[0].factors)
@@ -212,7 +216,7 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     comparison = Comparison({}, {}, {}, {}, [""])
     if reported:
         comparison = comparison_section(reported, outcomes, optima, flops)
-    searching = f"**Partial: the search for learning rates has not ended; {len(outcomes)} of its runs have.**"
+    searching = f"{PARTIAL}the search for learning rates has not ended; {len(outcomes)} of its runs have.**"
     partial = missing([*reported, *sweep], outcomes) if reported else searching
     comparison.text[0] = f"{partial} {comparison.text[0]}".strip()
     if sweep:
@@ -232,6 +236,8 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
     if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
         figures["curves"] = plot_curves(runs, styles, "Means over the seeds that have ended", ["step"])
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
+    if (bare := sum(not log for log in logs.values())) and reported and grid.settings[reported[0].arm][1].watch:
+        warn(f"{bare} of {len(logs)} runs had ended without --watch; another --out trains them with it")
     if watched := {cell.arm.name: log for cell, log in logs.items() if log}:  # each arm's last seed
         figures["watch"] = plot_streams(watched, styles)
     named_runs = {cell.name: run for cell, run in outcomes.items()}

@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> None:
         study = STUDIES[name]
         scales = [scale] if scale else list(study.protocols)
         with bad_input():
-            require(asked["jobs"] >= 1, f"--jobs must be at least 1, not {asked['jobs']}")
+            for flag, least in (("jobs", 1), ("seed", 0)):
+                require(asked[flag] >= least, f"--{flag} must be at least {least}, not {asked[flag]}")
             require(scales[0] in study.scales, f"--scale {scale}: choose from {', '.join(study.scales)}")
             asked["devices"] = resolve_devices(asked["device"])
             for folder in (RUNS, results):
@@ -61,6 +62,7 @@ def main(arguments: list[str]) -> None:
             for scale in scales:
                 run_study(study, scale, asked, results / f"{name}.json")
     with bad_input():
+        require(name or not scale, f"--scale {scale} needs the NAME of a claim")
         entries = read_entries(STUDIES.values(), results)
         require(entries, f"there are no results in {results}; name a claim: {', '.join(STUDIES)}")
     write_page(entries, out)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig, check_fields
-from data.tokenizer import KINDS, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import KINDS, ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json, require
 from machine import distributed
 from model import Llama
@@ -188,6 +188,9 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     config, kind = read_config(directory)
     if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
         kind = PRETRAINED  # transformers saves a tokenizer.json in its place
+    edited = directory / "tokenizer.json"
+    if kind == ByteTokenizer.kind and edited.is_file() and len(read_json(edited, dict).get("added_tokens", [])) > 1:
+        kind = PRETRAINED  # tokens were added to ours
     described = read_json(directory / CONFIG, dict)
     generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
     ends: list[int] = []

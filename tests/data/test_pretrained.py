@@ -188,9 +188,9 @@ def write_json(folder: Path, added: list[dict], end: str = "<s>", **changes: Any
 @pytest.mark.parametrize("merges", [["< s", "<s >"], [["<", "s"], ["<s", ">"]]])
 @pytest.mark.parametrize("added", [[SPECIAL], [SPECIAL | {"special": False}], []])
 def test_the_end_is_never_merged_from_its_characters(tmp_path, merges, added):
-    """Even if it is no special token, or no added token at all. Truncation in the file is not applied."""
+    """Even if it is no special token, or no added token at all. Truncation and dropout in the file are not applied."""
     truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
-    write_json(tmp_path, added, model={"merges": merges}, truncation=truncation)
+    write_json(tmp_path, added, model={"merges": merges, "dropout": 1.0}, truncation=truncation)
     ours = PretrainedTokenizer(tmp_path)
     assert ours.end_of_document == 4 and ours.encode("<s>") == [3, 2] and ours.decode([3, 4, 2]) == "<s>"
 

@@ -102,12 +102,12 @@ def test_all_of_a_folder_and_an_imported_norm(make, refused, monkeypatch):
 @pytest.mark.usefixtures("undrawn")
 def test_other_text_is_warned_of_and_never_paired(make):
     page = compared(make("a", 2.0), make("b", 2.5, corpus="f" * 64))
-    assert page.splitlines()[0].endswith("Not paired with a: b (other data).")
+    assert page.splitlines()[0].endswith("Not paired with data=text@4db9d0: data=text@ffffff (other data).")
     assert "Compared with" not in page and "+0.5" not in page
     others = {"tokenizer": "f" * 64, "batch_size": 4, "context": 8, "eval_tokens": 99}
     for name, value in others.items():
         page = compared("a", make(name, 2.5, **{name: value}))
-        assert f"Not paired with a: {name} (other {name.replace('_', ' ')})." in page and "Compared with" not in page
+        assert f"(other {name.replace('_', ' ')})." in page and "Compared with" not in page
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -155,4 +155,8 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line(make, refused):
     Path(shutil.copytree("a", "run"), "run.json").write_text("{}")
     for name, error in {"empty": "no run in empty", "log": "log/metrics.jsonl is d", "run": "run/run.json"}.items():
         assert error in refused(ablate.main, ["compare", "a", name])
+    Path("part").mkdir()
+    Path("part/report.json").write_text(json.dumps({"summary": "**Partial: 1 of 2 runs have ended.**"}))
+    shutil.copytree("a", "part/cells/a")
+    assert "part has not ended; continue it, or name runs" in refused(ablate.main, ["compare", "a", "part"])
     assert "at least two runs, not 1" in refused(ablate.main, ["compare", "a", str(Path("a").resolve())])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import generate
 from config import ModelConfig, configure
@@ -158,6 +159,15 @@ def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
     assert weight_hashes(directory)["sha256"] == {name: sha256(directory / name) for name in SHARDS}
     assert loaded.config == expected.config and not marker.exists()
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in expected.state_dict().items())
+
+
+def test_tokens_that_were_added_to_our_bytes(tmp_path):
+    save_pretrained(tmp_path / "ours", Llama(dataclasses.replace(LLAMA, vocab_size=258)), ByteTokenizer())
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    theirs.add_tokens(["hello"])
+    theirs.save_pretrained(tmp_path / "ours")
+    _, tokenizer = load_pretrained(tmp_path / "ours")
+    assert tokenizer.encode("hello you") == theirs("hello you")["input_ids"] and tokenizer.decode([257, 33]) == "hello!"
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config", "special_tokens_map", "config", "generation_config"])

@@ -37,12 +37,14 @@ ARM, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt"))
 def resolve(tmp_path):
     """An ablation with more flags in one string, of ARM if they name no others. Nothing is trained."""
     (tmp_path / "text.txt").write_text(TEXT)
-    common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'out'}"
+    common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'}"
 
-    def resolve(flags: str = "", rest: str = "--dtype float32 --context 16") -> Grid:
+    def resolve(
+        flags: str = "", rest: str = "--dtype float32 --context 16", out: str = f"--out {tmp_path / 'out'}"
+    ) -> Grid:
         own = {"--norms": "rmsnorm", "--placements": "pre"} if "recipe" not in flags else {}
         rest += "".join(f" {flag} {value}" for flag, value in own.items() if flag not in flags)
-        return resolve_ablation(*ablate.parse(f"{common} {rest} {flags}".split()))
+        return resolve_ablation(*ablate.parse(f"{common} {out} {rest} {flags}".split()))
 
     return resolve
 
@@ -153,7 +155,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
     monkeypatch.chdir(tmp_path)
 
     def folder(flags: str) -> Path:
-        return resolve(f"{flags} --out=").folder
+        return resolve(flags, out="").folder
 
     first = folder("--norms rmsnorm layernorm")
     same = ["--seeds 4", "--lrs 0.1 0.2", "--save-every 7 --keep 1 --jobs 2 --probe"]
@@ -349,4 +351,5 @@ def test_several_cards(monkeypatch, resolve):
     (grid.cell_folder(cell) / "run.json").touch()
     resumed = read_train(grid.command(cell, "cuda:0")[2:])
     out, cache = str(grid.cell_folder(cell)), grid.shared["cache_dir"]
-    assert resumed == {"resume": True, "device": "cuda:0", "cache_dir": cache, "out": out, "watch": 0}
+    expected = {"resume": True, "device": "cuda:0", "cache_dir": cache, "out": out, "watch": 0, "max_minutes": 0.0}
+    assert resumed == expected | {"log": "none", "keep": 2, "save_every": 250, "save_minutes": 0.0}

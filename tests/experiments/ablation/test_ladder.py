@@ -49,7 +49,7 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
         ("32 64 --heads 5", "--heads follows from --ladder; leave it out"),
         ("2048 4096 --preset 1b", "--ladder derives --hidden-dim from the width, and"),
         ("32 64 --factor steps=5,6", "--steps follows from --ladder; leave it out"),
-        ("32 32", "--ladder needs two widths or more"),
+        ("32 64 32", "--ladder needs two or more distinct positive widths"),
         ("32 64 --tokens-per-parameter 0", "--tokens-per-parameter must be positive, not 0.0"),
     ],
 )
@@ -111,6 +111,8 @@ def test_one_sentence_says_what_is_shown(effects, shown):
     start = f"With compute, {shown} for dyt:alpha=1. Compared with rmsnorm of the same size: "
     assert found.text[0].startswith(start) and found.text[1] == "## Effect over compute" and shown in found.text[3]
     assert [slope.row["verdict"] for slope in found.trends.values()] == [shown]
+    alone = section(losses[:, :1]).text[0]
+    assert alone.startswith("With compute, no trend shown for dyt:alpha=1, as a single seed cannot tell a difference")
     if "grows" in shown:
         more = found.found | {Arm((arm.factors[0], ("norm", "x"))): each for arm, each in found.found.items()}
         assert by_verdict(more) == "dyt:alpha=1 (dim=32, dim=64, dim=96) and x (dim=32, dim=64, dim=96) are better"
