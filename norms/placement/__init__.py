@@ -9,40 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from norms.placement.many_streams import (
-    AttentionResidual,
-    BlockAttentionResidual,
-    HyperConnection,
-    HyperConnectionOutput,
-    ResiDual,
-    ResiDualOutput,
-    Siamese,
-    SiameseOutput,
-    attention_residual_output,
-    copies,
-    duplicate,
-    newest,
-    one_source,
-)
-from norms.placement.ngpt import NormalizedUpdate, add_scales, init_on_sphere, return_to_sphere
-from norms.placement.one_stream import (
-    DeepNorm,
-    LayerNormScaling,
-    NormThenResidual,
-    PostNorm,
-    PreNorm,
-    Reordered,
-    ReZero,
-    Sandwich,
-    Site,
-    deepnorm_gain,
-    hybrid_norm,
-    hybrid_star,
-    keel,
-    mix_norm,
-    parallel,
-    without_final_norm,
-)
+from norms.placement import many_streams as many
+from norms.placement import ngpt
+from norms.placement import one_stream as one
+from norms.placement.one_stream import PostNorm, PreNorm, Site, without_final_norm  # noqa: F401 (for --import)
 from norms.registry import TRAITS, check_arguments
 
 
@@ -91,28 +61,30 @@ class Placement:
 
 # Depth-scaled init is off if the placement scales all streams by depth, or if a norm after the sublayer undoes it.
 PLACEMENTS = {
-    "pre": Placement(PreNorm, without_norm=True),
-    "post": Placement(PostNorm, without_final_norm),
-    "deepnorm": Placement(DeepNorm, without_final_norm, init="xavier", init_gain=deepnorm_gain, depth_scaled=False),
-    "sandwich": Placement(Sandwich, depth_scaled=False),
-    "reordered": Placement(Reordered, depth_scaled=False),
-    "lns": Placement(LayerNormScaling, depth_scaled=False),
-    "mix": Placement(mix_norm),
-    "residual": Placement(ResiDual, ResiDualOutput, duplicate),
-    "hybrid": Placement(hybrid_norm, qkv_norm=True),
-    "hybrid-star": Placement(hybrid_star, qkv_norm=True),
-    "siamese": Placement(Siamese, SiameseOutput, duplicate),
-    "rezero": Placement(ReZero, without_norm=True),
-    "keel": Placement(keel, without_final_norm, depth_scaled=False),
-    "ngpt": Placement(
-        NormalizedUpdate, without_final_norm, init_on_sphere, depth_scaled=False, own_norm=True, extend=add_scales,
-        constrain=return_to_sphere,
+    "pre": Placement(one.PreNorm, without_norm=True),
+    "post": Placement(one.PostNorm, one.without_final_norm),
+    "deepnorm": Placement(
+        one.DeepNorm, one.without_final_norm, init="xavier", init_gain=one.deepnorm_gain, depth_scaled=False,
     ),
-    "parallel": Placement(parallel, streams=first_of_pair),
-    "minimax": Placement(NormThenResidual),
-    "mhc": Placement(HyperConnection, HyperConnectionOutput, copies),
-    "attnres": Placement(AttentionResidual, attention_residual_output, one_source, newest),
-    "attnres-block": Placement(BlockAttentionResidual, attention_residual_output, one_source, newest),
+    "sandwich": Placement(one.Sandwich, depth_scaled=False),
+    "reordered": Placement(one.Reordered, depth_scaled=False),
+    "lns": Placement(one.LayerNormScaling, depth_scaled=False),
+    "mix": Placement(one.mix_norm),
+    "residual": Placement(many.ResiDual, many.ResiDualOutput, many.duplicate),
+    "hybrid": Placement(one.hybrid_norm, qkv_norm=True),
+    "hybrid-star": Placement(one.hybrid_star, qkv_norm=True),
+    "siamese": Placement(many.Siamese, many.SiameseOutput, many.duplicate),
+    "rezero": Placement(one.ReZero, without_norm=True),
+    "keel": Placement(one.keel, one.without_final_norm, depth_scaled=False),
+    "ngpt": Placement(
+        ngpt.NormalizedUpdate, one.without_final_norm, ngpt.init_on_sphere, depth_scaled=False, own_norm=True,
+        extend=ngpt.add_scales, constrain=ngpt.return_to_sphere,
+    ),
+    "parallel": Placement(one.parallel, streams=first_of_pair),
+    "minimax": Placement(one.NormThenResidual),
+    "mhc": Placement(many.HyperConnection, many.HyperConnectionOutput, many.copies),
+    "attnres": Placement(many.AttentionResidual, many.AttentionResidualOutput, many.one_source, many.newest),
+    "attnres-block": Placement(many.BlockAttentionResidual, many.AttentionResidualOutput, many.one_source, many.newest),
 }  # fmt: skip
 
 

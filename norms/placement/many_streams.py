@@ -206,9 +206,8 @@ class BlockAttentionResidual(AttentionResidual):
 class AttentionResidualOutput(Mixture):
     """N(Σᵢ wᵢ vᵢ) over all sources."""
 
+    def __init__(self, site: Site, *, layers: int = 1, **arguments):
+        super().__init__(site, **arguments)
+
     def forward(self, sources: Sources) -> Tensor:
         return self.read(sources)
-
-
-def attention_residual_output(site: Site, *, layers: int = 1, **arguments) -> nn.Module:
-    return AttentionResidualOutput(site, **arguments)
