@@ -10,20 +10,10 @@ from contextlib import suppress
 from types import UnionType
 from typing import Any, get_origin
 
-from config import (
-    FIELDS,
-    FIXED_ON_RESUME,
-    PRESETS,
-    RECIPES,
-    Asked,
-    ModelConfig,
-    TrainConfig,
-    as_text,
-    check_fields,
-    flag_name,
-)
+from config import FIELDS, FIXED_ON_RESUME, PRESETS, Asked, ModelConfig, TrainConfig, as_text, check_fields, flag_name
 from files import ROOT, BadInput, commit, one_line, require
 from machine.process import bad_input
+from recipes import RECIPES
 from runtime.plugins import import_first
 
 SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
