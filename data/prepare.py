@@ -266,7 +266,10 @@ def _join(
     is between a token of one and the next token of the other is encoded alone.
     """
     parts: dict[str, list[Ids]] = {split: [] for split in SPLITS}
-    for piece, (new, new_starts) in zip(batch, _encode(batch, tokenizer), strict=True):
+    texts = iter(tokenizer.encode_batch([piece.text for piece in batch if piece.whole]))
+    windows = iter(tokenizer.encode_with_starts([piece.text for piece in batch if not piece.whole]))
+    for piece in batch:
+        new, new_starts = (np.asarray(next(texts)), NO_STARTS) if piece.whole else next(windows)
         part, first = parts[piece.split], 0
         if piece.begins:
             part.append(tokenizer.prompt_start)
@@ -284,10 +287,3 @@ def _join(
         if piece.ends:
             part += [ids, [tokenizer.end_of_document]]
     return parts, ids, starts
-
-
-def _encode(batch: list[Piece], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The ids of each piece and, if it is a window, the byte at which each of them begins."""
-    texts = iter(tokenizer.encode_batch([piece.text for piece in batch if piece.whole]))
-    windows = iter(tokenizer.encode_with_starts([piece.text for piece in batch if not piece.whole]))
-    return [(np.asarray(next(texts)), NO_STARTS) if piece.whole else next(windows) for piece in batch]
