@@ -32,10 +32,6 @@ def as_tuple(stream: Any) -> tuple[Tensor, ...]:
     return stream if isinstance(stream, tuple) else (stream,)
 
 
-def first_of_pair(stream: Any) -> tuple[Tensor, ...]:
-    return as_tuple(stream)[:1]
-
-
 @dataclass(frozen=True)
 class Placement:
     """What a placement says about the whole model. `connection` builds the residual connection at one site.
@@ -80,7 +76,7 @@ PLACEMENTS = {
         ngpt.NormalizedUpdate, one.without_final_norm, ngpt.init_on_sphere, depth_scaled=False, own_norm=True,
         extend=ngpt.add_scales, constrain=ngpt.return_to_sphere,
     ),
-    "parallel": Placement(one.parallel, streams=first_of_pair),
+    "parallel": Placement(one.parallel, streams=lambda stream: as_tuple(stream)[:1]),
     "minimax": Placement(one.NormThenResidual),
     "mhc": Placement(many.HyperConnection, many.HyperConnectionOutput, many.copies),
     "attnres": Placement(many.AttentionResidual, many.AttentionResidualOutput, many.one_source, many.newest),

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-MakeNorm = Callable[[str], nn.Module]  # site name -> a new norm of the chosen kind
-MakeMatrix = Callable[[int, int, str], nn.Module]  # inputs, outputs, role -> a new matrix, drawn by its role
-
 
 @dataclass(frozen=True)
 class Site:
@@ -23,8 +20,8 @@ class Site:
     layer: int  # index of the block, from 0
     depth: int  # number of blocks
     dim: int  # width of the residual stream
-    make_norm: MakeNorm
-    make_matrix: MakeMatrix
+    make_norm: Callable[[str], nn.Module]  # site name -> a new norm of the chosen kind
+    make_matrix: Callable[[int, int, str], nn.Module]  # inputs, outputs, role -> a new matrix, drawn by its role
 
 
 class OneNorm(nn.Module):
