@@ -286,10 +286,9 @@ class TrainConfig:
         require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
         require(0 <= self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
         require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
-        require(
-            self.batch_size % self.micro_batch_size == 0,
-            f"--batch-size {self.batch_size} is not divisible by --micro-batch-size {self.micro_batch_size}",
-        )
+        micro = f"--micro-batch-size {self.micro_batch_size}"
+        divisible = self.batch_size % self.micro_batch_size == 0
+        require(divisible, f"--batch-size {self.batch_size} is not divisible by {micro}")
 
 
 FIELDS = {each.name: each for config in (ModelConfig, TrainConfig) for each in dataclasses.fields(config)}

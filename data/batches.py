@@ -31,10 +31,9 @@ def find_token_files(names: Sequence[str]) -> list[Path]:
         paths = [folder / f"{split}{end}" for split in SPLITS for end in SUFFIXES]
         if found := [path for path in paths if path.is_file()]:
             require(len(names) == 1, f"{folder} holds token files, which are not mixed with other data; name it alone")
+            stems = [path.stem for path in found]
             for split in SPLITS:
-                require(
-                    [path.stem for path in found].count(split) == 1, f"{folder} needs either {split}.bin or {split}.npy"
-                )
+                require(stems.count(split) == 1, f"{folder} needs either {split}.bin or {split}.npy")
             return found
     return []
 

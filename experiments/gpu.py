@@ -17,10 +17,9 @@ import torch
 
 from config import option
 from experiments.benchmarks import Report
-from files import require
+from files import ROOT, require
 
 PART_SECONDS = 480
-ROOT = Path(__file__).parents[1]
 # nanoGPT's model for tiny Shakespeare. Its README reports a validation loss of 1.4697 nats per character.
 NANOGPT = "--layers 6 --heads 6 --dim 384 --context 256 --batch-size 64"
 PARTS = {  # each line is a command

@@ -23,10 +23,8 @@ class GroupNorm(nn.Module):
         super().__init__()
         check_eps(eps)
         if groups < 1 or dim % groups or dim // groups < MIN_GROUP_SIZE:
-            raise ValueError(
-                f"groups of groupnorm must divide the {dim} features into groups of at least {MIN_GROUP_SIZE}, "
-                f"not {groups}"
-            )
+            parts = f"the {dim} features into groups of at least {MIN_GROUP_SIZE}"
+            raise ValueError(f"groups of groupnorm must divide {parts}, not {groups}")
         self.groups, self.eps = groups, eps
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
