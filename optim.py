@@ -123,10 +123,7 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Approximately U Vᵀ for each matrix U S Vᵀ of a batch, N rows columns, by a Newton-Schulz iteration.
-
-    Computed in `dtype`.
-    """
+    """Approximately U Vᵀ for each matrix U S Vᵀ of a batch, N rows columns, by a Newton-Schulz iteration in `dtype`."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT.contiguous() if tall else matrices).to(dtype)  # N short long

@@ -24,9 +24,6 @@ from runtime.run_dir import Row, append
 Modules = dict[str, nn.Module]
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------
-
-
 class Watch:
     """Measures a step of `model`: made before its forward pass, `start` after its backward pass, `finish` at its end.
 

@@ -124,8 +124,8 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
         lrs=sorted({*options.lrs, config.lr}),
         print_commands=options.print_commands,
     )
-    ours = (folder / "cells").is_dir() or not any(folder.glob("*"))
-    require(ours, f"--out {folder} is not empty; choose another folder")
+    ours = (folder / "cells").is_dir() or not (folder.is_file() or any(folder.glob("*")))
+    require(ours, f"--out {folder} is a file, or not empty; choose another folder")
     seeds = [*grid.seeds, config.seed + MAX_SEEDS]
     planned = [Cell(arm, lr, seed) for arm in settings for lr in grid.lrs for seed in seeds]
     grid.outcomes(planned)  # refuses runs with other settings before anything is written

@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--checkpoint taken --tokens 16": (generate.main, "--tokens 16 plus 1 of the prompt exceed the model's context of"),
     "--checkpoint taken --device abacus": (generate.main, "--device 'abacus': choose auto, cpu, cuda, mps, or one of"),
     "--checkpoint missing": (generate.main, "missing is not a directory; name a run"),
-    "--norms rmsnorm --out taken": (ablate.main, "taken is not empty; choose another folder"),
+    "--norms rmsnorm --out taken": (ablate.main, "taken is a file, or not empty; choose another folder"),
     "--factor recipe=llama,gema": (ablate.main, "--factor recipe: unknown 'gema'; choose from llama, mistral"),
     "--factor recipe=llama,gemma --recipe gemma": (ablate.main, "--recipe is for a single run; list all values with"),
     "--norms rmsnrm": (ablate.main, "--norms: unknown 'rmsnrm'; choose from batchnorm"),
