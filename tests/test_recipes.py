@@ -182,11 +182,6 @@ def their_model(name: str) -> Any:
     return model
 
 
-def even_odd(weight: Tensor) -> Tensor:
-    """Rows of q or k for rotary pairs (i, i + D/2), from those for pairs (2i, 2i + 1)."""
-    return weight.unflatten(0, (-1, 4, 2)).transpose(1, 2).flatten(0, 2)
-
-
 def split(state: State, fused: str, *parts: tuple[str, int]) -> State:
     """Replace each matrix `fused` by parts with so many rows."""
     for path in [path for path in state if f".{fused}" in path]:
@@ -209,7 +204,7 @@ def to_ours(name: str, state: State) -> State:
     for path, weight in list(state.items()):
         turned = path.endswith(("q_proj.weight", "k_proj.weight"))
         if name in ("glm", "glm4", "helium", "ernie4_5", "llama4", "cohere", "cohere2") and turned:
-            state[path] = even_odd(weight)
+            state[path] = weight.unflatten(0, (-1, 4, 2)).transpose(1, 2).flatten(0, 2)  # it rotates pairs (2i, 2i + 1)
         if name == "nanochat" and turned:  # it rotates the other way
             state[path] = weight.unflatten(0, (-1, 2, 4)).flip(1).flatten(0, 2)
         if name in ("qwen3_next", "qwen3_5") and "q_proj" in path:  # for each head, the query and the gate
