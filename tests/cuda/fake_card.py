@@ -134,9 +134,7 @@ FakeTensor.tolist = read_list  # type: ignore[method-assign,assignment]
 nn.Module.to = move  # type: ignore[method-assign,assignment]
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-torch.cuda.current_device = lambda: 0
 torch.cuda.is_bf16_supported = lambda including_emulation=True: True
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.cuda.get_device_name = lambda device=None: "NVIDIA H100 80GB HBM3"
 torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(total_memory=16e9)  # type: ignore[assignment,return-value]
-torch.cuda._lazy_init = lambda: None
