@@ -123,8 +123,6 @@ NEW: dict[str, dict[str, Any]] = {
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
     "--mlp plain": {"mlp": "plain", "hidden_dim": 512},
     "--preset 7b --mlp plain --activation relu2": {"mlp": "plain", "activation": "relu2", "hidden_dim": 16384},
-    "--recipe llama": {},
-    "--recipe olmo2": {"placement": "reordered", "qk_norm": "full"},
     "--recipe olmo2 --placement pre --dim 64": {"qk_norm": "full", "dim": 64, "head_dim": 32, "hidden_dim": 192},
     "--recipe olmo --norm layernorm": {"norm": "layernorm"},
     "--recipe llama4 --norm dyt": {"norm": "dyt", "qk_norm": "head"},
