@@ -102,7 +102,6 @@ def assert_as_exact(directory: Path, dtype: torch.dtype, exact: Tensor) -> None:
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of the files in a directory."""
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 

@@ -46,7 +46,6 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> dict[str, Path]:
-    """A directory of each kind."""
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about directories without a model
     root = tmp_path_factory.mktemp("tokenizers")
     folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes")}
