@@ -95,11 +95,6 @@ def test_the_end_of_document_token_decodes_to_nothing(tokenizer):
     assert tokenizer.decode(ids[:2]) == "\ufffd"
 
 
-def test_line_ends_and_tabs_have_pieces_where_the_text_has_none():
-    rare = train_tokenizer(["no line end here"] * 9, 270)
-    assert not any(rare._processor.is_byte(token) for token in rare.encode("\n\t"))
-
-
 def test_a_model_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
     for directory in (tmp_path, tmp_path / "missing"):
