@@ -68,12 +68,6 @@ def test_a_tokenizer_of_any_text_is_lossless(unit):
                 assert_lossless(tokenizer, around.format(text))
 
 
-def test_a_block_with_the_trainers_mark_of_the_unknown_is_learned_from():
-    """U+2585 is in bar charts. The trainer would drop the 4 kB around it."""
-    tokenizer = train_tokenizer(["the cat sat on the mat ▅▅█ ok\n"] * 300, 290)
-    assert len(tokenizer.encode("the cat sat on the mat")) <= 6
-
-
 def test_a_batch_has_the_ids_of_its_texts(tokenizer):
     texts = ["", *RESERVED, *AWKWARD, "line\n" * 9000]
     assert [list(ids) for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
