@@ -1,10 +1,4 @@
-"""Compare norms: `python ablate.py --norms rmsnorm layernorm --placements pre post --seeds 3 --steps 200`.
-
-`python ablate.py claim NAME` tests one of the claims in CLAIMS.md.
-`python ablate.py compare DIR DIR ...` compares existing runs.
-
-The code is in `experiments/`.
-"""
+"""Compare norms and other options, `compare` existing runs, or test a `claim`. The code is in `experiments/`."""
 
 if __name__ == "__main__":
     from machine.process import start

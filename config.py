@@ -62,9 +62,12 @@ def as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
-def _check_choices(config: Any) -> None:
+def _check_values(config: Any) -> None:
     for each in dataclasses.fields(config):
         choices, value = each.metadata.get("choices"), getattr(config, each.name)
+        kind: Any = each.type
+        if kind in (bool, int, float, str) and not (is_a(value, kind) or value is each.default is None):
+            raise ValueError(f"{flag_name(each.name)} must be of type {kind.__name__}, not {value!r}")
         if choices and value not in (*choices, each.default):
             raise ValueError(f"unknown {flag_name(each.name)} {value!r}; choose from {', '.join(choices)}")
 
@@ -148,7 +151,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_values(self)
         check_sizes(self, "dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
         require(self.context > 1, "--context must be at least 2, not 1")
         divisible = self.head_dim or self.dim % self.heads == 0
@@ -272,7 +275,7 @@ class TrainConfig:
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_values(self)
         _derive(self, micro_batch_size=self.batch_size, warmup=self.steps // 20)
         check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(self.tokenizer != "pretrained" or self.init_from, "--tokenizer pretrained needs --init-from")

@@ -316,13 +316,13 @@ def head_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
         return nn.Identity()
     width = config.head_dim if extent == "head" else heads * config.head_dim
     kind, norm_args = config.head_norm(site)
-    norm = build_norm(kind, width, site=site, **norm_args)
+    norm = build_norm(kind, width, site, **norm_args)
     return norm if extent == "head" else FullWidth(norm)
 
 
 def inner_norm(config: ModelConfig, width: int) -> nn.Module:
     """With `--inner-norm`, the model's norm before the last matrix of a sublayer. BitNet b1.58, arXiv 2504.12285."""
-    return build_norm(config.norm, width, site="inner", **config.norm_args) if config.inner_norm else nn.Identity()
+    return build_norm(config.norm, width, "inner", **config.norm_args) if config.inner_norm else nn.Identity()
 
 
 class FullWidth(nn.Module):

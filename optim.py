@@ -31,12 +31,15 @@ def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:
     hidden = dict.fromkeys(hidden_matrices(model))
     gains = set(decayed_gains(model, config.decay_gains))
     muon = config.optimizer == "muon"
-    decay = {"params": [*hidden], "weight_decay": config.weight_decay, "lr_ratio": 1.0}
+    decay = {"params": [*hidden], "weight_decay": config.weight_decay, "lr_ratio": 1.0, "lr": config.lr}
     others = defaultdict(list)  # by weight decay and lr_ratio
     for weight in (weight for weight in model.parameters() if weight not in hidden):
         ratio = (ADAMW_LR_RATIO if muon else 1.0) * (config.vector_lr if weight.ndim < 2 else 1.0)
         others[config.weight_decay if weight in gains else 0.0, ratio].append(weight)
-    rest = [{"params": weights, "weight_decay": wd, "lr_ratio": ratio} for (wd, ratio), weights in others.items()]
+    rest = [
+        {"params": weights, "weight_decay": wd, "lr_ratio": ratio, "lr": config.lr * ratio}
+        for (wd, ratio), weights in others.items()
+    ]
     adamw = AdamW(rest if muon else [*rest, decay], config.lr, betas=(0.9, 0.95), fused=True)
     if not muon:
         return [adamw]

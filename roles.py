@@ -72,7 +72,7 @@ def draw_weights(model: Any, seed: int, copy: Callable = Tensor.copy_) -> None:
         if not weight.is_meta:
             source = hashlib.sha256(f"{seed} {name} {tuple(weight.shape)}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(source[:7]))
-            draw = torch.randn(weight.shape, generator=generator, device="cpu")
+            draw = torch.randn(weight.shape, generator=generator, device="cpu", dtype=torch.float32)
             draw *= initial_std(model.config, role, weight.shape)
             if constrain:
                 constrain(draw, role)

@@ -176,7 +176,7 @@ class Trainer:
             elif source:
                 self.model = read_model(source, run.model_config).to(run.device, torch.float32)
             else:
-                self.model = Llama(run.model_config, config.seed).to(run.device)
+                self.model = Llama(run.model_config, config.seed).to(run.device, torch.float32)
         self.model.recompute = config.recompute
         self.parallel = distributed.Parallel(self.model, config.shard, run.device, run.dtype)
         if config.shard and not (source or checkpoint):

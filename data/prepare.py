@@ -1,8 +1,4 @@
-"""Prepares a corpus once: a folder with a tokenizer and one token file per split.
-
-data = prepare(["python"], "sentencepiece", 2048, Path(".cache"), context=256)
-inputs, targets = training_batch(data.train, seed=0, step=0, rows=range(32), context=256)
-"""
+"""Prepares a corpus once: a folder with a tokenizer and one token file per split."""
 
 import hashlib
 import json

@@ -69,13 +69,13 @@ def find_runs(names: list[str]) -> list[Path]:
     for folder in map(Path, names):
         if folder.is_file() or ((folder / "report.json").exists() and not (folder / "cells").exists()):
             continue
-        report, file = folder / "report.json", folder / "runs.csv"
-        partial = report.exists() and read_json(report, dict).get("summary", "").startswith(PARTIAL)
-        require(not partial, f"{folder} has not ended; continue it, or name runs of it, such as {folder}/cells/*")
+        file, report = folder / "runs.csv", folder / "report.json"
+        summary = read_json(report, dict).get("summary") if report.exists() else PARTIAL
+        ended = not ((folder / "cells").exists() and str(summary).startswith(PARTIAL))
+        require(ended, f"{folder} has not ended; continue it, or name runs of it, such as {folder}/cells/*-seed0")
         lines = file.read_text("utf-8", "replace").splitlines() if file.exists() else []
         rows = [row for row in csv.DictReader(lines) if row.get("run")]
         cells = [folder / "cells" / row["run"] for row in rows if row.get("search") != "True"]
-        cells = cells or sorted(path.parent for path in folder.glob("cells/*/run.json"))
         for run in cells or [folder]:
             check_run_dir(run, exists=True)
             found.setdefault(run.resolve(), run)

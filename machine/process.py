@@ -36,7 +36,7 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed before the start; the lowest free number is that of the stream
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
     stop_at_signals()
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         _print_error(f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")

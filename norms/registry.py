@@ -39,12 +39,14 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     The constructor takes the feature width first. Its other arguments are keywords with defaults, which
     `--norm-arg` can set. An argument called `site` cannot be set; it receives the position of the norm in
     the model ("attention", "mlp", "final", "query", "key", "value" or "inner"). Raises ValueError for a
-    name that exists.
+    name that exists, and for what is no class of modules.
     """
 
     def add(cls: NormClass) -> NormClass:
         if kind in KINDS:
             raise ValueError(f"norm {kind!r} is registered twice; choose another name")
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ValueError(f"norm {kind!r} must be a class that extends torch.nn.Module, not {cls!r}")
         per_token = {"per_token": traits.get("causal_in_training", True)}  # later tokens are other tokens
         KINDS[kind], TRAITS[kind] = cls, Traits(**per_token | traits)
         return cls
@@ -52,7 +54,7 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     return add
 
 
-def build_norm(kind: str, dim: int, /, site: str = "", **norm_args: Any) -> nn.Module:
+def build_norm(kind: str, dim: int, site: str = "", /, **norm_args: Any) -> nn.Module:
     """Make the norm `kind` for `dim` features at `site`.
 
     Raises ValueError, listing the choices, unless `kind` exists and accepts all of `norm_args`.

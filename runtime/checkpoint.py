@@ -23,10 +23,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data.tokenizer import Tokenizer
-from files import explained, read_json, require, sha256, sync
+from files import explained, read_json, require, sha256, sync, warn
 from machine import distributed
 from model import Llama
-from runtime.huggingface.directory import CONFIG, open_model, read_model, read_tokenizer, stored_state, write_model
+from runtime.huggingface.directory import (
+    CONFIG,
+    edited_module,
+    open_model,
+    read_model,
+    read_tokenizer,
+    stored_state,
+    write_model,
+)
 from runtime.huggingface.weights import save_tensors, stored_tensors, weight_files
 from runtime.run_dir import newest_run
 
@@ -108,6 +116,7 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     read again and moved, config.json last. Raises ValueError, naming the tensor, for a model that could not be loaded
     as it is.
     """
+    require(isinstance(model, Llama), f"save the Llama itself, not {type(model).__name__}")
     directory, state = Path(directory).resolve(), stored_state(model)
     exists = directory.is_dir()
     unused = not any(directory.iterdir()) if exists else not directory.exists()
@@ -118,6 +127,9 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     try:
         with explained(directory, sum(tensor.nbytes for tensor in state.values())):
             write_model(unfinished, model, state, tokenizer)
+            if (edited := edited_module(model)) is not None:
+                changed = f"{edited or 'the model'} is not as model.py makes it"
+                warn(f"warning: {changed}; {directory} opens without the change")
             read_tokenizer(unfinished)
             for stored in open_model(unfinished)[1].values():
                 stored.read()
@@ -149,7 +161,7 @@ def find_checkpoint(where: str | Path | None) -> Path:
 
     Raises ValueError if there is none, or if what a model needs of it is damaged.
     """
-    folder = Path(where or newest_run())
+    folder = Path(newest_run() if where is None else where)
     if (folder / MANIFEST).is_file() or (folder / TRAINER).is_file():
         verify(folder, leave_out=TRAINING_STATE)
         return folder

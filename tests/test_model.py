@@ -188,7 +188,7 @@ def test_exceeding_the_context_is_refused():
 
 
 def test_initial_weight_depends_on_seed_name_and_shape():
-    """Not on the norm, the depth or the global random state, which it leaves alone. norms/test_placement.py has all."""
+    """Not on the norm, the depth, the default dtype or the random state, which stays. norms/test_placement.py has all."""
     torch.manual_seed(123)
     state = torch.get_rng_state()
     model, ours = Llama(SMALL, seed=7), "layers.1.mlp.up_proj.weight"
@@ -196,8 +196,10 @@ def test_initial_weight_depends_on_seed_name_and_shape():
     weight = model.get_parameter(ours)
     assert torch.equal(weight, drawn(7, f"model.{ours}", weight.shape) * 0.02)
     torch.manual_seed(99)
+    torch.set_default_dtype(torch.float64)
     other = Llama(dataclasses.replace(SMALL, layers=5, norm="layernorm", qk_norm="full"), seed=7)
-    assert torch.equal(weight, other.get_parameter(ours))
+    torch.set_default_dtype(torch.float32)
+    assert torch.equal(weight, other.get_parameter(ours).float())
     assert not torch.equal(weight, model.get_parameter(ours.replace("1", "0")))
     assert not torch.equal(weight, Llama(SMALL, seed=8).get_parameter(ours))
     assert {name for _, name, _ in matrices(model)} == {

@@ -42,8 +42,8 @@ MAX_SEEDS = 1000  # reported seeds; selection seeds start at this offset
 POLL_SECONDS = 0.3  # between checks of the running cells
 END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
 # Options that change no result. A run that is continued gets those of the command that continues it.
-RESUMED_WITH = {"cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch"}
-NOT_COMPARED = RESUMED_WITH | {"out"}
+RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
+NOT_COMPARED = {*RESUMED_WITH, "out"}
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ class Grid:
 
     def check(self, cell: Cell) -> None:
         """Raise ValueError if a cell has an invalid seed or rate, or its run exists and has other settings."""
-        folder, (model, config) = self.cell_folder(cell), self.settings[cell.arm]
+        folder = self.cell_folder(cell)
+        model, config = self.settings[cell.arm]
         here = compared(fields_of(model, replace(config, lr=cell.lr, seed=cell.seed)))
         if not (folder / "run.json").exists():
             return

@@ -96,8 +96,8 @@ def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[Arm, float], title:
     axes.set_xlabel("FLOPs of a run; arms of a size are side by side")
     axes.set_ylabel(f"difference in val_bpb\n{SIDES}")
     axes.grid(alpha=0.3)
-    left_out = {arm.without_size.name: None for arm, each in found.items() if not each.complete}
-    title += f". Not at all sizes, as runs diverged or have not ended: {', '.join(left_out)}" if left_out else ""
+    left_out = dict.fromkeys(arm.without_size.name for arm, each in found.items() if not each.complete)
+    title += f". Incomplete, as runs diverged or have not ended: {', '.join(left_out)}" if left_out else ""
     figure.suptitle(fill(title, LONG), fontsize="medium")
     add_legend(figure, axes)
     return figure

@@ -88,7 +88,7 @@ class Finding:
         if self.p >= ALPHA:
             return UNDECIDED, ""
         if found.n < SEEDS:
-            return UNDECIDED, "two seeds are too few to call an arm better or worse"
+            return UNDECIDED, "two seeds are too few to tell"
         return WORSE if found.mean > 0 else BETTER, ""
 
     @property

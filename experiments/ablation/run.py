@@ -126,7 +126,7 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
     )
     ours = (folder / "cells").is_dir() or not (folder.is_file() or any(folder.glob("*")))
     require(ours, f"--out {folder} is a file, or not empty; choose another folder")
-    seeds = [*grid.seeds, config.seed + MAX_SEEDS]
+    seeds = [*grid.seeds, config.seed + MAX_SEEDS] if len(grid.lrs) > 1 else [*grid.seeds]
     planned = [Cell(arm, lr, seed) for arm in settings for lr in grid.lrs for seed in seeds]
     grid.outcomes(planned)  # refuses runs with other settings before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def resolve_factors(options: AblationConfig, shared: Asked) -> list[Arm]:
         name = dashed.replace("-", "_")
         require(
             name == "recipe" or (name in FIELDS and FIELDS[name].metadata["help"]),
-            f"--factor {text}: {dashed!r} is no option that can vary; choose one of train.py, like optimizer",
+            f"--factor {text}: {dashed!r} is not an option that can vary; choose another of train.py, like optimizer",
         )
         require(name not in OWN_FLAG, f"--factor {text}: use {OWN_FLAG.get(name)}")
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
@@ -234,7 +234,9 @@ def write_report(grid: Grid, optima: Mapping[Arm, Optimum], command: str) -> Non
             figures["ladder"] = plot_ladder(found, flops, against)
         figures["differences"] = plot_differences(named, label, against, styles)
     if runs := [outcomes[cell] for arm in comparison.rows for cell in reported if cell.arm == arm and cell in outcomes]:
-        figures["curves"] = plot_curves(runs, styles, "Means over the seeds that have ended", ["step"])
+        figures["curves"] = plot_curves(
+            runs, styles, f"Means of {title}" + (" that have ended" if partial else ""), ["step"]
+        )
     logs = {cell: read_rows(grid.cell_folder(cell) / "watch.jsonl") for cell in reported if cell in outcomes}
     if (bare := sum(not log for log in logs.values())) and reported and grid.settings[reported[0].arm][1].watch:
         warn(f"{bare} of {len(logs)} runs had ended without --watch; another --out trains them with it")

@@ -30,6 +30,8 @@ TENSORS_PER_LAYER = 6  # at least: the matrices of attention and of a plain MLP
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
 TOKENIZERS = (*KINDS, PRETRAINED)
+SETTING = bool | int | float | str
+OF_TRAINING = {"training", "recompute", "p"}  # attributes of modules that change nothing afterwards; p is of dropout
 
 
 def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
@@ -71,10 +73,17 @@ def edited_module(model: Llama) -> str | None:
     with torch.device("meta"):
         own = dict(Llama(model.config).named_modules())
     for name, module in model.named_modules():
-        plain, kind = type(own.pop(name, None)), type(module)  # sharding swaps classes, but not what they define
+        fresh = own.pop(name, None)
+        if fresh is None:
+            return name
+        plain, kind, now = type(fresh), type(module), vars(module)  # sharding swaps classes, but not what they define
         defined = [each for each, value in vars(plain).items() if callable(value) and not each.startswith("_")]
-        same = all(getattr(kind, each, None) is getattr(plain, each, module) for each in ("forward", *defined))
-        if not same or vars(module).keys() & {"forward", "hidden", "logits"}:  # sharding replaces other methods
+        same = all(getattr(kind, each, None) is getattr(plain, each) for each in ("forward", *defined))
+        made_with = {
+            each: value for each, value in vars(fresh).items() if hasattr(value, "__name__") or is_a(value, SETTING)
+        }
+        same = same and all(now.get(each) == made_with[each] for each in made_with.keys() - OF_TRAINING)
+        if not same or now.keys() & {"forward", "hidden", "logits"}:  # sharding replaces other methods
             return name
     return next(iter(own), None)
 
@@ -188,9 +197,9 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     config, kind = read_config(directory)
     if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
         kind = PRETRAINED  # transformers saves a tokenizer.json in its place
-    edited = directory / "tokenizer.json"
-    if kind == ByteTokenizer.kind and edited.is_file() and len(read_json(edited, dict).get("added_tokens", [])) > 1:
-        kind = PRETRAINED  # tokens were added to ours
+    if kind == ByteTokenizer.kind and (directory / "tokenizer.json").is_file():
+        added = read_json(directory / "tokenizer.json", dict).get("added_tokens")
+        kind = PRETRAINED if is_a(added, list[dict]) and len(added) > 1 else kind  # tokens were added to ours
     described = read_json(directory / CONFIG, dict)
     generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
     ends: list[int] = []

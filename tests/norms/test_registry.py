@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 from torch import nn
 
-from norms.registry import KINDS, build_norm, check_arguments
+from norms.registry import KINDS, build_norm, check_arguments, register
 from runtime.flags import read_pairs
 
 
@@ -23,3 +23,5 @@ def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
     for text, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             check_arguments("norm 'mine'", Mine, read_pairs("--norm-arg", [text]))
+    with pytest.raises(ValueError, match="norm 'function' must be a class"):
+        register("function")(lambda dim: nn.Identity())  # type: ignore[type-var]

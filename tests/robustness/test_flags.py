@@ -14,6 +14,10 @@ from files import ROOT, commit
 SMALL = "--tokenizer bytes --device cpu --dtype float32 --dim 8 --layers 1 --context 16 --eval-tokens 32 --steps 2"
 REFUSED: dict[str, tuple[Callable, str]] = {
     "--norm batch": (train.main, "argument --norm: invalid choice: 'batch' (choose from "),
+    "--norm dyt --norm-arg site=mlp": (
+        train.main,
+        "norm 'dyt' has no argument 'site'; it takes alpha, attention_ratio",
+    ),
     "--norm-arg eps": (train.main, "--norm-arg takes key=value, not 'eps'"),
     "--learning-rate 3": (train.main, "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
     "--no-comiple": (train.main, "unrecognized arguments: --no-comiple; did you mean --no-compile?"),
@@ -55,7 +59,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--placement-arg streams=2": (ablate.main, "--placement-arg is for a single run; write --placements mhc:streams=2"),
     "--norms rmsnorm,layernorm": (ablate.main, "rmsnorm, scalenorm, seednorm, separated by spaces"),
     "--norm rmsnorm": (ablate.main, "--norm is for a single run; list all values with --norms"),
-    "--factor optimiser=muon,adamw": (ablate.main, "'optimiser' is no option that can vary"),
+    "--factor optimiser=muon,adamw": (ablate.main, "'optimiser' is not an option that can vary"),
     "--factor lr=0.1,0.2": (ablate.main, "use --lrs"),
     "--factor clip=1,1": (ablate.main, "--factor clip needs distinct values"),
     "--factor clip=1,high": (ablate.main, "--factor: clip must be of type float, not 'high'"),

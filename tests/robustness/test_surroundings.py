@@ -34,7 +34,7 @@ def test_a_run_in_odd_surroundings(tmp_path):
     )  # fmt: skip
     assert process.stdout
     process.stdout.close()
-    assert process.wait(120) == 0
+    assert process.wait(120) == 0 and not (tmp_path / "ü/.lock").read_bytes()
     rows = [json.loads(line) for line in (tmp_path / "ü/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "val_loss" in row] == [2, 4]
     assert len(list((tmp_path / "ü/checkpoints").glob("step-*"))) == 2 and (tmp_path / "ü/report.html").exists()
