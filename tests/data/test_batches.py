@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from data.batches import evaluation_batches, map_tokens, training_batch
 from data.corpus import Corpus
@@ -20,13 +19,6 @@ def starts_of(seed: int, step: int, rows: range, length: int = 10_000, context: 
     """The start of each window: token i is i, so the first token of a row is its start."""
     inputs, _ = training_batch(np.arange(length, dtype=np.uint16), seed, step, rows, context)
     return inputs[:, 0].tolist()
-
-
-def test_training_windows_are_contiguous_and_targets_are_shifted_by_one():
-    inputs, targets = training_batch(np.arange(5000, dtype=np.uint16), seed=1, step=2, rows=range(64), context=32)
-    assert inputs.dtype == torch.int64 and inputs.shape == (64, 32)
-    assert torch.equal(inputs, inputs[:, :1] + torch.arange(32))
-    assert torch.equal(targets, inputs + 1)
 
 
 def test_a_row_depends_only_on_seed_step_and_row_index():
