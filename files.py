@@ -107,7 +107,7 @@ def explained(path: Path, size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
+        free = shutil.disk_usage(next(each for each in path.absolute().parents if each.exists())).free
         reason = f"{error.strerror or error}; it needs {size:,} bytes, and {free:,} are free"
         failed = OSError(f"{path} cannot be written: {reason}")  # OSError(errno, text) would print the number too
         failed.errno = error.errno

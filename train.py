@@ -102,8 +102,8 @@ def train(**options: Any) -> Trained:
 def execute(run: Run) -> "Trainer":
     """Train a resolved run, with its folder locked."""
     with ExitStack() as lock:
-        distributed.from_main(lock.enter_context, lock_file(run.folder / LOCK))
         with bad_input():
+            distributed.from_main(lock.enter_context, lock_file(run.folder / LOCK))
             distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
             distributed.from_main(clear_unfinished, run.folder)
             trainer = Trainer(run)

@@ -68,7 +68,8 @@ def save_checkpoint(
     earlier = [path for path in list_checkpoints(run) if _step(path) < step]
     try:
         with explained(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
-            unfinished.mkdir(parents=True)
+            checkpoints.mkdir(exist_ok=True)  # not the run's folder, which may have been moved
+            unfinished.mkdir()
             write_model(unfinished, model, weights, tokenizer)
             save_tensors(state, unfinished / OPTIMIZER)
             (unfinished / TRAINER).write_text(json.dumps({"step": step} | trainer, indent=1))

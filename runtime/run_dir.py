@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from config import check_fields
-from files import digest, explained, lock_file, read_json, require, warn, write_atomically
+from files import digest, explained, is_a, lock_file, read_json, require, warn, write_atomically
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # only one process at a time may write to a folder that has it
@@ -143,10 +144,12 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            raise ValueError(f"{path} is damaged: line {number} is not JSON; repair or remove the file") from None
+        row: Any = None
+        with suppress(ValueError):
+            row = json.loads(line)
+        valid = isinstance(row, dict) and is_a(row.get("step"), int)
+        require(valid, f"{path} is damaged: line {number} is not a row of JSON with a step; repair or remove the file")
+        rows.append(row)
     return rows
 
 

@@ -188,7 +188,7 @@ def test_exceeding_the_context_is_refused():
 
 
 def test_initial_weight_depends_on_seed_name_and_shape():
-    """Not on the norm, the depth, the default dtype or the random state, which stays. norms/test_placement.py has all."""
+    """Not on the norm, the depth, the default dtype or the random state. It stays. norms/test_placement.py has all."""
     torch.manual_seed(123)
     state = torch.get_rng_state()
     model, ours = Llama(SMALL, seed=7), "layers.1.mlp.up_proj.weight"

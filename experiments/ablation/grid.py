@@ -202,6 +202,7 @@ class Grid:
                         del running[cell]
                         free.append(device)
                         if process.returncode == InUse.code:  # a process of a killed command holds the lock: retry
+                            warn(f"waiting for {self.cell_folder(cell)}, which another process uses")
                             waiting.append(cell)
                             continue
                         ended = self.outcomes([cell])

@@ -23,13 +23,14 @@ ODD = PLACES | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "P
 ODD |= {"MPLBACKEND": "missing"}  # a notebook's, as for !python train.py
 
 
-def test_a_run_in_odd_surroundings(tmp_path):
-    """Its folder, text and options are not ASCII, standard error is closed, and the reader of its output leaves."""
+@pytest.mark.parametrize("closed", ["", "2>&-"])
+def test_a_run_in_odd_surroundings(closed, tmp_path):
+    """Its folder, text and options are not ASCII, standard error may be closed, and the reader of its output leaves."""
     (tmp_path / "é.txt").write_text("grüße an alle, die das hier lesen\n" * 500, "utf-8")
     command = f"{TINY} --data é.txt --steps 4 --eval-every 2 --save-every 2 --out ü".split()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ODD
     process = subprocess.Popen(
-        ["/bin/sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, ROOT / "train.py", *command],
+        ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, ROOT / "train.py", *command],
         cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert process.stdout

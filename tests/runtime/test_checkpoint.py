@@ -35,6 +35,7 @@ FILES += ["tokenizer.json", "tokenizer_config.json", "trainer.json"]
 
 
 def save(run: Path, step: int = 3, keep: int = 2, model: Llama | None = None, **trainer: Any) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
     return save_checkpoint(run, step, model or Llama(CONFIG), ByteTokenizer(), [], trainer, keep)
 
 
@@ -196,3 +197,9 @@ def test_find_checkpoint(tmp_path, monkeypatch):
     for path in (runs / "z-empty", runs / "nowhere", later / "config.json"):
         with pytest.raises(ValueError, match=rf"^{path} .*; name a run, one of its checkpoints, or a Hugging Face"):
             find(str(path))
+
+
+def test_a_run_folder_that_was_moved_is_not_made_again(tmp_path):
+    with pytest.raises(OSError, match=r"moved/checkpoints/step-000001 cannot be written: No such file"):
+        save_checkpoint(tmp_path / "moved", 1, Llama(CONFIG), ByteTokenizer(), [], {}, 1)
+    assert not (tmp_path / "moved").exists()

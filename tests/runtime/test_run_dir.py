@@ -38,13 +38,13 @@ def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
         read_run_file(path)
 
 
-@pytest.mark.parametrize("line", ['{"step": 4', "\x00"])
+@pytest.mark.parametrize("line", ['{"step": 4', "\x00", "5", '{"train_loss": 1.0}'])
 def test_a_damaged_log_names_its_line(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "train_loss": 1.0}\n' + line)
     assert read_rows(path) == [{"step": 3, "train_loss": 1.0}]  # a line that was not finished
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is not JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is not a row of JSON"):
         read_rows(path)
 
 
