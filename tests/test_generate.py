@@ -53,7 +53,7 @@ def model() -> Llama:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "a-run"
+    (folder := tmp_path_factory.mktemp("runs") / "a-run").mkdir()
     save_checkpoint(folder, 1, random_weights_model(), ByteTokenizer(), [], {}, 1)
     return folder
 

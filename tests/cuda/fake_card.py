@@ -99,13 +99,13 @@ def read_list(tensor: FakeTensor) -> list:
     return [placeholder(values)] * values.numel()
 
 
-def move(module: nn.Module, device: torch.device) -> nn.Module:
+def move(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """`module.to(device)`, which torch does not support for fake parameters. Shared parameters stay shared."""
     moved: dict[Tensor, nn.Parameter] = {}
     for part in module.modules():
         for name, weight in part._parameters.items():
             if weight is not None:
-                new = nn.Parameter(weight.detach().to(device), weight.requires_grad)
+                new = nn.Parameter(weight.detach().to(device, dtype), weight.requires_grad)
                 part._parameters[name] = moved.setdefault(weight, new)
         for name, buffer in part._buffers.items():
             part._buffers[name] = buffer.to(device) if buffer is not None else None
