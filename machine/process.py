@@ -178,7 +178,8 @@ def exit_codes(memory_options: str) -> Iterator[None]:
             _print_error(f"out of memory; try a smaller {memory_options}")
             sys.exit(OUT_OF_MEMORY)
         if isinstance(error, OSError):  # usually a full disk; every finished checkpoint is intact
-            _print_error(str(error))
+            if error.errno or os.environ.get("RANK", "0") == "0":  # another rank's has no number
+                _print_error(str(error))
             sys.exit(FAILED)
         raise
 
