@@ -13,6 +13,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ ENDS = {  # flags, the exit code of every rank, and what rank 0 prints; the othe
     "diverges": ("--norm none --lr 1e9 --clip 0 --warmup 0", 5, "not finite"),
     "stopped": ("", 143, "stopped by SIGTERM; continue with python "),
     "in-use": ("", 4, "in use"),
+    "full": ("", 1, "step-000020 cannot be written: No space left on device"),  # where rank 0 writes
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills a rank")
@@ -73,6 +75,9 @@ def train_and_record(command: str) -> dict[str, Any]:
         patch.setattr(train, "training_batch", batch_or_stop)
         patch.setattr(train, "evaluate", evaluate_or_die)
         patch.setattr(train, "SAMPLE_TOKENS", 8)
+        if command.endswith("full") and distributed.is_main():
+            full = OSError(errno.ENOSPC, "No space left on device")
+            patch.setattr("runtime.checkpoint.save_tensors", Mock(side_effect=full))
         if command.endswith("undisturbed"):
             patch.setattr(train, "SHARDED_SAMPLE", 0)
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # takes longer than training
