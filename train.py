@@ -411,9 +411,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "losses": self.logged_losses,  # for the next row of the log, if a signal stops the run
         }
-        parts = self.model, run.data.tokenizer, self.optimizers
-        with distributed.raise_on_all_ranks():  # the others wait until rank 0 has written it
-            save_checkpoint(run.folder, self.step, *parts, state, run.config.keep)
+        save_checkpoint(run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep)
         self.saved = time.perf_counter()
 
     def seconds(self) -> float:

@@ -210,9 +210,7 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
                     keys = ", ".join(f"{key} ({type(value).__name__})" for key, value in [*row.items()][:9])
                     problem = f'line {number} has no string under "{column}", but {keys}; {OTHER_COLUMN}'
                     if isinstance(row.get(column), str):
-                        problem = (
-                            f'line {number} has half of a surrogate pair under "{column}", which UTF-8 cannot encode'
-                        )
+                        problem = f'line {number} has half of a surrogate pair under "{column}"'
                 raise ValueError(f"{path}: {problem}") from None
             yield text
 

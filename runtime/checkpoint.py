@@ -23,18 +23,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data.tokenizer import Tokenizer
-from files import explained, read_json, require, sha256, sync, warn
+from files import explained, read_json, require, sha256, sync
 from machine import distributed
 from model import Llama
-from runtime.huggingface.directory import (
-    CONFIG,
-    edited_module,
-    open_model,
-    read_model,
-    read_tokenizer,
-    stored_state,
-    write_model,
-)
+from runtime.huggingface.directory import CONFIG, open_model, read_model, read_tokenizer, stored_state, write_model
 from runtime.huggingface.weights import save_tensors, stored_tensors, weight_files
 from runtime.run_dir import newest_run
 
@@ -53,26 +45,38 @@ def save_checkpoint(
     A checkpoint of the same step is replaced. Raises OSError, naming the bytes needed, if the disk is full; earlier
     checkpoints are intact then. Every rank must call it; rank 0 writes whole tensors.
     """
-    checkpoints = run / "checkpoints"
-    finished = checkpoints / f"step-{step:06d}"
+    finished = run / f"checkpoints/step-{step:06d}"
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     states = [(names[weight], state) for optimizer in optimizers for weight, state in optimizer.state.items()]
     values = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-    trainer |= {"numbers": numbers} if numbers else {}
+    described = {"step": step} | trainer | ({"numbers": numbers} if numbers else {})
     weights = _gathered(stored_state(model))
     state = _gathered({name: tensor for name, tensor in values.items() if name not in numbers})
-    if not distributed.is_main():
-        return finished
+    distributed.from_main(_write, finished, model, weights, tokenizer, state, described, keep)
+    return finished
+
+
+def _write(
+    finished: Path,
+    model: Llama,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    state: dict[str, Tensor],
+    described: dict,
+    keep: int,
+) -> None:
+    """Write a checkpoint beside its place, move it there, and delete the oldest ones."""
+    checkpoints, run = finished.parent, finished.parents[1]
     unfinished = checkpoints / f".{finished.name}-unfinished"
-    earlier = [path for path in list_checkpoints(run) if _step(path) < step]
+    earlier = [path for path in list_checkpoints(run) if _step(path) < _step(finished)]
     try:
         with explained(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
             checkpoints.mkdir(exist_ok=True)  # not the run's folder, which may have been moved
             unfinished.mkdir()
             write_model(unfinished, model, weights, tokenizer)
             save_tensors(state, unfinished / OPTIMIZER)
-            (unfinished / TRAINER).write_text(json.dumps({"step": step} | trainer, indent=1))
+            (unfinished / TRAINER).write_text(json.dumps(described, indent=1))
             hashes = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
             (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=1))
             for path in (*unfinished.iterdir(), unfinished):
@@ -86,7 +90,6 @@ def save_checkpoint(
                 _retire(path)
     finally:
         clear_unfinished(run)
-    return finished
 
 
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,9 +131,6 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     try:
         with explained(directory, sum(tensor.nbytes for tensor in state.values())):
             write_model(unfinished, model, state, tokenizer)
-            if (edited := edited_module(model)) is not None:
-                changed = f"{edited or 'the model'} is not as model.py makes it"
-                warn(f"warning: {changed}; {directory} opens without the change")
             read_tokenizer(unfinished)
             for stored in open_model(unfinished)[1].values():
                 stored.read()

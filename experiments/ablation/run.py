@@ -43,6 +43,7 @@ from runtime.run_dir import RUNS_FOLDER, check_not_in_use, machine_of, read_rows
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
 OWN_FLAG |= {"norm_args": "--norms", "placement_args": "--placements"}
 SHARED = NOT_COMPARED | {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens", "device", "shard"}
+TOKENS_PER_PARAMETER = 4.4
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class AblationConfig:
         type=int,
         metavar="DIM",
     )
-    tokens_per_parameter: float = option(None, "tokens per parameter of the first arm, with --ladder (default: 4.4)")
+    tokens_per_parameter: float = option(
+        None, f"tokens per parameter of the first arm, with --ladder (default: {TOKENS_PER_PARAMETER})"
+    )
 
 
 def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
@@ -97,7 +100,7 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
     tokens = options.tokens_per_parameter
     require(options.ladder or tokens is None, "--tokens-per-parameter is for a --ladder")
     if options.ladder:
-        arms = climb(options.ladder, arms, shared, 4.4 if tokens is None else tokens)
+        arms = climb(options.ladder, arms, shared, TOKENS_PER_PARAMETER if tokens is None else tokens)
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
     require(not (options.probe and shared.get("watch")), "--probe and --watch exclude each other")
     shared |= {"watch": MAX_SIZE} if options.probe else {}

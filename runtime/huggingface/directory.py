@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config import ModelConfig, check_fields
 from data.tokenizer import KINDS, ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from files import is_a, read_json, require
+from files import is_a, read_json, require, warn
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
@@ -35,18 +35,21 @@ OF_TRAINING = {"training", "recompute", "p"}  # attributes of modules that chang
 
 
 def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
-    """Write a model's `stored_state` with its configuration and tokenizer."""
+    """Write a model's `stored_state` with its configuration and tokenizer. A line says if its modules were changed."""
     config = model.config
     dtype = str(state["embed_tokens.weight"].dtype).removeprefix("torch.")
     end = tokenizer.end_of_document  # it also starts a text without a prompt
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     stored = Layout(config)
     described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
+    edited = edited_module(model)
+    changed = "" if edited is None else f"{edited or 'the model'} is not as model.py makes it"
+    if changed:
+        warn(f"warning: {changed}, and is saved without the change")
     try:
         for record in import_records():
             require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
-        edited = edited_module(model)
-        require(edited is None, f"{edited or 'the model'} is not as model.py makes it")
+        require(not changed, changed)
         theirs = to_theirs(config)
         unknown = [name for name in stored.places(state) if not re.fullmatch(KNOWN, name)]
         require(not unknown, f"no Hugging Face architecture has {', '.join(unknown[:1])}")
