@@ -269,3 +269,9 @@ def test_a_recipe_may_repeat_that_of_a_pretrained_model():
         for other in {"llama", "qwen3", "gemma2"} if recipe == "gemma3" else ():
             with pytest.raises(ValueError, match="contradicts --init-from"):
                 configure({"recipe": other}, pretrained)
+
+
+@pytest.mark.parametrize("field, value", [("v_norm", "false"), ("layers", True), ("dropout", "0.1"), ("dim", None)])
+def test_values_from_python_have_the_type_of_their_field(field, value):
+    with pytest.raises(ValueError, match=rf"--{field.replace('_', '-')} must be of type \w+, not {value!r}"):
+        ModelConfig(**{field: value})

@@ -132,6 +132,9 @@ def test_what_makes_another_arm(make):
     weights = [{"directory": "w", "sha256": {"model.safetensors": digit}} for digit in "12"]
     page = compared(*(make(f"w{i}", 2.0, seed=i, init_from="w", weights_from=weights[i]) for i in range(2)))
     assert "| run | seed | init_from |" in page
+    many = {"lr": 0.1, "clip": 3.0, "momentum": 0.5, "weight_decay": 0.3}
+    page = compared("a", *(make(f"w-seed{seed}", 2.2, seed=seed, **many) for seed in (0, 1)))
+    assert page.startswith("Compared with a: w (+0.2000) is undecided")
 
 
 @pytest.mark.usefixtures("undrawn")
