@@ -17,7 +17,7 @@ from roles import matrices
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular values above 0.002 end between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
-BATCH = 8  # matrices that Muon multiplies at once, at most: enough for a GPU, and small in memory
+BATCH, ELEMENTS = 8, 1 << 26  # Muon multiplies so many matrices at once, or so many elements if that is more
 ADAMW_LR_RATIO = 2.0  # learning rate of AdamW for embedding, head and norms, relative to Muon's
 WSD_DECAY = 0.2  # fraction of all steps in which the `wsd` schedule decays
 
@@ -90,7 +90,7 @@ class Muon(Optimizer):
     """Orthogonalized momentum: every singular value of a matrix's update is about 1. Jordan et al., 2024.
 
     Updates have the RMS of AdamW's (arXiv 2502.16982), so learning rates of the two are comparable. The same as
-    `torch.optim.Muon` with `match_rms_adamw`, but up to 8 matrices of one shape are multiplied at once.
+    `torch.optim.Muon` with `match_rms_adamw`, but matrices of one shape are multiplied at once.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, dtype: torch.dtype = torch.float32):
@@ -107,22 +107,25 @@ class Muon(Optimizer):
                     by_shape[weight.shape].append(weight)
             for shape, weights in by_shape.items():
                 scale = lr * 0.2 * math.sqrt(max(shape))
-                for start in range(0, len(weights), BATCH):
-                    batch = weights[start : start + BATCH]
-                    updates = torch.stack([self.nesterov(weight, momentum) for weight in batch])
+                size = max(BATCH, ELEMENTS // shape.numel())
+                for start in range(0, len(weights), size):
+                    batch = weights[start : start + size]
+                    # Documented functions, despite the underscore: one launch for all tensors of a list.
+                    updates = torch.stack(self.nesterov(batch, momentum))
                     # A part of a matrix cannot be orthogonalized.
                     updates = distributed.on_whole_matrices(self.orthogonalize, updates)
-                    for weight, update in zip(batch, updates, strict=True):
-                        weight.mul_(1 - lr * decay).add_(update, alpha=-scale)
+                    torch._foreach_mul_(batch, 1 - lr * decay)
+                    torch._foreach_add_(batch, updates.unbind(), alpha=-scale)
 
-    def nesterov(self, weight: Tensor, momentum: float) -> Tensor:
-        """Update the running mean of the gradient and return the Nesterov update."""
-        assert weight.grad is not None
-        state = self.state[weight]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        mean = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-        return weight.grad.lerp(mean, momentum)
+    def nesterov(self, weights: list[Tensor], momentum: float) -> list[Tensor]:
+        """Update the running means of the gradients and return the Nesterov updates."""
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        gradients: Any = [weight.grad for weight in weights]
+        means = [self.state[weight]["momentum_buffer"] for weight in weights]
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        return [*torch._foreach_lerp(gradients, means, momentum)]
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,5 +137,5 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     for _ in range(NEWTON_SCHULZ_STEPS):  # each singular value s becomes a s + b s³ + c s⁵
         xx = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(xx, xx, xx, beta=b, alpha=c), x, beta=a)
-    x = x.to(matrices.dtype)
-    return x.mT if tall else x
+    # Contiguous as the weights are: functions for lists launch one kernel only if strides agree.
+    return torch.empty_like(matrices).copy_(x.mT if tall else x)
