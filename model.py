@@ -195,13 +195,16 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(k, v)  # B K S D twice, T S or None
         causal = mask is None and q.shape[2] > 1  # a single token attends to all that are cached
-        if self.group > 1:  # enable_gqa has no fused kernel on older GPUs, in fp32, or with a mask
+        shape = q.shape
+        if self.group > 1 and q.shape[2] == 1:  # the queries of a key are the rows of one product, B K H/K D
+            q = q.reshape(*k.shape[:2], self.group, self.head_dim)
+        elif self.group > 1:  # enable_gqa has no fused kernel on older GPUs, in fp32, or with a mask
             k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))  # B H S D
         if self.cap:
             y = capped_attention(q, k, v, mask, dropout, causal, self.cap)
         else:  # softmax(q kᵀ / √D + mask) v, B H T D
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-        y = y.transpose(1, 2)  # B T H D
+        y = y.reshape(shape).transpose(1, 2)  # B T H D
         if self.gate_proj is not None:  # B T H 1 or B T H D. Gated Attention, arXiv 2505.06708
             y = y * self.gate_activation(self.gate_proj(x)).unflatten(-1, (y.shape[2], -1))
         return self.dropout(self.o_proj(self.inner_norm(y.flatten(2))))  # B T C

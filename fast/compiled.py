@@ -4,6 +4,10 @@ The shapes and the code of a step must not depend on how many tokens came before
 tokens from the start, a mask hides the positions that are not filled yet, and the number of cached tokens is a tensor.
 """
 
+import weakref
+from collections import defaultdict
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -40,11 +44,10 @@ class StaticCache(nn.Module, LayerCache):
 
         Those of the first tokens are returned as they are: the other positions are empty.
         """
-        first = not self.filled
-        if first:
+        first, self.filled = not self.filled, True
+        if not self.keys.numel():
             batch, heads, _, head_dim = k.shape
             self.keys, self.values = (x.new_zeros(batch, heads, self.size, head_dim) for x in (k, v))
-            self.filled = True
         positions = self.positions(k.shape[2])
         self.keys.index_copy_(2, positions, k)
         self.values.index_copy_(2, positions, v)
@@ -52,26 +55,55 @@ class StaticCache(nn.Module, LayerCache):
             return k, v, None
         return self.keys, self.values, torch.arange(self.size, device=k.device) <= positions[:, None]
 
+    def reset(self) -> None:
+        """Forget all tokens, in the same memory. Masked values are multiplied by 0, so they must be finite."""
+        self.filled = False
+        for tensor in (self.keys, self.values, self.length):
+            tensor.zero_()
+
+
+class Stream(list[StaticCache]):
+    """The cache of a stream of tokens, a `StaticCache` for each layer. It is empty until the first tokens come."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+
 
 class CompiledDecoder:
-    """Generation with `model`: steps of one token are compiled, which the first waits for. The prompt runs plain."""
+    """Generation with `model`: steps of one token are compiled, which the first waits for. The prompt runs plain.
+
+    A new stream takes over the layers' caches of one that is gone, if it has the same size and batch size: a CUDA graph
+    is recorded for addresses, and again for others.
+    """
 
     def __init__(self, model: Llama):
         check_compile(device := model.embed_tokens.weight.device)
         self.model = model
         self.step = torch.compile(model.next_logits, mode="reduce-overhead" if device.type == "cuda" else None)
+        self.unused: dict[tuple[int, int], list[list[StaticCache]]] = defaultdict(list)
 
-    def new_cache(self, tokens: int | None = None) -> list[LayerCache]:
-        length = torch.zeros((), dtype=torch.int64, device=self.model.embed_tokens.weight.device)
+    def new_cache(self, tokens: int | None = None) -> Any:
         context = self.model.config.context
-        size = min(context, max(SMALLEST, 1 << ((tokens or context) - 1).bit_length()))
-        return [StaticCache(size, length) for _ in self.model.layers]
+        return Stream(min(context, max(SMALLEST, 1 << ((tokens or context) - 1).bit_length())))
 
-    def next_logits(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
+    @torch.inference_mode()
+    def next_logits(self, tokens: Tensor, cache: Stream) -> Tensor:
         """See `Llama.next_logits`. The caller must ensure that the tokens fit into the cache."""
-        first = cache[0]
-        assert isinstance(first, StaticCache)
+        if not cache:
+            self.fill(cache, self.unused[cache.size, len(tokens)])
+        layers, first = [*cache], cache[0]
         step = self.step if tokens.shape[1] == 1 and first.filled else self.model.next_logits
-        logits = step(tokens, cache)
+        logits = step(tokens, layers)
         first.length += tokens.shape[1]  # shared by all layers
         return logits
+
+    def fill(self, cache: Stream, unused: list[list[StaticCache]]) -> None:
+        """Give a stream its layers, which are `unused` again when it is gone."""
+        if not unused:
+            length = torch.zeros((), dtype=torch.int64, device=self.model.embed_tokens.weight.device)
+            unused.append([StaticCache(cache.size, length) for _ in self.model.layers])
+        cache += unused.pop()
+        for layer in cache:
+            layer.reset()
+        weakref.finalize(cache, unused.append, [*cache])

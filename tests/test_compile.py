@@ -146,7 +146,30 @@ def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     assert plain == [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts]
     assert len(graphs) == 1
     decoder = CompiledDecoder(Llama(dataclasses.replace(SMALL, context=600)))
-    assert [decoder.new_cache(tokens)[0].size for tokens in (None, 1, 257, 513)] == [600, 2, 512, 600]
+    assert [decoder.new_cache(tokens).size for tokens in (None, 1, 257, 513)] == [600, 2, 512, 600]
+
+
+def test_a_compiled_stream_has_the_addresses_of_one_that_is_gone(monkeypatch):
+    """Never those of one that goes on: two take turns. What a stream has left, even NaN, changes nothing."""
+    model = randomize(Llama(SMALL))
+    prompts = [torch.tensor(rows) for rows in ([[3, 1, 4]] * 2, [[1, 5, 9]] * 2, [[2, 6]])]
+    plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
+    count_graphs(monkeypatch)
+    decoder = CompiledDecoder(model)
+    streams = [stream_ids(model, prompt, GREEDY, decoder=decoder) for prompt in prompts[:2]]
+    assert plain[:2] == [list(ids) for ids in zip(*zip(*streams, strict=True), strict=True)]
+
+    def addresses() -> set[int]:
+        return {layer.keys.data_ptr() for layers in unused for layer in layers}
+
+    (unused,) = decoder.unused.values()
+    before = addresses()
+    assert len(before) == 2 * SMALL.layers
+    with torch.inference_mode():
+        for layers in unused:
+            layers[0].values.fill_(math.nan)
+    assert [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts] == plain
+    assert addresses() == before and len(decoder.unused) == 2, "another batch size has its own"
 
 
 def test_a_decoding_step_can_be_a_cuda_graph(monkeypatch):

@@ -92,7 +92,10 @@ def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(m
 
 
 def test_which_attention_is_called(monkeypatch):
-    """All heads have keys and values of their own, as fused kernels need, and only tokens after cached ones a mask."""
+    """Heads have keys and values of their own, as fused kernels need, but those of one token are rows of a product.
+
+    Only several tokens after cached ones have a mask.
+    """
     calls, attention = list[tuple](), torch.nn.functional.scaled_dot_product_attention
 
     def record(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
@@ -109,7 +112,7 @@ def test_which_attention_is_called(monkeypatch):
     decoder = CompiledDecoder(model)
     decoder.next_logits(TOKENS, decoder.new_cache())
     whole = (8, SMALL.heads, 8, False, True)
-    assert calls == [whole, (5, 4, 5, False, True), (2, 4, 7, True, False), (1, 4, 8, False, False), whole]
+    assert calls == [whole, (5, 4, 5, False, True), (2, 4, 7, True, False), (2, 2, 8, False, False), whole]
 
 
 # --- rotary positions ------------------------------------------------------------------------------------------------
