@@ -262,6 +262,7 @@ class TrainConfig:
     deterministic: bool = option(False, "deterministic kernels: slower, but a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
     compile: bool = option(None, "use torch.compile (default: in training, if the run is long enough to gain from it)")
+    cuda_graph: bool = option(False, "run each training step as one CUDA graph; no GPU has tried it yet")
     shard: bool = option(False, "with torchrun, split every weight over the ranks (FSDP2) instead of copying it (DDP)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "validation tokens per evaluation, in evenly spaced windows; fewer are faster")
@@ -306,7 +307,7 @@ PRESETS: dict[str, Asked] = {
     "tiny": {},
     "small": dict(
         dim=384, layers=6, heads=6, context=512, vocab_size=8192, dropout=0.2,
-        batch_size=64, micro_batch_size=32, lr=5e-3, momentum=0.95, steps=1000, eval_tokens=1 << 20,
+        batch_size=64, micro_batch_size=64, lr=5e-3, momentum=0.95, steps=1000, eval_tokens=1 << 20,
     ),
     "124m": LARGE | dict(
         dim=768, layers=12, heads=12, context=1024,
@@ -328,7 +329,7 @@ def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf
 
     found: options that follow from files, which come after the preset. Those of the model and the tokenizer in
         --init-from may only be repeated by what is asked, except context and dropout. Or those of other data files.
-    memory: of the GPU in bytes. Below 12 GB the preset's micro-batches are halved.
+    memory: of the GPU in bytes. The preset's micro-batches are halved below 12 GB, and again below 6 GB.
 
     What was asked for always wins. A value of the preset gives way if it does not fit: `hidden_dim` to another `dim`,
     `kv_heads` to heads that they do not divide, the vocabulary to bytes, and micro-batches that do not divide the
@@ -336,8 +337,9 @@ def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf
     """
     preset = dict(PRESETS[asked.get("preset", "tiny")])
     asked = combine(RECIPES[asked.get("recipe", "llama")], asked)
-    if "micro_batch_size" in preset and memory < 12e9:
-        preset["micro_batch_size"] //= 2
+    for limit in (12e9, 6e9):
+        if memory < limit and preset.get("micro_batch_size", 1) > 1:
+            preset["micro_batch_size"] //= 2
     found = found or {}
     pretrained = found if "context" in found else None
     whole = DEFAULTS | combine(preset, found, asked)

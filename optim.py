@@ -115,7 +115,10 @@ class Muon(Optimizer):
                     # A part of a matrix cannot be orthogonalized.
                     updates = distributed.on_whole_matrices(self.orthogonalize, updates)
                     torch._foreach_mul_(batch, 1 - lr * decay)
-                    torch._foreach_add_(batch, updates.unbind(), alpha=-scale)
+                    alpha = -scale
+                    if isinstance(alpha, Tensor):  # in a CUDA graph; as `alpha` it would be read, and waited for
+                        updates, alpha = alpha * updates, 1.0
+                    torch._foreach_add_(batch, updates.unbind(), alpha=alpha)
 
     def nesterov(self, weights: list[Tensor], momentum: float) -> list[Tensor]:
         """Update the running means of the gradients and return the Nesterov updates."""

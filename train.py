@@ -34,9 +34,9 @@ from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requ
 from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers
-from pages.html import save_plot
-from pages.run import plot_loss, write_report
+from pages.run import write_report
 from roles import draw_weights, matrices
+from runtime.acceleration import captured_step
 from runtime.checkpoint import (
     clear_unfinished,
     find_checkpoint,
@@ -51,12 +51,12 @@ from runtime.plugins import command_to_type, import_files, import_flags, keep_co
 from runtime.run import Run, describe_run, open_run
 from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make_tracker, read_rows, write_run_file
 
-PRINT_EVERY = 30  # seconds between lines where there is no progress bar
+PRINT_EVERY = 30  # seconds between lines where there is no progress bar, and between reports
 LOG_EVERY = 10  # steps between log entries of the training loss
 GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
-SAMPLE_TOKENS = 160  # or fewer, if the context ends
+SAMPLE_TOKENS = 64  # or fewer, if the context ends
 SHARDED_SAMPLE = 10**8  # weights of the largest sharded model that is sampled: each token gathers all of them
 
 
@@ -128,7 +128,7 @@ def accumulate_gradients(
 
 
 def update_weights(
-    model: Llama, optimizers: list[Optimizer], lr: float, clip: float, scaler: GradScaler, step: int = 0
+    model: Llama, optimizers: list[Optimizer], lr: float | Tensor, clip: float, scaler: GradScaler, step: int = 0
 ) -> Tensor:
     """Clip the gradients and let the optimizers use them. Returns their norm before clipping.
 
@@ -188,10 +188,11 @@ class Trainer:
         self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
+        self.update = captured_step(self.update_on, self.optimizers, run.device, config.cuda_graph)
         self.step = 0  # steps that are done
         now = time.perf_counter()
         self.started = now  # less the seconds before a resume
-        self.began = self.saved = self.printed = self.lap_started = now
+        self.began = self.saved = self.printed = self.reported = self.lap_started = now
         # The terms and the gradient norm of each step since `read_pending`, on the device.
         self.pending: list[dict[str, Tensor]] = []
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
@@ -220,18 +221,18 @@ class Trainer:
         same_end = earlier and earlier["resolved"]["steps"] == config.steps
         if self.step > config.steps or (self.step == config.steps and self.evaluated and same_end):
             if distributed.is_main():
-                if self.evaluated:
-                    write_report(folder, self.run.data.val_gzip_bpb)  # the run may have been killed before it did
+                self.report()  # the run may have been killed before it did
                 print(f"the run in {folder} already has {self.step} steps; raise --steps to continue")
             return
         with deterministic(config.deterministic), stop_requests() as stop:
             self.open_log()
             try:
                 self.loop(stop)
-            except NotFinite as diverged:
+            except (NotFinite, Stopped) as ended:
                 if self.log:
-                    self.log.add(step=diverged.step, not_finite=True)
-                    write_report(folder, self.run.data.val_gzip_bpb)
+                    if isinstance(ended, NotFinite):
+                        self.log.add(step=ended.step, not_finite=True)
+                    self.report()
                 raise
             finally:
                 if self.bar:
@@ -283,18 +284,21 @@ class Trainer:
         rows = distributed.rows(config.batch_size)
         context, size, vocab_size = run.model_config.context, config.batch_size, run.model_config.vocab_size
         batch = training_batch(run.data.train, config.seed, self.step, rows, context, config.order, size, vocab_size)
-        inputs, targets = (to_device(ids, run.device).split(config.micro_batch_size) for ids in batch)
-        pairs = self.parallel.micro_batches(list(zip(inputs, targets, strict=True)))
-        watch = self.make_watch()
-        terms = accumulate_gradients(self.objective, pairs, len(inputs), run.dtype, self.scaler)
+        inputs, targets = (to_device(ids, run.device) for ids in batch)
+        self.pending.append(self.update(inputs, targets, learning_rate(config, self.step)))
+
+    def update_on(self, inputs: Tensor, targets: Tensor, lr: float | Tensor) -> dict[str, Tensor]:
+        """One optimizer step on a batch. Returns the terms of the objective, and the norm of the gradient."""
+        run, config, watch = self.run, self.run.config, self.make_watch()
+        batches = [*zip(*(ids.split(config.micro_batch_size) for ids in (inputs, targets)), strict=True)]
+        pairs = self.parallel.micro_batches(batches)
+        terms = accumulate_gradients(self.objective, pairs, len(batches), run.dtype, self.scaler)
         if watch:
-            watch.start(inputs[0], run.dtype, self.scaler.get_scale())
-        lr = learning_rate(config, self.step)
+            watch.start(batches[0][0], run.dtype, self.scaler.get_scale())
         grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
         if watch:
             watch.finish()
-        terms = {name: distributed.all_reduce_mean(term) for name, term in terms.items()}
-        self.pending.append({**terms, "grad_norm": grad_norm})
+        return {name: distributed.all_reduce_mean(term) for name, term in terms.items()} | {"grad_norm": grad_norm}
 
     def make_watch(self) -> Any:
         """At the steps that `--watch` records, the measurement of the step that comes next; else None."""
@@ -379,12 +383,17 @@ class Trainer:
             return
         if sample is not None:
             self.log.add_sample(self.step, sample)
-        row = {"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}
-        save_plot(plot_loss([*self.log.rows, row], run.data.val_gzip_bpb), run.folder / "loss.png")
-        self.log.add(**row)  # written last: a resumed run repeats any evaluation without a row
+        # Written last: a resumed run repeats any evaluation without a row.
+        self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
+        if self.step < run.config.steps and time.perf_counter() - self.reported >= PRINT_EVERY:
+            self.report()
         large = run.config.shard and sample is None
         unsampled = "; --shard has no sample of so large a model: see generate.py" if large else ""
         self.bar.write(f"step {self.step}: {losses_line(val_loss, val_bpb)}{unsampled}")
+
+    def report(self) -> None:
+        write_report(self.run.folder, self.run.data.val_gzip_bpb)
+        self.reported = time.perf_counter()
 
     def sample(self) -> str | None:
         """A text by the model. None without a tokenizer, and where a token would take too many gathered weights."""
@@ -424,8 +433,8 @@ class Trainer:
         run, last = self.run, self.log.rows[-1]
         name = "val_loss" if last["val_bpb"] is None else "val_bpb"
         best, best_step = min((row[name], row["step"]) for row in self.log.rows if name in row)
+        self.report()
         gzip_bpb = run.data.val_gzip_bpb
-        write_report(run.folder, gzip_bpb)
         than = f"; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte" if gzip_bpb else ""
         print(f"{name} {last[name]:.4f}{than}")
         if best < last[name] - 0.01:

@@ -1,1 +1,1 @@
-"""Optional code for faster generation: C on x86-64 CPUs, and torch.compile. Without this package, everything runs."""
+"""Optional code for speed: C on x86-64 CPUs, torch.compile, CUDA graphs. Without this package, everything runs."""

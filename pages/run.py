@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from files import write_atomically
-from pages.html import WIDTH, Style, figure, folded, markdown, page, preformatted, settings_list
+from pages.html import WIDTH, Style, figure, folded, markdown, page, preformatted, save_plot, settings_list
 from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
 
 
 def write_report(folder: Path, gzip_bpb: float | None) -> None:
-    """Write `report.html` of a run that has ended."""
+    """Write `loss.png` and `report.html` of a run."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
-    last = next(row for row in reversed(rows) if "val_bpb" in row or "not_finite" in row)
-    result = f"Diverged: loss, gradient or weight not finite at step {last['step']}."
+    last = next((row for row in reversed(rows) if "val_bpb" in row or "not_finite" in row), {})
+    result = f"Diverged: loss, gradient or weight not finite at step {last['step']}." if last else "Not evaluated yet."
     if "val_bpb" in last:
         bpb = last["val_bpb"]
         needs = f"{bpb:.4f} bits per byte" if bpb else f"{last['val_loss']:.4f} nats per token"
@@ -52,9 +52,11 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
             than = f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
             result += f", {abs(1 - bpb / gzip_bpb):.0%} {'better' if bpb < gzip_bpb else 'worse'} {than}"
         result += "."
+    plot = plot_loss(rows, gzip_bpb)
+    save_plot(plot, folder / "loss.png")
     sections = [
         markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
-        figure(plot_loss(rows, gzip_bpb), alt=f"Loss over steps. {result}"),
+        figure(plot, alt=f"Loss over steps. {result}"),
     ]
     if watched := read_rows(folder / "watch.jsonl"):
         from pages.watch import plot_maps, plot_streams  # only with --watch

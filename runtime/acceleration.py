@@ -1,8 +1,15 @@
-"""Attaches what is in fast/, for generation. Delete that package and everything still works, more slowly."""
+"""Attaches what is in fast/. Delete that package and everything still works, more slowly."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
+from files import warn
 from model import Llama
+
+MISSING = "without fast/: the package is missing"
 
 
 def fast_decoder(model: Llama, samples: int, by_c: bool, compiled: bool) -> tuple[Any, str]:
@@ -15,8 +22,22 @@ def fast_decoder(model: Llama, samples: int, by_c: bool, compiled: bool) -> tupl
     except ModuleNotFoundError as error:
         if error.name != "fast":
             raise
-        return model, ", without fast/: the package is missing"
+        return model, f", {MISSING}"
     decoder = CompiledDecoder(model) if compiled else accelerate(model, samples)
     if isinstance(decoder, str):
         return model, f", without fast/: {decoder}"
     return decoder, f", tokens {'compiled' if compiled else 'computed'} by fast/"
+
+
+def captured_step(step: Callable, optimizers: list[Optimizer], device: torch.device, captured: bool) -> Callable:
+    """A training step, `captured` as a CUDA graph or as it is. Its arguments are inputs, targets and learning rate."""
+    if not captured:
+        return step
+    try:
+        from fast.graph import CapturedStep
+    except ModuleNotFoundError as error:
+        if error.name != "fast":
+            raise
+        warn(f"no CUDA graph, {MISSING}")
+        return step
+    return CapturedStep(step, optimizers, device)

@@ -93,6 +93,25 @@ def test_run_learns_and_writes_all_files(command, capsys):
     assert "gzip -9 on the whole validation text:" in capsys.readouterr().out
 
 
+@pytest.mark.pictures
+def test_a_report_is_drawn_when_a_run_ends_or_stops(command, monkeypatch, tmp_path):
+    """And between, at an evaluation, if the last one is old. Stopped before an evaluation, it says so."""
+    drawn, write_report = [], train.write_report
+    monkeypatch.setattr(train, "write_report", lambda folder, gzip: drawn.append(read_metrics(folder)[-1]["step"]))
+    for flags, steps in (("", [6]), ("--resume", [6]), ("--resume --steps 8", [8])):
+        command(f"--steps 6 --eval-every 2 {flags}")
+        assert drawn == steps
+        drawn.clear()
+    monkeypatch.setattr(train, "PRINT_EVERY", 0)
+    command("--steps 6 --eval-every 2", "other")
+    assert drawn == [2, 4, 6]
+    monkeypatch.setattr(train, "write_report", write_report)
+    with pytest.raises(SystemExit):
+        command("--steps 6 --max-minutes 1e-9", "stopped")
+    assert "<p>Not evaluated yet.</p>" in (tmp_path / "stopped/report.html").read_text()
+    assert (tmp_path / "stopped/loss.png").exists()
+
+
 def test_the_summary_names_the_best_evaluation_if_it_is_not_the_last(command, capsys, monkeypatch):
     values = iter([(2.0, 3.0), (1.0, 1.5), (1.2, 1.75), (1.0, 1.0)])
     monkeypatch.setattr(train, "evaluate", lambda *args: next(values))

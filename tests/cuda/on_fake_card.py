@@ -69,6 +69,20 @@ def test_a_training_step_does_not_wait(number, flags, make_run):
     assert not training_step(make_run(f"{flags} {OPTIONS[number % len(OPTIONS)]}"))
 
 
+@pytest.mark.parametrize("optimizer, most", [("muon", 1450), ("adamw", 1350)])
+def test_launches_of_a_step(optimizer, most, make_run):
+    """With six blocks, as `small` has. A learning rate on the card, as a CUDA graph has it, is not read."""
+    with fake_card() as waits:
+        trainer = train.Trainer(make_run(f"--layers 6 --dtype bfloat16 --dropout 0.2 --optimizer {optimizer}"))
+        ids = torch.zeros(4, 8, dtype=torch.int64, device=CARD)
+        for lr in (0.1, torch.tensor(0.1).to(CARD)):
+            trainer.update_on(ids, ids, 0.1)  # the first step makes the optimizers' state
+            waits.take()
+            waits.launches = 0
+            trainer.update_on(ids, ids, lr)
+            assert waits.launches <= most + 30 * isinstance(lr, Tensor) and not waits.take()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_evaluation_waits_once(dtype, make_run):
     run = make_run(f"--dtype {dtype}")

@@ -1,15 +1,21 @@
 """bench.py: every candidate is measured, and the printed report is the written one."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
+import ablate
 import bench
+from config import configure
 from experiments import benchmarks
+from files import ROOT
 from norms import KINDS
+from runtime.flags import read_train
 
 MODEL = "--dim 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 32 --attention-gate element --hidden-dim 64 "
 MODEL += "--vocab-size 100 --context 16 --device cpu"
@@ -96,6 +102,29 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     decoders[True, False] = None  # what cannot be used has no row
     rows = report_of(f"generate {MODEL} --dtype float32 --samples 1", tmp_path / "report.json")["rows"]
     assert [row["model"] for row in rows] == ["plain"]
+
+
+def test_every_command_of_the_list_for_a_gpu_is_valid(tmp_path, monkeypatch, refused):
+    """The parsers and the checks of the commands accept it. The device may be missing here."""
+    text = tmp_path / "text.txt"
+    text.touch()
+    script = ["bash", str(ROOT / "results/gpu.sh"), str(tmp_path / "the out"), str(text)]
+    lines = subprocess.check_output(script, text=True, env=os.environ | {"PYTHON": "true"}).splitlines()
+    monkeypatch.setattr(benchmarks, "pick_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu"))
+    assert len({line.partition(":")[0] for line in lines}) == 9 and str(text) in "".join(lines)
+    for line in lines:
+        program, *arguments = line.partition(" s: python ")[2].replace(str(tmp_path / "the out"), "out").split()
+        if program == "bench.py":
+            given = bench.parse(arguments)
+            bench.make_config(given.pop("command"), given)
+        elif program == "train.py":
+            configure(read_train(arguments))
+        elif program == "ablate.py":
+            configure(ablate.parse(arguments)[1])
+        else:
+            assert program == "-m" and arguments[0] == "pytest"
+    assert refused(bench.main, ["gpu"]).startswith("error: bench.py gpu is gone: bash results/gpu.sh ")
 
 
 def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):

@@ -95,10 +95,11 @@ def test_a_card_that_torch_has_no_kernels_for_is_refused(device, card, refused, 
 @pytest.mark.parametrize(
     "capability, memory, flags, expected",
     [
-        ((7, 5), 15.8e9, "", ("float16", 64, 32, True)),
-        ((8, 6), 12.6e9, "", ("bfloat16", 64, 32, True)),
-        ((8, 9), 8.6e9, "", ("bfloat16", 64, 16, True)),
-        ((8, 9), 8.6e9, "--micro-batch-size 64 --steps 499", ("bfloat16", 64, 64, False)),
+        ((7, 5), 15.8e9, "", ("float16", 64, 64, True)),
+        ((8, 6), 12.6e9, "--steps 749", ("bfloat16", 64, 64, False)),
+        ((8, 9), 8.6e9, "--steps 375", ("bfloat16", 64, 32, True)),
+        ((8, 6), 5.9e9, "--steps 187", ("bfloat16", 64, 16, False)),
+        ((8, 9), 8.6e9, "--micro-batch-size 64 --steps 750", ("bfloat16", 64, 64, True)),
         ((12, 0), 8.6e9, "--batch-size 24", ("bfloat16", 24, 24, True)),
         ((8, 9), 8.6e9, "--norm batchnorm", ("bfloat16", 64, 64, True)),
         ((8, 6), 12.6e9, "--norm powernorm", ("bfloat16", 64, 64, True)),
@@ -111,6 +112,23 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
     _, model, config = run.resolve(read_train(flags.split()))
     assert (config.dtype, config.batch_size, config.micro_batch_size, config.compile) == expected
     assert model.dim == 384
+
+
+@pytest.mark.parametrize(
+    "flags, what",
+    [
+        ("--dtype float16", "--dtype float16"),
+        ("--watch 5", "--watch"),
+        ("--recompute", "--recompute"),
+        ("--deterministic", "--deterministic"),
+        ("--norm batchnorm", "--norm batchnorm"),
+    ],
+)
+def test_a_cuda_graph_is_refused_where_replays_would_differ(flags, what, card, refused):
+    card((8, 9))
+    assert run.resolve(read_train(["--cuda-graph"])).training.cuda_graph
+    assert refused(train.main, f"--cuda-graph {flags}".split()) == f"error: --cuda-graph does not support {what}\n"
+    assert refused(train.main, ["--cuda-graph", "--device", "cpu"]) == "error: --cuda-graph needs a GPU\n"
 
 
 @pytest.mark.parametrize("continues", [True, False])

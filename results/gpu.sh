@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What to measure on a GPU, most telling first: bash results/gpu.sh [FOLDER [TEXT [PART...]]]
+#
+# FOLDER (default: runs/gpu) gets what each command prints, its JSON and its runs. TEXT is a file with tiny Shakespeare;
+# by default it is downloaded. Parts: default loss generate train seeds costs norms claims tests. Each command is
+# killed after the seconds in front of it, and the next one starts in any case. PYTHON names another interpreter.
+set -u
+text=${2:-shakespeare}
+[ -e "$text" ] && text=$(realpath "$text")
+out=$(realpath -m "${1:-runs/gpu}")
+parts=${*:3}
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+
+run() { # seconds, part, arguments of python
+    local limit=$1 part=$2 code
+    shift 2
+    case " ${parts:-$part} " in *" $part "*) ;; *) return ;; esac
+    echo "\$ python $*" >>"$out/$part.txt"
+    SECONDS=0
+    timeout -k 5 "$limit" "${PYTHON:-python}" "$@" >>"$out/$part.txt" 2>&1 </dev/null
+    code=$?
+    echo "$part: exit $code after $SECONDS s: python $*" | tee -a "$out/summary.txt"
+}
+
+# nanoGPT's model for tiny Shakespeare, until its published validation loss of 1.4697 nats per character.
+model="--data $text --tokenizer bytes --layers 6 --heads 6 --dim 384 --context 256 --batch-size 64 --dropout 0.2"
+recipes="llama qwen3 gemma3 olmo2 muse_glimmer cohere"
+
+run 120 default train.py --device cuda --out "$out/default"
+run 120 default train.py --device cuda --out "$out/default-warm"
+run 120 default train.py --device cuda --out "$out/default-graph" --cuda-graph
+run 120 default train.py --device cuda --out "$out/default-700" --steps 700
+run 120 loss train.py --device cuda $model --lr 0.005 --steps 800 --eval-every 130 --save-every 800 --no-compile --out "$out/loss-eager"
+run 120 loss train.py --device cuda $model --lr 0.005 --steps 800 --eval-every 130 --save-every 800 --compile --out "$out/loss"
+run 120 generate bench.py generate --preset 1b --samples 64 --rounds 3 --compile --device cuda --json "$out/generate.json"
+run 90 train bench.py train --preset 124m --vocab-size 50304 --compile --device cuda --json "$out/train-124m.json"
+run 120 train bench.py train --preset 1b --compile --device cuda --json "$out/train-1b.json"
+run 90 train bench.py train --preset 124m --context 2048 --micro-batch-size 6 --compile --device cuda --json "$out/train-124m-2048.json"
+run 120 train bench.py train --preset 1b --no-compile --device cuda --json "$out/train-1b-eager.json"
+run 120 seeds ablate.py --device cuda $model --steps 200 --seeds 1 --out "$out/seeds-1"
+run 240 seeds ablate.py --device cuda $model --steps 200 --seeds 5 --jobs 5 --out "$out/seeds-5"
+for recipe in $recipes; do
+    run 60 costs bench.py train --preset small --recipe $recipe --compile --rounds 30 --device cuda --json "$out/step-$recipe.json"
+done
+run 60 norms bench.py norms --rows 65536 --dim 1024 --compile --device cuda --json "$out/norms-65536-1024.json"
+run 60 norms bench.py norms --rows 8192 --dim 4096 --compile --device cuda --json "$out/norms-8192-4096.json"
+run 60 norms bench.py norms --rows 16384 --dim 8192 --compile --device cuda --json "$out/norms-16384-8192.json"
+run 480 claims ablate.py --norms rmsnorm layernorm dyt --placements pre post --preset small --steps 200 --seeds 2 \
+    --device cuda --out "$out/claims"
+run 480 tests -m pytest -q -m gpu
