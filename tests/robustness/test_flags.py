@@ -82,7 +82,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "norms --json text.txt/report.json": (bench.main, "text.txt"),
     "generate --heads 5": (bench.main, "--heads 5"),
     "train --init-from there": (bench.main, "--init-from"),
-    "gpu --folder taken": (bench.main, "--folder taken exists"),
     "plan --ranks 3": (bench.main, "--batch-size 8"),
     "plan --shard": (bench.main, "--shard"),
 }

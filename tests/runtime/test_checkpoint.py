@@ -176,7 +176,8 @@ def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     save_pretrained(tmp_path / "other/new", model, ByteTokenizer())
     assert Path("config.json").exists() and directory.stat().st_mode & 0o777 == 0o700
     assert {path.name for path in tmp_path.iterdir()} == {"new", "other"} and not list(directory.glob(".*"))
-    assert torch.equal(load_pretrained(directory)[0](torch.tensor([[1, 2]])), model(torch.tensor([[1, 2]])))
+    loaded = load_pretrained(directory)[0].state_dict()  # a product of a transposed matrix may round differently
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_find_checkpoint(tmp_path, monkeypatch):
