@@ -1,4 +1,4 @@
-"""Compare norms and other options, `compare` existing runs, or test a `claim`. The code is in `experiments/`."""
+"""Compare norms and other options, or `compare` existing runs. The code is in `experiments/`."""
 
 if __name__ == "__main__":
     from machine.process import start
@@ -11,8 +11,7 @@ import sys
 from config import Asked
 from experiments.ablation.run import AblationConfig, resolve_ablation, run_ablation
 from experiments.compare import main as compare_command
-from experiments.studies.command import main as claim_command
-from files import lock_file
+from files import BadInput, lock_file
 from machine.process import bad_input, exit_codes
 from runtime.flags import Parser, add_flags, add_options, take
 from runtime.plugins import import_first
@@ -22,9 +21,10 @@ from runtime.run_dir import LOCK
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
-        commands = {"claim": claim_command, "compare": compare_command}
-        if arguments and arguments[0] in commands:
-            return commands[arguments[0]](arguments)
+        if arguments[:1] == ["compare"]:
+            return compare_command(arguments)
+        if arguments[:1] == ["claim"]:
+            raise BadInput("ablate.py claim is gone: CLAIMS.md has its results, and commit f6fca67 can run it again")
         options, shared = parse(arguments)
         with bad_input():
             grid = resolve_ablation(options, shared)
@@ -38,8 +38,7 @@ def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:
     parser = Parser(
         prog="ablate.py",
         description="Train every combination of norms, placements, other factors and seeds, and report on them. "
-        "Subcommands: `ablate.py compare DIR DIR ...` compares existing runs; `ablate.py claim NAME` tests a "
-        "published claim. Each has its own --help.",
+        "`ablate.py compare DIR DIR ...`, with a --help of its own, compares existing runs.",
     )
     add_options(parser.add_argument_group("comparison"), AblationConfig)
     # Refused later: they are for single runs.

@@ -1,4 +1,4 @@
-"""Means, confidence intervals and tests of a few values: what ablation tables and the verdicts on claims rest on.
+"""Means, confidence intervals and tests of a few values: what ablation tables rest on.
 
 Values are typically paired differences, one per seed: an arm's loss minus the baseline's. They are assumed to be
 independent and roughly normal. A single value has no interval and no p-value: both are None. Values that are all equal
@@ -61,26 +61,6 @@ def estimate(values: Sequence[float], slack: float = 0.0, comparisons: int = 1) 
     half_width = t_quantile(n - 1) * error + slack
     strict = t_quantile(n - 1, 1 - (1 - CONFIDENCE) / comparisons) + t_quantile(n - 1, 2 * POWER - 1)
     return Estimate(middle, half_width, n, t_tails(t, n - 1), slack + strict * error)
-
-
-def one_sided_p(values: Sequence[float], bound: float, side: int) -> float:
-    """P-value of "the mean lies beyond `bound`": above it if `side` is 1, below if -1. 1 for a single value."""
-    if math.isinf(bound):
-        return float(side * bound < 0)  # certain or impossible
-    beyond = estimate([side * (value - bound) for value in values])
-    if beyond.p is None:
-        return 1.0
-    return beyond.p / 2 if beyond.mean < 0 else 1 - beyond.p / 2
-
-
-def p_outside(values: Sequence[float], region: tuple[float, float], slack: float = 0.0) -> float:
-    """P-value of "the mean lies outside of `region`, or inside by less than `slack`": of two one-sided tests."""
-    return max(one_sided_p(values, region[0] + slack, -1), one_sided_p(values, region[1] - slack, 1))
-
-
-def p_inside(values: Sequence[float], region: tuple[float, float], slack: float = 0.0) -> float:
-    """P-value of "the mean lies inside of `region`, or outside by less than `slack`", by the bound that it passes."""
-    return min(one_sided_p(values, region[0] - slack, 1), one_sided_p(values, region[1] + slack, -1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

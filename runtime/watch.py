@@ -71,12 +71,6 @@ def measure(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) ->
     return rows
 
 
-def stream_rms(model: Llama, tokens: Tensor) -> list[float]:
-    """RMS of the residual stream before the first block and after each."""
-    rows = measure(model, tokens)
-    return [rows[1]["stream_before"], *(row["stream_after"] for row in rows if row["site"] == "mlp")]
-
-
 def split(model: Llama) -> Iterator[tuple[int, str, Modules]]:
     """Block, name and modules of each site, in the order of the forward pass. Blocks count from 1."""
     yield 0, "embedding", modules(embed_tokens=model.embed_tokens)

@@ -15,8 +15,7 @@ import numpy as np
 
 from experiments.statistics import t_quantile
 
-NEAR = 0.1  # nats: the parabola is fitted to losses this close to the lowest
-WINDOW = NEAR / math.log(2)  # the same in bits, per byte
+WINDOW = 0.1 / math.log(2)  # bits per byte: the parabola is fitted to losses this close to the lowest
 POINTS = 5  # the least number of rates for a parabola
 SPACING = 1.6  # ratio of an added rate to its neighbor
 
@@ -30,18 +29,12 @@ class Optimum:
     lr: float
     regret: float | None  # val_bpb that the error of `lr` is expected to cost; None if no optimum was found
     loss: float = math.nan  # the parabola's value at `lr`
-    curvature: float = math.nan  # val_bpb per square of ln(rate)
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
 
-    def holds(self, losses: Iterable[float], window: float = WINDOW) -> bool:
+    def holds(self, losses: Iterable[float]) -> bool:
         """Whether the reported seeds end, on average, near the parabola. If not, training is a matter of luck."""
         values = list(losses)
-        return self.regret is not None and not (values and abs(fmean(values) - self.loss) > window)
-
-    def scaled(self, factor: float) -> "Optimum":
-        """With losses in another unit."""
-        regret = None if self.regret is None else factor * self.regret
-        return Optimum(self.lr, regret, factor * self.loss, factor * self.curvature, factor * self.noise)
+        return self.regret is not None and not (values and abs(fmean(values) - self.loss) > WINDOW)
 
 
 def find_optimum(losses: Losses) -> Optimum:
@@ -59,7 +52,7 @@ def find_optimum(losses: Losses) -> Optimum:
     gradient = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # ∂vertex/∂(a, b, c)
     regret = a * (gradient @ covariance @ gradient)
     noise = np.std(y - np.polyval((a, b, c), x - middle), ddof=3)
-    return Optimum(float(f"{math.exp(vertex):.3g}"), *map(float, (regret, c - b * b / (4 * a), a, noise)))
+    return Optimum(float(f"{math.exp(vertex):.3g}"), *map(float, (regret, c - b * b / (4 * a), noise)))
 
 
 def close_rates(losses: Losses) -> list[float]:
