@@ -9,7 +9,7 @@ import shlex
 import sys
 
 from config import Asked
-from experiments.ablation.run import AblationConfig, resolve_ablation, run_ablation
+from experiments.ablation import AblationConfig, resolve_ablation, run_ablation
 from experiments.compare import main as compare_command
 from files import BadInput, lock_file
 from machine.process import bad_input, exit_codes
@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
         with bad_input():
             grid = resolve_ablation(options, shared)
         with lock_file(grid.folder / LOCK):
-            run_ablation(grid, shlex.join(["python", "ablate.py", *arguments]))
-    print(f"see {grid.folder}/report.html or {grid.folder}/table.md")
+            summary = run_ablation(grid, shlex.join(["python", "ablate.py", *arguments]))
+    print(*summary, f"see {grid.folder}/report.html or {grid.folder}/table.md", sep="\n")
 
 
 def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from config import Asked
-from experiments import benchmarks, plan
+from experiments import benchmarks
 from files import require, write_atomically
 from machine.device import describe, pick_device, set_up_cpu
 from machine.process import bad_input, exit_codes
@@ -26,10 +26,12 @@ COMMANDS: dict[str, tuple[Any, Any, Any]] = {
     "norms": (benchmarks.bench_norms, benchmarks.NormsConfig, None),
     "train": (benchmarks.bench_train, benchmarks.RoundsConfig, benchmarks.read_model),
     "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig, benchmarks.read_model),
-    "growth": (benchmarks.bench_growth, benchmarks.DeviceConfig, None),
-    "plan": (plan.bench_plan, plan.PlanConfig, plan.read_models),
 }
-GONE = {"gpu": "bash results/gpu.sh runs the benchmarks of a GPU"}  # and what there is instead
+GONE = {  # commands of earlier versions, and what there is instead
+    "gpu": "bash results/gpu.sh runs the benchmarks of a GPU",
+    "growth": "bench.py train measures one size; commit f6fca67 has it",
+    "plan": "results/plan has its tables, and commit f6fca67 has it",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

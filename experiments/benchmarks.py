@@ -4,12 +4,11 @@ Every time is a median over rounds in which all candidates are timed in turn, be
 minutes at a time. Ratios within one report are reliable; milliseconds of two reports cannot be compared.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +32,6 @@ Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows" with the same keys, and what these mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the matrices whose product bounds training
 WARMUP_ROUNDS = 2
-# The model and the batch of `growth`, and the values of each while the others stay.
-SHAPE = {"dim": 256, "layers": 4, "context": 256, "batch_size": 16}
-AXES = {name: [base // 4, base // 2, base, 2 * base, 4 * base] for name, base in SHAPE.items()}
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,7 @@ def read_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
     previous = read_config_file(asked)
     model, train = follow(asked if previous else {"preset": default_preset(device)} | asked, previous)
     dtype = pick_dtype(train.dtype, device)
+    train = replace(train, dtype=str(dtype).removeprefix("torch."))
     return SimpleNamespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
 
 
@@ -178,7 +175,7 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     """Measure a training step of one micro-batch, compared with the speed of matrix products alone."""
     before = peak_memory(device)
     model = Llama(config.model).to(device)
-    step = Step(model, config.train, config.dtype)
+    step = Step(model, config.train)
     step()
     step()  # the second has the optimizers' state from its start
     memory = peak_memory(device) - before
@@ -199,9 +196,9 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
 
 
 class Step:
-    """A training step of `model` on one micro-batch. Inputs and targets are the same random tokens in each step."""
+    """A training step of `model`, on one micro-batch or the `whole` batch. All micro-batches are the same tokens."""
 
-    def __init__(self, model: Llama, config: TrainConfig, dtype: torch.dtype):
+    def __init__(self, model: Llama, config: TrainConfig, whole: bool = False):
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         model.recompute = config.recompute
         device = model.embed_tokens.weight.device
@@ -212,8 +209,9 @@ class Step:
         self.optimizers = make_optimizers(model, config)
         shape = config.micro_batch_size, model.config.context
         tokens = torch.randint(model.config.vocab_size, shape, device=device)
+        dtype, count = getattr(torch, config.dtype), config.batch_size // config.micro_batch_size if whole else 1
         scaler = GradScaler(device.type, enabled=dtype == torch.float16)
-        self.accumulate = partial(accumulate_gradients, objective, [(tokens, tokens)], 1, dtype, scaler)
+        self.accumulate = partial(accumulate_gradients, objective, [(tokens, tokens)] * count, count, dtype, scaler)
         self.update = partial(update_weights, model, self.optimizers, config.lr, config.clip, scaler)
 
     def __call__(self) -> None:
@@ -226,27 +224,6 @@ def flops_per_token(model: Llama) -> float:
     config = model.config
     products = config.vocab_size * config.dim + sum(weight.numel() for weight in hidden_matrices(model))
     return 6 * products + 6 * config.layers * config.heads * config.head_dim * config.context
-
-
-def bench_growth(config: DeviceConfig, device: torch.device) -> Report:
-    """Measure a training step over width, depth, context and batch size, compared with a prediction."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = []
-    for axis, values in AXES.items():
-        steps, work = {}, {}
-        for value in values:
-            dim, layers, context, batch_size = (SHAPE | {axis: value}).values()
-            model = Llama(dim=dim, layers=layers, heads=max(1, dim // 64), context=context).to(device)
-            steps[value] = Step(model, TrainConfig(batch_size=batch_size, optimizer="adamw"), dtype)
-            work[value] = batch_size * context, flops_per_token(model)
-        seconds = time_alternately(steps, config.rounds, device)
-        base = SHAPE[axis]
-        flops_per_second = math.prod(work[base]) / seconds[base]
-        for value, (tokens, flops) in work.items():
-            predicted = round(flops_per_second / flops)  # if time grew with FLOPs alone
-            measured = round(tokens / seconds[value])
-            rows.append({"axis": axis, "value": value, "tokens/s": measured, "predicted tokens/s": predicted})
-    return {"shape": SHAPE, "rows": rows}
 
 
 def bench_generate(config: SimpleNamespace, device: torch.device) -> Report:

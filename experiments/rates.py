@@ -7,17 +7,19 @@ spacing, and say what the error of the rate may cost. The arms are then compared
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
 
+from experiments.records import Record, grouped
 from experiments.statistics import t_quantile
 
 WINDOW = 0.1 / math.log(2)  # bits per byte: the parabola is fitted to losses this close to the lowest
 POINTS = 5  # the least number of rates for a parabola
 SPACING = 1.6  # ratio of an added rate to its neighbor
+UNIT = 0.01  # of rates in a fit, which keeps its equations well conditioned
 
 Losses = Mapping[float, Sequence[float]]  # val_bpb of each seed, by rate; infinite if the run diverged
 
@@ -30,6 +32,7 @@ class Optimum:
     regret: float | None  # val_bpb that the error of `lr` is expected to cost; None if no optimum was found
     loss: float = math.nan  # the parabola's value at `lr`
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
+    unsure: Sequence[float] = ()  # rates where the minimum seems to be, if two parabolas disagree
 
     def holds(self, losses: Iterable[float]) -> bool:
         """Whether the reported seeds end, on average, near the parabola. If not, training is a matter of luck."""
@@ -38,33 +41,48 @@ class Optimum:
 
 
 def find_optimum(losses: Losses) -> Optimum:
-    """The vertex, if it lies among at least `POINTS` rates close to the lowest loss; else the best rate."""
+    """The vertex, if it lies among at least `POINTS` rates close to the lowest loss; else the best rate.
+
+    A parabola over many rates may miss a minimum that is not symmetric. So there is no optimum if the `POINTS` rates
+    nearest to the vertex have theirs more than half of `SPACING` away, and the regret is at least what the lowest point
+    of a cubic would save.
+    """
     close = close_rates(losses)
     best = Optimum(min(sorted(losses), key=lambda lr: fmean(losses[lr])), None)
     if len(close) < POINTS or not math.isfinite(fmean(losses[best.lr])):
         return best
-    x, y = np.array([(math.log(lr), loss) for lr in close for loss in losses[lr]]).T
-    middle = x.mean()  # keeps the equations well conditioned
-    (a, b, c), covariance = np.polyfit(x - middle, y, 2, cov=True)
-    vertex = middle - b / (2 * a)
+    x, y = points(losses, close)
+    (a, b, c), covariance = np.polyfit(x, y, 2, cov=True)
+    vertex = -b / (2 * a)
     if a <= 0 or not x.min() < vertex < x.max():
         return best
+    nearest = sorted(sorted(close, key=lambda lr: abs(math.log(lr / UNIT) - vertex))[:POINTS])
+    near_a, near_b, _ = np.polyfit(*points(losses, nearest), 2)
+    if near_a <= 0 or abs(-near_b / (2 * near_a) - vertex) > math.log(SPACING) / 2:
+        return replace(best, unsure=nearest)
     gradient = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # ∂vertex/∂(a, b, c)
-    regret = a * (gradient @ covariance @ gradient)
-    noise = np.std(y - np.polyval((a, b, c), x - middle), ddof=3)
-    return Optimum(float(f"{math.exp(vertex):.3g}"), *map(float, (regret, c - b * b / (4 * a), noise)))
+    cubic = np.poly1d(np.polyfit(x, y, 3))
+    saved = cubic(vertex) - cubic(np.linspace(x.min(), x.max(), 1000)).min()
+    regret = max(a * (gradient @ covariance @ gradient), saved)
+    noise = np.std(y - np.polyval((a, b, c), x), ddof=3)
+    lr, loss = float(f"{UNIT * math.exp(vertex):.3g}"), c - b * b / (4 * a)
+    return Optimum(lr, float(regret), float(loss), float(noise))
+
+
+def points(losses: Losses, rates: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """ln(rate / UNIT) and loss of each run."""
+    x, y = np.array([(math.log(lr / UNIT), loss) for lr in rates for loss in losses[lr]]).T
+    return x, y
+
+
+def losses_of(records: Iterable[Record]) -> Losses:
+    """val_bpb of the runs of an arm, by learning rate. It is infinite if a run diverged."""
+    return grouped((run.lr, math.inf if run.diverged else run.val_bpb) for run in records if run.ended)
 
 
 def close_rates(losses: Losses) -> list[float]:
     lowest = min(map(fmean, losses.values()))
     return [lr for lr in sorted(losses) if fmean(losses[lr]) <= lowest + WINDOW]
-
-
-def most_runs(losses: Losses, rates: Sequence[float], seeds: int, rounds: int) -> int:
-    """The most runs that a search makes from `losses` on: these rates and seeds, then one of either in each round."""
-    tried = len(losses.keys() | set(rates))
-    most = max((tried + added) * (seeds + rounds - added) for added in range(rounds + 1))
-    return most - sum(map(len, losses.values()))
 
 
 def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
@@ -78,6 +96,10 @@ def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
         n = max(reported, 2)
         half_width = t_quantile(n - 1) * found.noise * math.sqrt(2 / n)
         return (close, seeds + 1) if found.regret > half_width / 4 else None
+    if found.unsure:
+        low, high = max(pairwise(found.unsure), key=lambda pair: pair[1] / pair[0])
+        between = [float(f"{math.sqrt(low * high):.3g}")] if high > SPACING * low else []
+        return sorted([*found.unsure, *between]), seeds + (not between)
     few, at = len(close) < POINTS, rates.index(found.lr)
     if at == 0 or (few and close[0] == rates[0]):
         added = rates[0] / SPACING

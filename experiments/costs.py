@@ -1,0 +1,92 @@
+"""What arms cost: parameters, FLOPs and the time of a step. And the steps with which they cost the same."""
+
+import math
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from config import Asked, ModelConfig, TrainConfig
+from experiments.benchmarks import Step, flops_per_token, host_seconds
+from experiments.records import Arm
+from files import require
+from model import Llama
+
+Configs = Mapping[Arm, tuple[ModelConfig, TrainConfig]]
+Interval = tuple[float, float, float]  # a median, and both ends of its 95% interval
+EQUAL = ("tokens", "flops", "time")
+ROUNDS, MOST_ROUNDS = 100, 500  # of steps, before and after which a measurement does not end
+BRIEFLY = 5.0  # seconds of a measurement on which nothing depends
+PRECISE = 0.03  # half of an interval is at most so much of its median
+
+
+def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
+    """Parameters, training tokens, and FLOPs of a run."""
+    with torch.device("meta"):
+        model = Llama(model_config)
+    tokens = config.steps * config.batch_size * model_config.context
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return {"parameters": parameters, "tokens": tokens, "flops": float(tokens * flops_per_token(model))}
+
+
+def step_times(arms: Configs, threads: int, briefly: bool) -> dict[Arm, Interval]:
+    """The time of a training step over that of the first arm of its size. All arms take their steps in turn.
+
+    Steps are as in a run with so many `threads`, on random tokens. Rounds end when all intervals are narrow, or
+    `briefly` after five seconds. Raises ValueError if they stay wide, as on a busy machine.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    device = torch.device(next(iter(arms.values()))[1].device)
+    steps = {arm: Step(Llama(model).to(device), config, whole=True) for arm, (model, config) in arms.items()}
+    first = {arm.size: arm for arm in reversed([*arms])}
+    ratios: dict[Arm, list[float]] = {arm: [] for arm in arms}
+    started = time.monotonic()
+    for number in range(-3, ROUNDS if briefly else MOST_ROUNDS):
+        order = [*steps] if number % 2 else [*reversed(steps)]
+        seconds = {arm: host_seconds(steps[arm], device) for arm in order}
+        if number >= 0:  # the first ones compile, and allocate the optimizers' state
+            for arm in arms:
+                ratios[arm].append(seconds[arm] / seconds[first[arm.size]])
+        enough = ROUNDS if not briefly else 10
+        found = {arm: interval(each) for arm, each in ratios.items()} if number >= enough - 1 else {}
+        if found and (precise(found) or (briefly and time.monotonic() - started > BRIEFLY)):
+            break
+    torch.set_num_threads(before)
+    worst, low, high = max(found.values(), key=lambda each: each[2] - each[1])
+    busy = f"this machine is busy: a step takes {worst:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
+    require(briefly or precise(found), f"--equal time: {busy}")
+    return found
+
+
+def interval(values: list[float]) -> Interval:
+    """The median and its 95% interval, from the ranks that a binomial distribution gives."""
+    ordered, n = sorted(values), len(values)
+    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    return median(ordered), ordered[low], ordered[n - 1 - low]
+
+
+def precise(found: Mapping[Arm, Interval]) -> bool:
+    return all(high - low <= 2 * PRECISE * middle for middle, low, high in found.values())
+
+
+def equal_steps(arms: Configs, equal: str, times: Mapping[Arm, float], warmup: bool) -> dict[Arm, Asked]:
+    """The steps with which an arm costs as much as the first of its size, by `equal` of `EQUAL`.
+
+    A `warmup` that was asked for grows and shrinks with them.
+    """
+    first = {arm.size: arm for arm in reversed([*arms])}
+    asked: dict[Arm, Asked] = {}
+    for arm, (model, config) in arms.items():
+        base = first[arm.size]
+        ratio = times[arm] if equal == "time" else 1.0
+        if equal == "flops":
+            ratio = costs(model, config)["flops"] / costs(*arms[base])["flops"]
+        if equal != "tokens":
+            steps = max(1, round(arms[base][1].steps / ratio))
+            asked[arm] = {"steps": steps}
+            if warmup:
+                asked[arm]["warmup"] = round(config.warmup * steps / config.steps)
+    return asked

@@ -1,0 +1,213 @@
+"""What runs show, in numbers: differences between arms paired by seed, their tests, and trends over compute.
+
+A difference rests on the seeds with which the runs of both arms ended and did not diverge. If these are not all
+seeds, they may be the easy ones. If an arm's best learning rate was not found, the difference may be one of
+tuning. Neither has a p-value.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from operator import mul
+from statistics import fmean
+from typing import Any
+
+from experiments.records import Arm, BySeed, grouped
+from experiments.statistics import ALPHA, Estimate, estimate, holm
+from runtime.run_dir import Row
+
+MARGIN = 0.01  # a difference in val_bpb that does not matter
+SEEDS = 3  # fewer call no arm better or worse
+WIDE = 3  # a rung of a ladder whose interval is so many times that of the best is left out of the slope
+VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
+NO_VERDICT = "no verdict"
+Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Finding:
+    """A mean over seeds, of losses or of differences. It has a p-value if it can be tested."""
+
+    estimate: Estimate | None  # None if no seed is left; its p is not corrected
+    planned: int  # seeds it should rest on
+    tuned: bool = True  # whether the optimum of every arm in it is known
+    values: Sequence[float] = ()  # one for each seed
+    slack: float = 0.0  # what errors of learning rates may cost
+    p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
+    searched: bool = True  # whether learning rates were searched for
+
+    @property
+    def complete(self) -> bool:
+        return self.estimate is not None and self.estimate.n == self.planned
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """One of `VERDICTS` on the first arm of a difference, and why nothing can be decided."""
+        found = self.estimate
+        if found is None or not self.complete:
+            ended = "runs diverged or have not ended, here or in the baseline"
+            return UNDECIDED, ended if self.planned else "no seed is in common"
+        if found.n == 1:
+            return NO_VERDICT, "a single seed"
+        if not self.tuned:
+            return UNDECIDED, "the best learning rate was not found, here or in the baseline"
+        if max(-found.low, found.high) < MARGIN:
+            return AS_GOOD, ""
+        if self.p is None or self.p >= ALPHA:
+            return UNDECIDED, ""
+        if found.n < SEEDS:
+            return UNDECIDED, "two seeds are too few to tell"
+        return WORSE if found.mean > 0 else BETTER, ""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the test finds a difference."""
+        return self.verdict[0] in (BETTER, WORSE)
+
+    @property
+    def words(self) -> str:
+        """The verdict. Without a search for learning rates it holds for the rates that were used."""
+        verdict, _ = self.verdict
+        return verdict if self.searched or verdict in (UNDECIDED, NO_VERDICT) else f"{verdict} at this rate"
+
+    @property
+    def detectable(self) -> float | None:
+        return self.estimate.detectable if self.complete and self.estimate else None
+
+    @property
+    def row(self) -> Row:
+        """For scripts. What is not known is missing."""
+        found, numbers = self.estimate, {}
+        if found:
+            numbers = {"difference": found.mean, "half_width": found.half_width, "pairs": found.n}
+            numbers |= {"raw_p": found.p if self.p is not None else None}
+        return numbers | {"p": self.p, "detectable": self.detectable, "verdict": self.words, "reason": self.verdict[1]}
+
+
+@dataclass
+class Trend(Finding):
+    """The mean slope of an effect over compute."""
+
+    ends: tuple[float, float] = (0.0, 0.0)  # the effect at the smallest and at the largest size, on the line
+    rungs: Mapping[str, Finding] = field(default_factory=dict)  # the effect at each size
+    left_out: Sequence[str] = ()  # sizes whose effect is too imprecise for the slope
+    doublings: float = 0.0  # of FLOPs, between the ends
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
+            return "no trend shown", "fewer than two sizes are precise" if self.too_few else super().verdict[1]
+        rungs = [*self.rungs.values()]
+        shown = rungs[0].verdict[0], rungs[-1].verdict[0]
+        if {*shown} == {BETTER, WORSE}:
+            return f"{shown[0]} turns into {shown[1]}", ""
+        first, last = self.ends
+        if first * last < 0:
+            return "the difference falls" if last < first else "the difference rises", ""
+        return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
+
+    @property
+    def words(self) -> str:
+        return self.verdict[0]
+
+    @property
+    def too_few(self) -> bool:
+        return len(self.rungs) - len(self.left_out) < 2
+
+
+def find(values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, known: bool = True) -> Finding:
+    """The finding of these values. Its p is not corrected yet."""
+    measured = estimate(values, slack, tests) if values else None
+    p = measured.p if measured and measured.n == planned and known else None
+    return Finding(measured, planned, known, values, slack, p)
+
+
+def compare(
+    bpb: Mapping[Arm, BySeed],
+    planned: Mapping[Arm, Collection[int]],
+    regrets: Mapping[Arm, float | None] = {},
+    flops: Mapping[Arm, float] = {},
+    texts: Mapping[Arm, Any] = {},
+) -> tuple[dict[Pair, Finding], dict[Arm, Trend], int]:
+    """The differences of `pairs_of` the arms, paired by seed, `trends_of` these in a ladder, and the number of tests.
+
+    `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the
+    error of a learning rate is expected to cost, of arms that were searched for one; None if the best was not found.
+    Only arms with equal `texts` are paired. Holm's method corrects all p-values together. One that is missing counts as
+    a comparison that found nothing: which runs diverge is chance too, so they must not make the correction of the
+    others milder. Arms with no seed in common are no comparison.
+    """
+    found, pairs = {}, pairs_of([*bpb], texts)
+    shared = {pair: len(set(planned[pair[0]]) & set(planned[pair[1]])) for pair in pairs}
+    tests = sum(map(bool, shared.values())) + len({arm.without_size for arm, _ in pairs} if flops else ())
+    for arm, other in pairs:
+        searched = {arm, other} & regrets.keys()
+        costs = [regrets.get(each) for each in (arm, other)] if searched else [0.0, 0.0]
+        values = [bpb[arm][seed] - bpb[other][seed] for seed in sorted(bpb[arm].keys() & bpb[other].keys())]
+        slack = sum(cost or 0.0 for cost in costs)
+        found[arm, other] = find(values, shared[arm, other], slack, tests, None not in costs)
+        found[arm, other].searched = bool(searched)
+    trends = trends_of(found, flops, tests) if found and flops else {}
+    everything = [each for each in (*found.values(), *trends.values()) if each.planned]
+    corrected = holm([1.0 if each.p is None else each.p for each in everything])
+    for each, p in zip(everything, corrected, strict=True):
+        each.p = None if each.p is None else p
+    return found, trends, tests
+
+
+def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: int) -> dict[Arm, Trend]:
+    """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
+
+    Keys are arms without their size. There is a slope only if the effect is known at every size. Sizes where its
+    interval is more than `WIDE` times that of the best do not count. Slopes are some of so many `tests` that are
+    corrected together.
+    """
+    x = {other.size: math.log2(flops[other]) for _, other in found}
+    trends: dict[Arm, Trend] = {}
+    for plain, pairs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
+        rungs: dict[str, Finding] = dict(pairs)
+        widths = {size: each.estimate.half_width or 0.0 for size, each in rungs.items() if each.estimate}
+        left_out = [size for size, width in widths.items() if width > WIDE * min(widths.values())]
+        kept = {size: each for size, each in rungs.items() if size not in left_out}
+        middle = fmean(x[size] for size in kept)
+        spread = sum((x[size] - middle) ** 2 for size in kept)
+        weights = [(x[size] - middle) / spread for size in kept] if spread else []
+        slopes: list[float] = []
+        if weights and len(rungs) == len(x) and all(each.complete for each in rungs.values()):
+            by_seed = zip(*(each.values for each in kept.values()), strict=True)
+            slopes = [sum(map(mul, weights, values)) for values in by_seed]
+        slack = sum(abs(weight) * each.slack for weight, each in zip(weights, kept.values(), strict=False))
+        planned, tuned = min(each.planned for each in kept.values()), all(each.tuned for each in kept.values())
+        slope = find(slopes, planned, slack, tests, tuned)
+        ends = [x[size] for size in (min(kept, key=x.__getitem__), max(kept, key=x.__getitem__))]
+        trends[plain] = trend = Trend(**vars(slope), rungs=rungs, left_out=left_out, doublings=ends[1] - ends[0])
+        if slope.estimate:
+            mean = fmean(value for each in kept.values() for value in each.values)
+            first, last = (mean + slope.estimate.mean * (end - middle) for end in ends)
+            trend.ends = first, last
+    return trends
+
+
+def pairs_of(arms: Sequence[Arm], texts: Mapping[Arm, Any] = {}) -> list[Pair]:
+    """Each arm and its baseline, the first one with its size and text.
+
+    If several factors vary, also each arm and the one with the first value of a factor, except in a ladder.
+    """
+    baselines = baselines_of(arms, texts)
+    pairs = [(arm, baselines[arm]) for arm in arms]
+    if not arms[0].size:
+        for arm, (index, first) in product(arms, enumerate(arms[0].factors)):
+            other = Arm((*arm.factors[:index], first, *arm.factors[index + 1 :]))
+            if other in arms and baselines[other] == baselines[arm]:
+                pairs.append((arm, other))
+    return [(arm, other) for arm, other in dict.fromkeys(pairs) if arm != other]
+
+
+def baselines_of(arms: Sequence[Arm], texts: Mapping[Arm, Any] = {}) -> dict[Arm, Arm]:
+    """The first arm with the size and the text of each."""
+    first: dict[Any, Arm] = {}
+    return {arm: first.setdefault((arm.size, texts.get(arm)), arm) for arm in arms}

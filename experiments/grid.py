@@ -1,0 +1,228 @@
+"""The runs of an ablation: starting, watching and finding them, and the search for learning rates.
+
+A cell is one run of `train.py`: an arm at a learning rate with a seed, in a directory of its own. Arms share their
+seeds, and so their initial weights and batches: they are compared in pairs.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from tqdm import tqdm
+
+import train
+from config import Asked, ModelConfig, TrainConfig, combine, flag_name
+from data.prepare import Prepared
+from experiments.arms import asked_of
+from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
+from experiments.records import RESUMED_WITH, SEARCH, Arm, Record, outcome, settings_of
+from files import InUse, require, warn
+from machine.device import pick_device
+from machine.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
+from runtime.flags import to_flags
+from runtime.plugins import check_imports, import_flags, import_records
+from runtime.run import fields_of
+from runtime.run_dir import machine_of, read_rows, read_run_file
+
+WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
+POLL_SECONDS = 0.3  # between checks of the running cells
+END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of `train.py`."""
+
+    arm: Arm
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"[^\w.=+-]", "-", f"{self.arm.name}-lr{self.lr}-seed{self.seed}")
+
+
+Records = dict[Cell, Record]
+
+
+def resolve_devices(device: str) -> tuple[str, ...]:
+    """The devices that `--device` names: ("cuda:0", "cuda:1") for "cuda:0,1". Raises ValueError if one is missing."""
+    kind, _, indices = device.partition(":")
+    names = [f"{kind}:{index}" for index in indices.split(",")] if "," in indices else [device]
+    return tuple(str(pick_device(name)) for name in names)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Runs in one folder, on each device `jobs` at a time, with `threads` CPU threads each."""
+
+    folder: Path
+    configs: Mapping[Arm, tuple[ModelConfig, TrainConfig]]  # with the learning rate and seed of each cell
+    shared: Asked  # options of train.py for all cells
+    steps: Mapping[Arm, Asked]  # those of an arm, if they follow from --equal
+    costs: Mapping[Arm, Mapping[str, Any]]  # of a run of each arm: parameters, tokens, FLOPs, relative time of a step
+    data: Prepared
+    seeds: range  # reported
+    jobs: int
+    threads: int
+    devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
+    lrs: Sequence[float] = ()  # of all arms: the reported one, or several from which the search starts
+    print_commands: bool = False  # instead of running
+    asked: list[Cell] = field(default_factory=list)  # all cells that `run` was called with
+
+    def cell_folder(self, cell: Cell) -> Path:
+        return self.folder / "cells" / cell.name
+
+    def log(self, cell: Cell) -> Path:
+        return self.folder / "cells" / f"{cell.name}.log"
+
+    def record(self, cell: Cell) -> Record:
+        """What has come of a cell. Raises BadInput if its run has other settings, or is damaged."""
+        folder, (model, config) = self.cell_folder(cell), self.configs[cell.arm]
+        planned = {
+            "resolved": fields_of(model, config),
+            "asked": combine(self.shared, asked_of(cell.arm)),
+            "imports": import_records(),
+            "corpus": {"name": self.data.corpus_name, "hash": self.data.corpus_hash},
+            "tokenizer": {"kind": self.data.tokenizer.kind, "hash": self.data.tokenizer.hash},
+        }
+        settings, values = settings_of(planned), dict[str, Any](self.costs[cell.arm])
+        with bad_input():
+            values |= outcome(read_rows(folder / "metrics.jsonl"), config.steps, model.vocab_size)
+            if (folder / "run.json").exists():
+                run = read_run_file(folder / "run.json")
+                values |= {"machine": machine_of(run), "commit": str(run["commit"])}
+                here = settings | {"lr": str(cell.lr), "seed": str(cell.seed)}
+                there = settings_of(run) | {name: str(run["resolved"][name]) for name in ("lr", "seed")}
+                changed = [name for name in here | there if here.get(name) != there.get(name) and name != "imports"]
+                problems = [f"has {flag_name(name)} {there.get(name)}, not {here.get(name)}" for name in changed]
+                problems += check_imports(run["imports"], run["resolved"])
+                require(not problems, f"the run in {folder} {'; '.join(problems)}; choose another --out")
+        values |= {"search": cell.seed not in self.seeds, "run": cell.name, "folder": str(self.folder)}
+        return Record(**vars(cell), **values, settings=settings)
+
+    def run(self, cells: list[Cell]) -> Records:
+        """Run those of `cells` that have not ended. Returns all their records, in the order of `cells`.
+
+        Raises Stopped after a signal and CellFailed if a run fails. Running cells save before either. With
+        `print_commands`, prints a line of shell for each run that has not ended, and exits.
+        """
+        self.asked.extend(cells)
+        records = {cell: self.record(cell) for cell in cells}
+        waiting = [cell for cell, record in records.items() if not record.ended]
+        if self.print_commands and waiting:
+            print(*map(self.shell_line, waiting), sep="\n")
+            sys.exit()
+        free = list(self.devices) * self.jobs
+        running: dict[Cell, tuple[subprocess.Popen, str]] = {}
+        with stop_requests() as stop, tqdm(total=len(waiting), unit="run", disable=None, dynamic_ncols=True) as bar:
+            if waiting:
+                bar.write(f"{len(waiting)} runs, {min(len(free), len(waiting))} at a time")
+            try:
+                while waiting or running:
+                    while waiting and free:
+                        cell, device = waiting.pop(0), free.pop(0)
+                        running[cell] = self.start(cell, device), device
+                    time.sleep(POLL_SECONDS)
+                    if stop:
+                        raise Stopped(stop[0], "the same command")
+                    for cell, (process, device) in list(running.items()):
+                        if process.poll() is None:
+                            continue
+                        del running[cell]
+                        free.append(device)
+                        if process.returncode == InUse.code:  # a process of a killed command holds the lock: retry
+                            warn(f"waiting for {self.cell_folder(cell)}, which another process uses")
+                            waiting.append(cell)
+                            continue
+                        records[cell] = self.record(cell)
+                        if not records[cell].ended or process.returncode not in (0, NotFinite.code):
+                            log = self.log(cell)
+                            raise CellFailed(str(log), process.returncode, last_line(log))
+                        bar.update()
+                        bar.write(str(records[cell]))
+            finally:
+                for process, _ in running.values():
+                    process.terminate()
+                for process, _ in running.values():
+                    process.wait()
+        return records
+
+    def start(self, cell: Cell, device: str) -> subprocess.Popen:
+        """Start a cell in a process of its own, whose output goes to a new log.
+
+        Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
+        """
+        log = self.log(cell)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as file:
+            return subprocess.Popen(
+                [*END_WITH_PARENT, *self.command(cell, device)],
+                env=os.environ | self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,  # Ctrl-C reaches only this process, and it passes it on
+            )
+
+    def environment(self) -> dict[str, str]:
+        return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
+
+    def shell_line(self, cell: Cell) -> str:
+        """A line for a shell that starts a cell or, where it was started before, resumes it."""
+        start, resume = (shlex.join(self.command(cell, self.devices[0], started)) for started in (False, True))
+        variables = " ".join(f"{name}={value}" for name, value in self.environment().items())
+        file = shlex.quote(str(self.cell_folder(cell) / "run.json"))
+        return f"export {variables}; if [ -e {file} ]; then {resume}; else {start}; fi"
+
+    def command(self, cell: Cell, device: str = "", started: bool | None = None) -> list[str]:
+        """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
+        folder, config = self.cell_folder(cell), self.configs[cell.arm][1]
+        if (folder / "run.json").exists() if started is None else started:
+            asked: dict[str, Any] = {"resume": True} | {name: getattr(config, name) for name in RESUMED_WITH}
+        else:
+            decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}
+            asked = combine(self.shared, asked_of(cell.arm), self.steps.get(cell.arm, {}), decided)
+        asked |= ({"device": device} if device else {}) | {"out": str(folder)}
+        return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
+
+    def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
+        """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
+        return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.configs if optima]
+
+    def tune(self) -> dict[Arm, Optimum]:
+        """The optimum of each arm. It starts with `lrs` and one other seed, and up to `WIDEN` times it gets more."""
+        found: Records = {}
+        losses: dict[Arm, Losses] = {}
+        wanted: dict[Arm, tuple[Sequence[float], int]] = dict.fromkeys(self.configs, (self.lrs, 1))
+        for _ in range(WIDEN + 1):
+            found |= self.run(
+                [
+                    Cell(arm, lr, self.seeds.start + SEARCH + number)
+                    for arm, (rates, count) in wanted.items()
+                    for lr in rates
+                    for number in range(count)
+                ]
+            )
+            losses |= {arm: losses_of(found[cell] for cell in found if cell.arm == arm) for arm in wanted}
+            wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(self.seeds)))}
+            lowest = {arm: self.configs[arm][1].min_lr for arm in wanted}  # train.py refuses rates below
+            wanted = {arm: (rates, count) for arm, (rates, count) in wanted.items() if rates[0] >= lowest[arm]}
+            if not wanted:
+                break
+        return {arm: find_optimum(losses[arm]) for arm in self.configs}
+
+
+def last_line(log: Path) -> str:
+    """The last error line in `log`, or else its last line."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1]

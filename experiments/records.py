@@ -1,0 +1,279 @@
+"""Runs that are compared, a record each, and `runs.csv`, which holds all of them."""
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+from config import DEFAULTS, FIELDS, as_text
+from files import digest, require
+from norms.registry import TRAITS, Traits
+from runtime.run_dir import Row, RunFile
+
+BySeed = Mapping[int, float]
+SIZE = "size"  # the factor of --ladder: "dim=64,heads=4,steps=400"
+SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are fewer reported ones
+# Options that change no result. A run that is continued gets those of the command that continues it.
+RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
+NOT_COMPARED = {*RESUMED_WITH, "out"}
+NAMED = 3  # options in the name of an arm; if so many do not tell arms apart, all that differ are in it
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A value for each factor, in the order of the report's columns. A norm may have arguments: `dyt:alpha=0.8`."""
+
+    factors: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, **factors: str) -> "Arm":
+        """`Arm.of(norm="dyt:alpha=0.8", placement="pre", batch_size="4")`."""
+        return cls(tuple(factors.items()))
+
+    @property
+    def name(self) -> str:
+        """The norm, the placement, the recipe, and other factors with their names."""
+        named = ("norm", "placement", "recipe", "run", SIZE)
+        return " ".join(value if name in named else f"{name}={value}" for name, value in self.factors) or "model"
+
+    @property
+    def size(self) -> str:
+        """Its size in a ladder, or ""."""
+        return dict(self.factors).get(SIZE, "")
+
+    @property
+    def width(self) -> str:
+        """The first part of its size, such as "dim=64", or ""."""
+        return self.size.split(",")[0]
+
+    @property
+    def without_size(self) -> "Arm":
+        return Arm(tuple(factor for factor in self.factors if factor[0] != SIZE))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A planned run of an arm, and what has come of it. What is not known is None or "".
+
+    A run diverged if its loss or a gradient was not finite at `step`, or if its final loss is above that of a uniform
+    prediction. Final losses are None if the last step was not evaluated.
+    """
+
+    arm: Arm
+    lr: float
+    seed: int
+    search: bool = False  # it only chooses a learning rate
+    diverged: bool = False
+    step: int = 0
+    val_loss: float | None = None  # nats per token
+    val_bpb: float | None = None  # bits per UTF-8 byte
+    best_val_loss: float | None = None  # the lowest of all evaluations
+    tokens_per_second: float | None = None  # median over the run
+    seconds: float | None = None
+    run: str = ""
+    parameters: int | None = None
+    tokens: int | None = None  # of the whole run
+    flops: float | None = None  # the same
+    step_time: float | None = None  # seconds of a step over those of the first arm of its size, measured alone
+    machine: str = ""
+    commit: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)  # options that are not at their defaults, as flags
+    log: list[Row] = field(default_factory=list, compare=False)  # the rows of its metrics.jsonl
+    folder: str = field(default="", compare=False)  # where it was found
+
+    @property
+    def ended(self) -> bool:
+        return self.diverged or self.val_loss is not None
+
+    @property
+    def path(self) -> Path:
+        """Its run directory."""
+        cell = Path(self.folder, "cells", self.run)
+        return cell if cell.exists() else Path(self.run)
+
+    @property
+    def known(self) -> bool:
+        """Whether its options are known, which earlier reports do not have."""
+        return "data" in self.settings
+
+    @property
+    def options(self) -> dict[str, str]:
+        """All that is known of what it was asked."""
+        return {**dict(self.arm.factors), **self.settings}
+
+    @property
+    def row(self) -> Row:
+        """Its row in `runs.csv`."""
+        own = {name: getattr(self, name) for name in COLUMNS}
+        return {"arm": self.arm.name, **dict(self.arm.factors)} | own | dict(self.settings)
+
+    def __str__(self) -> str:
+        result = f"diverged at step {self.step}" if self.diverged else f"val_bpb {self.val_bpb:.4f}"
+        return f"{self.arm.name}, lr {self.lr:g}, seed {self.seed}: {result}"
+
+
+COLUMNS = {each.name: each.type for each in fields(Record) if each.name not in ("arm", "settings", "log", "folder")}
+
+
+def outcome(log: list[Row], steps: int, vocab_size: int) -> dict[str, Any]:
+    """What the rows of a metrics.jsonl say of a run of so many steps."""
+    last = log[-1] if log else {"step": 0}
+    final = last if last["step"] == steps else {}
+    training = [row for row in log if "train_loss" in row]
+    return {
+        "diverged": "not_finite" in last or final.get("val_loss", 0.0) > math.log(vocab_size),
+        "step": last["step"],
+        "val_loss": final.get("val_loss"),
+        "val_bpb": final.get("val_bpb"),
+        "best_val_loss": min((row["val_loss"] for row in log if "val_loss" in row), default=None),
+        "tokens_per_second": median(row["tokens_per_second"] for row in training) if training else None,
+        "seconds": training[-1]["seconds"] if training else None,
+        "log": log,
+    }
+
+
+def compared(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that must match between runs of an arm. The GPU index is ignored."""
+    options = DEFAULTS | dict(resolved)  # an earlier version may lack some
+    options["device"] = resolved["device"].partition(":")[0]
+    return {name: options[name] for name in options if name not in NOT_COMPARED}
+
+
+def settings_of(run: RunFile) -> dict[str, str]:
+    """The options of a run that can change its result and are not at their defaults, as flags take them.
+
+    What comes from files has a part of their hash. The arguments of norm and placement stand behind their names.
+    """
+    options = compared(run["resolved"])
+    if TRAITS.get(options["norm"], Traits()).per_token:
+        options["micro_batch_size"] = options["batch_size"]  # micro-batches change rounding only
+    settings = {name: as_text(value) for name, value in options.items() if value != DEFAULTS[name]}
+    for kind in ("norm", "placement"):
+        if arguments := settings.pop(f"{kind}_args", "").replace(" ", ","):
+            settings[kind] = f"{options[kind]}:{arguments}"
+    if run["imports"]:  # their files may have changed what is computed
+        settings["imports"] = " ".join(f"{record['file']}@{record['sha256'][:6]}" for record in run["imports"])
+    if "weights_from" in run:
+        settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
+    settings = {name: text for name, text in settings.items() if name not in ("val_data", "text_column", "seed", "lr")}
+    if "recipe" in run["asked"]:
+        settings["recipe"] = run["asked"]["recipe"]
+    settings["data"] = f"{run['corpus']['name']}@{run['corpus']['hash'][:12]}"
+    return settings | {"tokenizer": f"{run['tokenizer']['kind']}@{run['tokenizer']['hash'][:12]}"}
+
+
+def final_bpb(records: Iterable[Record]) -> dict[int, float]:
+    """val_bpb by seed, of the runs that have ended and did not diverge."""
+    return {run.seed: run.val_bpb for run in records if not run.diverged and run.val_bpb is not None}
+
+
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The second of each pair, by the first."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def read_csv(file: Path) -> list[Record]:
+    """The records in a `runs.csv`. Columns before the learning rate are factors.
+
+    Earlier files lack the costs, which arms.csv has, the options, and which runs are the search. Raises ValueError,
+    naming the file, for a column that is missing and a value of the wrong type.
+    """
+    with file.open(newline="", encoding="utf-8", errors="replace") as opened:
+        reader = csv.DictReader(opened)
+        columns, rows = list(reader.fieldnames or ()), list(reader)
+    for name in ("lr", "seed", "diverged", "step", "val_loss", "val_bpb"):
+        require(name in columns, f"{file} lacks the column {name!r}; it is not a runs.csv of this project")
+    require(rows, f"{file} has no runs")
+    factors = [name for name in columns[: columns.index("lr")] if name not in ("arm", "run")]
+    options = [name for name in columns if name in FIELDS and name not in (*factors, *COLUMNS)]
+    costs = {}
+    if "flops" not in columns and (arms := file.with_name("arms.csv")).exists():
+        with arms.open(newline="", encoding="utf-8", errors="replace") as opened:
+            costs = {row["arm"]: {name: row[name] for name in COSTS if row.get(name)} for row in csv.DictReader(opened)}
+    records = []
+    for number, row in enumerate(rows, 2):
+        arm = Arm(tuple((name, row[name]) for name in factors) or (("run", row.get("arm") or ""),))
+        row = row | costs.get(arm.name, {})
+        where = f"{file}, line {number}"
+        values = {name: _read(row[name], kind, f"{where}: {name}") for name, kind in COLUMNS.items() if row.get(name)}
+        require(values.keys() >= {"lr", "seed"}, f"{where} has no learning rate or no seed")
+        if "search" not in columns:
+            values["search"] = values["seed"] >= SEARCH
+        settings = {name: row[name] for name in options if row[name] not in ("", as_text(DEFAULTS[name]))}
+        records.append(Record(arm, **values, settings=settings, folder=str(file.parent)))
+    return records
+
+
+COSTS = ("parameters", "tokens", "flops", "step_time")
+
+
+def _read(text: str, kind: Any, what: str) -> Any:
+    """A value of type `kind`, which may be optional. Raises ValueError, naming `what` it is."""
+    kind = next((each for each in get_args(kind) if each is not type(None)), kind)
+    try:
+        value = {"True": True, "False": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"{what} is {text!r}, not of type {kind.__name__}") from None
+    require(kind is not float or math.isfinite(value), f"{what} is {text}, which is not finite")
+    return value
+
+
+def rows_of(records: Iterable[Record]) -> list[Row]:
+    """What `runs.csv` has of the records. An option is in all rows if one of them does not have its default."""
+    rows = [record.row for record in records]
+    names = dict.fromkeys(name for record in records for name in record.settings)
+    return [row | {name: UNNAMED.get(name, "") for name in names if name not in row} for row in rows]
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
+    """The records with arms named by the fewest options that tell them apart, and which other options differ.
+
+    The records of one ablation have its factors. Otherwise runs that differ in nothing but their seed are an arm. A
+    learning rate counts, unless it was searched for, and so does a folder, if runs of two have the same options and
+    seed, or if the options of one are not known. Options that follow from a recipe or a size are not returned.
+    """
+    searched = {record.folder for record in records if record.search}
+    given = [record.options | {"lr": "best" if record.folder in searched else f"{record.lr:g}"} for record in records]
+    folders = {record.folder for record in records}
+    unknown = len(folders) > 1 and not all(record.known for record in records)
+    if unknown or len({(*sorted(each.items()), run.seed) for each, run in zip(given, records, strict=True)}) < len(
+        given
+    ):
+        unique = len({Path(folder).name for folder in folders}) == len(folders)
+        for each, record in zip(given, records, strict=True):
+            each["folder"] = Path(record.folder).name if unique else record.folder
+
+    def values(names: Iterable[str]) -> list[tuple[str, ...]]:
+        return [tuple(each.get(name, UNNAMED.get(name, "")) for name in names) for each in given]
+
+    factors = dict.fromkeys(name for record in records for name, _ in record.arm.factors)
+    order = dict.fromkeys(["recipe", "norm", "placement", *FIELDS, *chain.from_iterable(given)])
+    differing = [name for name in order if len(set(values([name]))) > 1]
+    names: Sequence[str] = [name for name in (*factors, "folder") if name in differing]
+    if not unknown and (len(folders) > 1 or not factors):
+        count = len(set(values(differing)))
+        choices = chain.from_iterable(combinations(differing, size) for size in range(1, NAMED + 1))
+        names = next((choice for choice in choices if len(set(values(choice))) == count), differing)
+    names = names or [*factors] or ["norm", "placement"]
+    arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(names)]
+    others = [] if unknown else [name for name in differing if name not in (*names, "lr", "folder")]
+    for leader in {"recipe", SIZE}.intersection(names):
+        count = len(set(values([leader])))
+        others = [name for name in others if len(set(values([leader, name]))) > count]
+    return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others
+
+
+UNNAMED = {name: as_text(value) for name, value in DEFAULTS.items()} | {"recipe": "llama"}  # of what has its default
