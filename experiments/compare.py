@@ -88,11 +88,10 @@ def read_settings(folder: Path) -> dict[str, str]:
     run = read_run_file(folder / "run.json")
     settings = {name: as_text(value) for name, value in compared(run["resolved"]).items()}
     for kind in ("norm", "placement"):
-        name, arguments = settings[kind], settings.pop(f"{kind}_args").replace(" ", ",")
-        imported = [record["sha256"][:6] for record in run["imports"] if name in record[f"{kind}s"]]
-        settings[kind] = "@".join([name, *imported]) + (f":{arguments}" if arguments else "")
-    changed = [f"{record['file']}@{record['sha256'][:6]}" for record in run["imports"] if record.get("changes")]
-    settings["imports"] = " ".join(changed) or "none"
+        arguments = settings.pop(f"{kind}_args").replace(" ", ",")
+        settings[kind] += f":{arguments}" if arguments else ""
+    imported = {f"{record['file']}@{record['sha256'][:6]}" for record in run["imports"]}
+    settings["imports"] = " ".join(sorted(imported)) or "none"
     if TRAITS.get(run["resolved"]["norm"], Traits()).per_token:
         settings["micro_batch_size"] = settings["batch_size"]  # micro-batches change rounding only
     if "weights_from" in run:

@@ -163,7 +163,7 @@ class Grid:
         require(not differences, f"{name} has {differences}; choose another --out")
         same_text = run["corpus"]["hash"] == self.data.corpus_hash
         require(same_text, f"{name} was trained on other text; delete it, or choose another --out")
-        imports = check_imports(run["imports"], run["resolved"])
+        imports = check_imports(run["imports"])
         require(not imports, f"{name}: {'; '.join(imports)}; delete it, or choose another --out")
 
     def run(self, cells: list[Cell], later: int = 0) -> Outcomes:
