@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from config import FIELDS, MAX_SIZE, Asked, ModelConfig, TrainConfig, check_sizes, fields_of, flag_name, option
+from config import FIELDS, Asked, ModelConfig, TrainConfig, check_sizes, fields_of, flag_name, option
 from experiments.ablation.grid import (
     MAX_SEEDS,
     NOT_COMPARED,
@@ -74,7 +74,6 @@ class AblationConfig:
     )
     jobs: int = option(None, "runs at a time per device; --device cuda:0,1 names two (default: by cores, 1 on a GPU)")
     threads: int = option(1, "CPU threads per run")
-    probe: bool = option(False, "like --watch, but at the first and the last step only")
     print_commands: bool = option(
         False, "run nothing; print a line of shell for each run that has not ended, and report on those that have"
     )
@@ -102,8 +101,6 @@ def resolve_ablation(options: AblationConfig, asked: dict[str, Any]) -> Grid:
     if options.ladder:
         arms = climb(options.ladder, arms, shared, TOKENS_PER_PARAMETER if tokens is None else tokens)
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
-    require(not (options.probe and shared.get("watch")), "--probe and --watch exclude each other")
-    shared |= {"watch": MAX_SIZE} if options.probe else {}
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
     settings = resolve_arms(arms, on_device)
     dtype = asked.get("dtype", "auto")
