@@ -270,7 +270,7 @@ class TrainConfig:
     save_minutes: float = option(0.0, "also save a checkpoint this many minutes after the last one; 0 is off")
     max_minutes: float = option(0.0, "after this many minutes of training, save and stop as at a SIGTERM; 0 is off")
     keep: int = option(2, "number of newest checkpoints to keep")
-    watch: int = option(0, "steps between records of stream, norms, gradients and updates in watch.jsonl; 0 is off")
+    watch: int = option(0, "steps between rows on the model in watch.jsonl; also the first and the last step; 0 is off")
     log: str = option("none", "also log to this tracker; needs its package", choices=["none", "tensorboard", "wandb"])
     out: str = option("", "folder to write to (default: one under runs/)", metavar="DIR")
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")

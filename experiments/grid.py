@@ -104,7 +104,7 @@ class Grid:
                 there = settings_of(run) | {name: str(run["resolved"][name]) for name in ("lr", "seed")}
                 changed = [name for name in here | there if here.get(name) != there.get(name) and name != "imports"]
                 problems = [f"has {flag_name(name)} {there.get(name)}, not {here.get(name)}" for name in changed]
-                problems += check_imports(run["imports"], run["resolved"])
+                problems += check_imports(run["imports"])
                 require(not problems, f"the run in {folder} {'; '.join(problems)}; choose another --out")
         values |= {"search": cell.seed not in self.seeds, "run": cell.name, "folder": str(self.folder)}
         return Record(**vars(cell), **values, settings=settings)

@@ -156,7 +156,7 @@ def settings_of(run: RunFile) -> dict[str, str]:
         if arguments := settings.pop(f"{kind}_args", "").replace(" ", ","):
             settings[kind] = f"{options[kind]}:{arguments}"
     if run["imports"]:  # their files may have changed what is computed
-        settings["imports"] = " ".join(f"{record['file']}@{record['sha256'][:6]}" for record in run["imports"])
+        settings["imports"] = " ".join(sorted({f"{each['file']}@{each['sha256'][:6]}" for each in run["imports"]}))
     if "weights_from" in run:
         settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
     settings = {name: text for name, text in settings.items() if name not in ("val_data", "text_column", "seed", "lr")}

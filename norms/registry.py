@@ -23,7 +23,6 @@ class Traits:
     causal_in_training: bool = True  # no token sees a later one during training
     scale_invariant: bool = True  # N(cx) = N(x) for c > 0, as eps goes to 0
     shift_invariant: bool = False  # N(x + c) = N(x) for the same c added to every feature
-    exact_backward: bool = True  # the backward pass is the derivative of the forward formula
     identity: bool = False  # N(x) = x
     per_head: bool = True  # can be applied to the features of one attention head (QK-norm)
 

@@ -8,18 +8,18 @@ import copy
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from config import Asked, ModelConfig
+from config import ModelConfig
 from files import ROOT, one_line, require, sha256, warn, write_atomically
 from machine import distributed
 from machine.process import bad_input
@@ -51,7 +51,7 @@ def import_files(names: Iterable[str]) -> None:
             continue
         stems = [other.stem for other in IMPORTED]
         require(path.stem not in stems, f"--import {name}: another imported file has this name; rename one")
-        before, module = definitions(), ModuleType(f"imported_{path.stem}")
+        kinds, known, module = {*KINDS}, {*PLACEMENTS}, ModuleType(f"imported_{path.stem}")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # torch.compile looks for classes there
         try:
@@ -60,26 +60,11 @@ def import_files(names: Iterable[str]) -> None:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
             line = lines[-1] if lines else getattr(error, "lineno", 1)
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
-        norms = [kind for kind in KINDS if ("KINDS", kind) not in before]
-        placements = [placement for placement in PLACEMENTS if ("PLACEMENTS", placement) not in before]
+        norms = [kind for kind in KINDS if kind not in kinds]
+        placements = [placement for placement in PLACEMENTS if placement not in known]
         require(norms or placements, f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
-        changes = []
-        for (owner, attribute), value in definitions().items():
-            was = before.get((owner, attribute), None if isinstance(value, FunctionType) else value)
-            if value is not was:  # replaced, or a new method
-                changes.append(f"{getattr(owner, '__name__', owner)}.{attribute}")
         record = {"file": path.name, "sha256": sha256(path), "norms": norms, "placements": placements}
-        IMPORTED[path] = record | {"changes": sorted(changes)}, source
-
-
-def definitions() -> dict[tuple[Any, str], Any]:
-    """What decides what a model computes: all in model.py, roles.py and norms/, their classes and the two tables."""
-    modules = {module for name, module in sys.modules.items() if name.partition(".")[0] in ("model", "norms", "roles")}
-    classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
-    ours = {each for each in classes if sys.modules.get(each.__module__) in modules}
-    owners: dict[Any, Mapping] = {owner: vars(owner) for owner in modules | ours}
-    owners |= {"KINDS": KINDS, "PLACEMENTS": PLACEMENTS}
-    return {(owner, name): value for owner, content in owners.items() for name, value in content.items()}
+        IMPORTED[path] = record, source
 
 
 def import_flags() -> list[str]:
@@ -139,7 +124,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
 
 
 def import_records() -> list[Record]:
-    """What was imported: name and SHA-256 of each file, what it registered, and what it changed."""
+    """What was imported: name and SHA-256 of each file, and what it registered. A file may change anything else too."""
     return [record for record, _ in IMPORTED.values()]
 
 
@@ -151,32 +136,23 @@ def keep_copies(run: Path) -> None:
         write_atomically(kept, source)
 
 
-def check_imports(records: list[Record], options: Asked) -> list[str]:
-    """A line for each file that differs from those with which a model was trained.
+def check_imports(records: list[Record], added: bool = False) -> list[str]:
+    """A line for each file of `records`, those of a model, that has other content now, or with `added` is not in them.
 
-    `records` and `options` are those of its run.json or config.json. Raises ValueError, naming the file, if it is not
-    imported and the model needs its norm, placement or changes.
+    Raises ValueError, naming the file, if one is not imported: it may have changed anything.
     """
-    here = {record["file"]: record for record in import_records()}
-    there = {record["file"]: record for record in records}  # the latest of each file
-    hashes, lines = [record["sha256"] for record in here.values()], []
-    for file, record in there.items():
-        if record["sha256"] in hashes:
-            continue
-        if file in here:
-            lines.append(f"this run was trained with another {file} (SHA-256 {record['sha256'][:8]}...)")
-            continue
-        used = {options.get("norm"), options.get("placement")} & {*record["norms"], *record["placements"]}
-        missing = record["changes"] or used - {*KINDS, *PLACEMENTS}
-        require(not missing, f"this run uses {file}: add --import PATH/{file}")
-        lines.append(f"this run was trained with {file}, which is not imported now: add --import PATH/{file}")
-    for file in here.keys() - there.keys():
-        if here[file]["changes"]:
-            lines.append(f"this run was trained without {file}, which changes {', '.join(here[file]['changes'])}")
+    here = {record["file"]: record["sha256"] for record in import_records()}
+    there = {record["file"]: record["sha256"] for record in records}  # the latest of each file
+    new = [file for file, content in here.items() if file not in there and content not in there.values()]
+    lines = [f"this run was trained without {file}" for file in new if added]
+    for file, content in there.items():
+        if content not in here.values():
+            require(file in here, f"this run uses {file}: add --import PATH/{file}")
+            lines.append(f"this run was trained with another {file} (SHA-256 {content[:8]}...)")
     return lines
 
 
-def warn_of_imports(records: list[Record], options: Asked) -> None:
+def warn_of_imports(records: list[Record], added: bool) -> None:
     """`check_imports`, and print what differs, once per process."""
-    for line in check_imports(records, options):
+    for line in check_imports(records, added):
         warn(f"warning: {one_line(line)}")

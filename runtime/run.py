@@ -170,7 +170,7 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
     asked = {name: value for name, value in asked.items() if name in DEFAULTS.keys() - {"out"} | {"preset", "recipe"}}
     before, kept = (previous["asked"], previous["resolved"]) if previous else ({}, {})
     if previous:
-        warn_of_imports(previous["imports"], kept)
+        warn_of_imports(previous["imports"], added=continues)
     there = kept.get("device", "auto")  # another machine may lack it
     device = pick_device(asked.get("device") or (there if has_device(there) else before.get("device", "auto")))
     if not previous:

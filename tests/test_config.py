@@ -66,7 +66,6 @@ BAD_VALUES = {
     "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
     "--seed 9223372036854775808": "--seed must be below 2**63",
     **{f"--norm batchnorm --norm-arg momentum={m}": "momentum of batchnorm must be above 0" for m in (0, 1.5, "nan")},
-    **{f"--norm powernorm --norm-arg momentum={m}": "momentum of powernorm must be at" for m in (-0.1, 1, "nan")},
     **{f"--norm prmsnorm --norm-arg p={p}": "must be above 0 and at most 1" for p in (0, 1.01, "nan")},
     **{f"--norm dyt --norm-arg alpha={a}": "alpha and attention_ratio of dyt must be positive" for a in (0, "inf")},
     "--norm derf --norm-arg attention_ratio=0": "alpha and attention_ratio of derf must be positive",

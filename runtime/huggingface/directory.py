@@ -47,8 +47,8 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     if changed:
         warn(f"warning: {changed}, and is saved without the change")
     try:
-        for record in import_records():
-            require(not record["changes"], f"{record['file']} changes {', '.join(record['changes'])}")
+        imported = [record["file"] for record in import_records()]
+        require(not imported, f"{', '.join(imported[:1])} was imported, and may change what is computed")
         require(not changed, changed)
         theirs = to_theirs(config)
         unknown = [name for name in stored.places(state) if not re.fullmatch(KNOWN, name)]
@@ -122,7 +122,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         require(version == FORMAT, f"another version of normal-llama wrote it: its format is {version!r}, not {FORMAT}")
         require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
         check_fields(own["model"], OWN)
-        warn_of_imports(own["imports"], own["model"])
+        warn_of_imports(own["imports"], added=True)
         config = ModelConfig(**own["model"])
         if described.get("model_type") != OWN_TYPE:
             theirs = from_theirs(described)

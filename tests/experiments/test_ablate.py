@@ -105,7 +105,7 @@ def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, argu
 
 
 def test_flags_of_the_comparison_and_of_train_py_are_told_apart_in_any_order():
-    mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --probe --lrs 0.1 1e-3 --out x --threads 1 --placements pre post"
+    mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --print-commands --lrs 0.1 1e-3 --out x --placements pre post"
     theirs = "--data a b c --no-compile --lr 0.5 --preset small --watch 3"
     options = AblationConfig(["rmsnorm", "dyt"], ["pre", "post"], [], 2, [0.1, 1e-3], 1, 1, True)
     asked = {"data": ["a", "b", "c"], "compile": False, "lr": 0.5, "preset": "small", "watch": 3, "out": "x"}

@@ -113,22 +113,18 @@ def test_other_text_is_warned_of_and_never_paired(make):
 
 @pytest.mark.usefixtures("undrawn")
 def test_what_makes_another_arm(make):
-    """Micro-batches only of a norm with statistics over them, an imported file that changes the model, a new option.
-
-    And files behind the same name.
-    """
+    """Micro-batches only of a norm with statistics over them, an imported file, a new option, other weights."""
     runs = [make("a", 2.0, micro_batch_size=4), make("b", 2.5, norm="batchnorm")]
     assert "| run | seed | norm | step |" in compared(*runs)
     assert "| batchnorm | 4 |" in compared(*runs, make("c", 2.5, norm="batchnorm", micro_batch_size=4))
-    imports = [{"file": "p.py", "sha256": "1" * 8, "norms": [], "placements": [], "changes": ["MLP.forward"]}]
-    assert "| run | seed | imports | step |" in compared("a", make("d", 2.0, imports=imports))
+    imports = [{"file": "p.py", "sha256": digit * 8, "norms": [], "placements": ["pre"]} for digit in "12"]
+    assert "| run | seed | imports | step |" in compared("a", make("d", 2.0, imports=imports[:1]))
+    assert "| p.py@222222 |" in compared("d", make("p", 2.0, seed=1, imports=imports[1:]))
     path = Path(make("e", 2.0), "run.json")
     run = read_run_file(path)
     del run["resolved"]["min_lr"]  # as before there was one
     write_run_file(path, run)
     assert "| min_lr |" in compared("e", make("f", 2.0, min_lr=0.001))
-    imports = [{"file": "p.py", "sha256": digit * 8, "norms": [], "placements": ["pre"]} for digit in "12"]
-    assert "| pre@222222 |" in compared(*(make(f"p{i}", 2.0, seed=i, imports=[imports[i]]) for i in range(2)))
     weights = [{"directory": "w", "sha256": {"model.safetensors": digit}} for digit in "12"]
     page = compared(*(make(f"w{i}", 2.0, seed=i, init_from="w", weights_from=weights[i]) for i in range(2)))
     assert "| run | seed | init_from |" in page

@@ -102,7 +102,6 @@ def test_a_card_that_torch_has_no_kernels_for_is_refused(device, card, refused, 
         ((8, 9), 8.6e9, "--micro-batch-size 64 --steps 750", ("bfloat16", 64, 64, True)),
         ((12, 0), 8.6e9, "--batch-size 24", ("bfloat16", 24, 24, True)),
         ((8, 9), 8.6e9, "--norm batchnorm", ("bfloat16", 64, 64, True)),
-        ((8, 6), 12.6e9, "--norm powernorm", ("bfloat16", 64, 64, True)),
         ((8, 9), 8.6e9, "--norm batchnorm --micro-batch-size 16", ("bfloat16", 64, 16, True)),
     ],
 )

@@ -66,7 +66,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--seeds 2 --seed 9223372036854775807": (ablate.main, "--seed must be below 2**63"),
     "--lrs 0.005 --min-lr 0.01": (ablate.main, "--min-lr must be from 0 to --lr, 0.005, not 0.01"),
     "--tokens-per-parameter 5": (ablate.main, "--tokens-per-parameter is for a --ladder"),
-    "--probe --watch 2": (ablate.main, "--probe and --watch exclude each other"),
     "--seeds 0": (ablate.main, "--seeds must be at least 1, not 0"),
     "--lrs 0.1 nan": (ablate.main, "--lrs must be positive numbers"),
     "--device cpu:0,1": (ablate.main, "--device 'cpu:0'"),

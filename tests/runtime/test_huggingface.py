@@ -87,6 +87,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"normal_llama": [1]}, "normal_llama is damaged"),
     ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it: its format is 2, not 1"),
     ({"normal_llama": {"format": 1, "model": {}, "tokenizer": "bytes"}}, "normal_llama lacks 'imports'"),
+    (
+        {"normal_llama": {"format": 1, "model": {"norm": "powernorm"}, "tokenizer": "bytes", "imports": []}},
+        r"config\.json: unknown --norm 'powernorm'; choose from ",
+    ),
 ]
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing shard": (lambda d: shard(d, {"lm_head.weight": "3.safetensors"}), r"3\.safetensors is missing"),

@@ -158,7 +158,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
         return resolve(flags, out="").folder
 
     first = folder("--norms rmsnorm layernorm")
-    same = ["--seeds 4", "--lrs 0.1 0.2", "--save-every 7 --keep 1 --jobs 2 --probe"]
+    same = ["--seeds 4", "--lrs 0.1 0.2", "--save-every 7 --keep 1 --jobs 2 --watch 9"]
     assert {folder(f"--norms rmsnorm layernorm {flags}") for flags in same} == {first}
     others = ["--norms rmsnorm", "--norms rmsnorm layernorm --steps 5"]
     assert len({folder(flags) for flags in others} | {first}) == 3
@@ -228,8 +228,8 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(reso
 
 
 def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bits(resolve, in_process, undrawn):
-    """With --probe: what happens in each run at its first and its last step."""
-    grid = resolve("--seed 3 --seeds 2 --dropout 0.5 --probe")
+    """With a large --watch: what happens in each run at its first and its last step."""
+    grid = resolve("--seed 3 --seeds 2 --dropout 0.5 --watch 99")
     start = Grid.start
 
     def stop_after(*arguments: Any) -> Any:
