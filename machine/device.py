@@ -9,17 +9,13 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from timeit import timeit
 
 import torch
 from torch import Tensor
 
 from files import BadInput, require, warn
-
-FASTER = 1.5  # how many times faster bfloat16 must be to be chosen: it costs a little precision
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
@@ -82,38 +78,34 @@ def check_kernels(device: torch.device) -> None:
 
 
 def pick_dtype(name: str, device: torch.device, shard: bool = False) -> torch.dtype:
-    """The dtype of matrix products: `name`, or for "auto" what is fast on `device`. A CPU is timed."""
+    """The dtype of matrix products: `name`, or for "auto" what is fast on such a device."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):  # is_bf16_supported asks the current device
             return torch.bfloat16
         return torch.float32 if shard else torch.float16  # sharded training has no loss scale
-    if device.type == "cpu":
-        float32, bfloat16 = product_times()
-        return torch.bfloat16 if float32 >= FASTER * bfloat16 else torch.float32
-    return torch.float32  # MPS: bfloat16 is emulated on M1 and M2, and slower on later ones
+    # On MPS, bfloat16 is emulated on M1 and M2, and slower on later ones.
+    return torch.bfloat16 if device.type == "cpu" and fast_bfloat16() else torch.float32
 
 
-@cache
-def product_times() -> list[float]:
-    """Seconds for a matrix product on the CPU in float32 and in bfloat16, measured in about 10 ms, once per process.
+def fast_bfloat16() -> bool:
+    """Whether products in bfloat16 take at most two thirds of the time of those in float32 on this processor.
 
-    Instruction sets do not tell: with AVX-512's for bfloat16, a Xeon without AMX is slower, and an EPYC twice as fast.
-    On a busy machine the threads of a product wait for each other, so it is measured on one.
+    They do with AMX, and with AVX-512's instructions for bfloat16 on an AMD. An Intel with only these is slower. A
+    limit to AVX2, as by ATEN_CPU_CAPABILITY, counts.
     """
-    operands = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rounds = [[timeit(partial(torch.mm, x, x), number=1) for x in operands] for _ in range(5)]
-    torch.set_num_threads(threads)
-    return [min(seconds) for seconds in zip(*rounds, strict=True)]
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    words = set(cpuinfo.read_text("utf-8", "replace").split())
+    return "amx_bf16" in words or {"avx512_bf16", "AuthenticAMD"} <= words
 
 
 def set_up_cpu() -> None:
     """Settings of this process for computing on a CPU. Call it before any other function of torch."""
     torch.set_flush_denormal(True)  # numbers below 1e-38, as in confident softmaxes, take up to 190 times longer
-    torch.set_num_threads(torch.get_num_threads())  # `product_times` calls it too, and it may change the last digits
+    torch.set_num_threads(torch.get_num_threads())  # whether it was called may change the last digits
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         # Keep freed memory: returning it to the kernel and faulting it in again costs up to a third of a step.
         libc.mallopt(-4, 0)  # M_MMAP_MAX

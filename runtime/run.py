@@ -69,7 +69,7 @@ def open_run(asked: Asked, command: list[str]) -> Run:
     launch = distributed.launch()
     with distributed.raise_on_all_ranks():
         run = find_run(asked, command, launch)
-    run.config = distributed.from_main(lambda: run.config)  # ranks may have timed differently
+    run.config = distributed.from_main(lambda: run.config)  # machines may differ
     if run.earlier is None and not asked.get("eval_only"):
         out = run.folder if asked.get("out") else None
         run.folder = distributed.from_main(make_run_dir, out, run.folder.name)

@@ -219,7 +219,7 @@ def test_a_changed_default_or_an_unknown_option_does_not_change_what_was_resolve
 
 def test_another_machine_does_not_change_a_run(monkeypatch):
     """Unless it lacks what the run used, or a flag asks."""
-    monkeypatch.setattr("machine.device.product_times", lambda: [1.0, 1.0])  # float32 is as fast
+    monkeypatch.setattr("machine.device.fast_bfloat16", lambda: False)
     run = run_of("", dtype="bfloat16")
     assert options("", run)["dtype"] == options("--steps 9", run)["dtype"] == "bfloat16"
     assert [options(f"--dtype {name}", run)["dtype"] for name in ("auto", "float16")] == ["float32", "float16"]
