@@ -61,12 +61,10 @@ class Llama(nn.Module):
         make_norm = partial(build_norm, config.norm, config.dim, **config.norm_args)
         site = Site("final", config.layers, config.layers, config.dim, make_norm, Linear)
         self.final_norm = placement.final_norm(site, **config.placement_args)  # nn.Identity if there is none
-        self.lm_head = Linear(config.dim, config.vocab_size, role="head")
+        self.lm_head = placement.scale(Linear(config.dim, config.vocab_size, role="head"), config)
         self.tie_weights()
         self.register_load_state_dict_pre_hook(check_tie)
         self.register_load_state_dict_post_hook(Llama.tie_weights)
-        if placement.extend:
-            placement.extend(self)
         draw_weights(self, seed)
 
     def forward(self, tokens: Tensor, cache: "list[LayerCache] | None" = None) -> Tensor:
@@ -179,10 +177,8 @@ class Attention(nn.Module):
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
-        self.rotated_q_norm, self.rotated_k_norm = nn.Identity(), nn.Identity()  # replaced by --placement ngpt
-        if config.qk_norm_after_rope:
-            self.q_norm, self.rotated_q_norm = self.rotated_q_norm, self.q_norm
-            self.k_norm, self.rotated_k_norm = self.rotated_k_norm, self.k_norm
+        self.rotated_q_norm = head_norm(config, config.heads, "query", rotated=True)
+        self.rotated_k_norm = head_norm(config, config.kv_heads, "key", rotated=True)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
@@ -231,9 +227,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
-        self.gate_proj = Linear(config.dim, config.hidden_dim, role="gate") if config.mlp == "gated" else None
-        self.up_proj = Linear(config.dim, config.hidden_dim, role="up")
+        self.activation, scale = ACTIVATIONS[config.activation], PLACEMENTS[config.placement].scale
+        gate = Linear(config.dim, config.hidden_dim, role="gate") if config.mlp == "gated" else None
+        self.gate_proj = scale(gate, config) if gate else None
+        self.up_proj = scale(Linear(config.dim, config.hidden_dim, role="up"), config)
         self.inner_norm = inner_norm(config, config.hidden_dim)
         self.down_proj = Linear(config.hidden_dim, config.dim, role="down")
         self.dropout = nn.Dropout(config.dropout)
@@ -304,18 +301,22 @@ class Rope(nn.Module):
 # --- norms inside a sublayer ----------------------------------------------------------------------------------------
 
 
-def head_norm(config: ModelConfig, heads: int, site: str) -> nn.Module:
+def head_norm(config: ModelConfig, heads: int, site: str, rotated: bool = False) -> nn.Module:
     """The norm on queries, keys or values, B T heads D: per head (arXiv 2010.04245), over all heads, or none.
 
-    `--qk-norm` sets it for queries and keys. If that is "none", and for values without `--v-norm`, the placement
-    decides. The kind is that of the model, or RMSNorm if that does not support single heads.
+    `--qk-norm` sets it for queries and keys, before or after they are `rotated`. If that is "none", and for values
+    without `--v-norm`, the placement decides. The kind is that of the model, or RMSNorm if that does not support single
+    heads.
     """
+    placement = PLACEMENTS[config.placement]
     if site == "value" and config.v_norm:
         return build_norm("rmsnorm", config.head_dim, elementwise_affine=False)
+    if rotated and placement.rotated_norm:
+        return placement.rotated_norm(site, config)
     extent = "none" if site == "value" else config.qk_norm
-    if extent == "none" and PLACEMENTS[config.placement].qkv_norm:
+    if extent == "none" and placement.qkv_norm:
         extent = "head"
-    if extent == "none":
+    if extent == "none" or (site != "value" and rotated != config.qk_norm_after_rope):
         return nn.Identity()
     width = config.head_dim if extent == "head" else heads * config.head_dim
     kind, norm_args = config.head_norm(site)

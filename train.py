@@ -47,6 +47,7 @@ from runtime.checkpoint import (
 )
 from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
+from runtime.parallel import Parallel, matrices_on_meta
 from runtime.plugins import command_to_type, import_files, import_flags, keep_copies
 from runtime.run import Run, describe_run, open_run
 from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make_tracker, read_rows, write_run_file
@@ -171,14 +172,14 @@ class Trainer:
         with distributed.raise_on_all_ranks():
             source = find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
             if config.shard:
-                with distributed.matrices_on_meta():
+                with matrices_on_meta():
                     self.model = Llama(run.model_config, config.seed)
             elif source:
                 self.model = read_model(source, run.model_config).to(run.device, torch.float32)
             else:
                 self.model = Llama(run.model_config, config.seed).to(run.device, torch.float32)
         self.model.recompute = config.recompute
-        self.parallel = distributed.Parallel(self.model, config.shard, run.device, run.dtype)
+        self.parallel = Parallel(self.model, config.shard, run.device, run.dtype)
         if config.shard and not (source or checkpoint):
             draw_weights(self.model, config.seed, distributed.copy)
         with distributed.raise_on_all_ranks():

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from files import BadInput, require, warn
 
-
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,8 @@ class Placement:
     qkv_norm: bool = False  # attention normalizes the queries, keys and values of each head
     without_norm: bool = False  # supported with --norm none
     own_norm: bool = False  # N is built in: --norm and --norm-arg must keep their defaults
-    extend: Callable[[nn.Module], None] | None = None  # adds modules to the new model
+    rotated_norm: Callable[[str, Any], nn.Module] | None = None  # of "query" and "key", after RoPE, for a configuration
+    scale: Callable[[Any, Any], Any] = lambda linear, config: linear  # what becomes of the matrices gate, up and head
     # Called with each matrix and its role, after it is drawn and after each step.
     constrain: Callable[[Tensor, Any], None] | None = None
 
@@ -74,7 +75,7 @@ PLACEMENTS = {
     "keel": Placement(one.keel, one.without_final_norm, depth_scaled=False),
     "ngpt": Placement(
         ngpt.NormalizedUpdate, one.without_final_norm, ngpt.init_on_sphere, depth_scaled=False, own_norm=True,
-        extend=ngpt.add_scales, constrain=ngpt.return_to_sphere,
+        rotated_norm=ngpt.rotated_norm, scale=ngpt.scale, constrain=ngpt.return_to_sphere,
     ),
     "parallel": Placement(one.parallel, streams=lambda stream: as_tuple(stream)[:1]),
     "minimax": Placement(one.NormThenResidual),

@@ -84,19 +84,16 @@ class ScaledLinear(nn.Module):
         return (y * (self.scale * self.factor)).to(y.dtype)
 
 
-def add_scales(model: Any) -> None:
-    """Normalize queries and keys, and scale queries, MLP and logits."""
-    config = model.config
+def rotated_norm(site: str, config: Any) -> nn.Module:
+    """The norm of queries or keys, after RoPE."""
+    return UnitQuery(config.heads, config.head_dim, config.dim) if site == "query" else UnitKey()
+
+
+def scale(linear: Any, config: Any) -> nn.Module:
+    """A matrix of the MLP, or the head, with the learned scale of its role."""
     root = math.sqrt(config.dim)
-    factors = {"gate": root, "up": 1.0}
-    for block in model.layers:
-        block.self_attn.rotated_q_norm = UnitQuery(config.heads, config.head_dim, config.dim)
-        block.self_attn.rotated_k_norm = UnitKey()
-        for path, linear in list(block.mlp.named_modules()):
-            if hasattr(linear, "role") and linear.role.name in factors:
-                scaled = ScaledLinear(linear, stored=1.0, factor=factors[linear.role.name])
-                block.mlp.set_submodule(path, scaled)
-    model.lm_head = ScaledLinear(model.lm_head, stored=1 / root, factor=root)
+    stored, factor = {"gate": (1.0, root), "up": (1.0, 1.0), "head": (1 / root, root)}[linear.role.name]
+    return ScaledLinear(linear, stored, factor)
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from experiments.ablation.run import AblationConfig
 
 import ablate
-from experiments.ablation.run import AblationConfig
 from files import lock_file
 from runtime.run_dir import LOCK
 

@@ -27,6 +27,7 @@ from model import Llama
 from roles import draw_weights
 from runtime.checkpoint import find_checkpoint
 from runtime.flags import to_flags
+from runtime.parallel import Parallel, matrices_on_meta
 from runtime.run import check_options, find_folder
 from runtime.run_dir import LOCK
 from tests.test_options import OPTIONS
@@ -213,12 +214,12 @@ def test_sharding_has_the_matrices_of_a_block_in_bfloat16_and_changes_no_bit(opt
     """Two micro-batches under autocast, against the same without sharding. The matrices are drawn after sharding."""
     make = partial(Llama, dim=32, layers=2, heads=2, context=8, vocab_size=50, seed=3, **options)
     plain = make()
-    with distributed.matrices_on_meta():
+    with matrices_on_meta():
         sharded = make()
     matrices = {f"{path}.weight" for path, layer in plain.layers.named_modules() if hasattr(layer, "role")}
     meta = {name for name, weight in sharded.named_parameters() if weight.is_meta}
     assert meta == {"embed_tokens.weight", *(f"layers.{name}" for name in matrices)}
-    parallel, streams = distributed.Parallel(sharded, True, torch.device("cpu"), torch.bfloat16), set()
+    parallel, streams = Parallel(sharded, True, torch.device("cpu"), torch.bfloat16), set()
     draw_weights(sharded, 3, distributed.copy)
     for name, weight in plain.named_parameters():
         assert torch.equal(weight, distributed.full_tensor(sharded.get_parameter(name))), name

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from config import ModelConfig, option
 from data.tokenizer import ByteTokenizer
-from machine.distributed import full_tensor, shard_weights
+from machine.distributed import full_tensor
 from model import Attention, Linear, Llama
 from roles import ROLES, Role
 from runtime.huggingface.directory import stored_state, write_model
+from runtime.parallel import shard_weights
 
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
 

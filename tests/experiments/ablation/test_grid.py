@@ -13,16 +13,16 @@ from typing import Any, get_origin
 
 import pytest
 import torch
+from experiments.ablation.grid import Cell, Grid, resolve_arms, resolve_devices
+from experiments.ablation.outcome import Arm
+from experiments.ablation.rates import Optimum
+from experiments.ablation.run import resolve_ablation, run_ablation
 from matplotlib.figure import Figure
 
 import ablate
 import runtime.run
 from config import FIELDS, configure, flag_name
 from data.tokenizer import train_tokenizer
-from experiments.ablation.grid import Cell, Grid, resolve_arms, resolve_devices
-from experiments.ablation.outcome import Arm
-from experiments.ablation.rates import Optimum
-from experiments.ablation.run import resolve_ablation, run_ablation
 from files import InUse, said
 from machine.process import Stopped, exit_codes
 from runtime.flags import read_train
