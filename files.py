@@ -23,13 +23,19 @@ ROOT = Path(__file__).parent
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
 
-class BadInput(ValueError):
+class Ended(Exception):
+    """Ends a command with a line and an exit `code`."""
+
+    code: int
+
+
+class BadInput(Ended, ValueError):
     """What the user asked for cannot be done."""
 
-    code = 2  # exit code of the command
+    code = 2
 
 
-class InUse(Exception):
+class InUse(Ended):
     """Another process holds a lock."""
 
     code = 4

@@ -219,7 +219,7 @@ def stream_ids(
         # Reading the ids is the only time that Python waits for the device.
         read = drawn.tolist()
         if INVALID in read:
-            raise NotFinite("a logit of the model is")
+            raise NotFinite("a logit of the model is not finite")
         ids = [last if last in ends else token for last, token in zip(ids, read, strict=True)]
         yield ids
         if all(token in ends for token in ids):

@@ -1,4 +1,4 @@
-"""Train a LLaMA: `python train.py`. From top to bottom: the command, a step, the training loop, what the loop calls."""
+"""Train a LLaMA: `python train.py`. From top to bottom: a step, the training loop, evaluation, the command."""
 
 if __name__ == "__main__":
     from machine.process import start
@@ -22,43 +22,372 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
 from files import lock_file, require
 from generate import TextStream, generate
 from machine import distributed
-from machine.device import autocast, deterministic, peak_memory, set_up_cpu, to_device
+from machine.device import autocast, deterministic, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
 from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers
+from pages.progress import Progress, losses_line
 from pages.run import write_report
 from roles import draw_weights, matrices
+from runtime import checkpoint as checkpoints
 from runtime.acceleration import captured_step
-from runtime.checkpoint import (
-    clear_unfinished,
-    find_checkpoint,
-    intact_checkpoint,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-)
 from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.parallel import Parallel, matrices_on_meta
-from runtime.plugins import command_to_type, import_files, import_flags, keep_copies
+from runtime.plugins import command_to_type, import_files, import_flags
 from runtime.run import Run, describe_run, open_run
-from runtime.run_dir import LOCK, Log, check_run_dir, continued, keep_rows, make_tracker, read_rows, write_run_file
+from runtime.run_dir import LOCK, check_run_dir, read_rows
 
-PRINT_EVERY = 30  # seconds between lines where there is no progress bar, and between reports
 LOG_EVERY = 10  # steps between log entries of the training loss
-GO_ON, SAVE = -1, 0  # what a rank wants after a step, if it has no signal
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
 SAMPLE_PROMPT = 16  # tokens: samples continue the beginning of the validation text
 SAMPLE_TOKENS = 64  # or fewer, if the context ends
 SHARDED_SAMPLE = 10**8  # weights of the largest sharded model that is sampled: each token gathers all of them
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def accumulate_gradients(
+    objective: Callable, pairs: Iterable[tuple[Tensor, Tensor]], count: int, dtype: torch.dtype, scaler: GradScaler
+) -> dict[str, Tensor]:
+    """Forward and backward of `count` pairs of inputs and targets. Returns the means of the terms of the objective."""
+    means: dict[str, Tensor] = {}
+    for inputs, targets in pairs:
+        with autocast(inputs.device, dtype):
+            terms = {name: term / count for name, term in objective(inputs, targets).items()}
+        scaler.scale(torch.stack([*terms.values()]).sum()).backward()
+        means = {name: means.get(name, 0) + term.detach() for name, term in terms.items()}
+    return means
+
+
+def clip_gradients(model: Llama, clip: float) -> Tensor:
+    """Scale the gradients down to the norm `clip`, if that is not 0 and they have a larger one. Returns their norm."""
+    weights = list(model.parameters())
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    grad_norm = distributed.full_tensor(get_total_norm(gradients))
+    if clip:
+        clip_grads_with_norm_(weights, clip, grad_norm)
+    return grad_norm
+
+
+def step_optimizers(model: Llama, optimizers: list[Optimizer], lr: float | Tensor) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_ratio"]
+        optimizer.step()
+    if constrain := PLACEMENTS[model.config.placement].constrain:
+        for role, _, weight in matrices(model):
+            constrain(weight, role)
+
+
+def update_weights(
+    model: Llama, optimizers: list[Optimizer], lr: float | Tensor, clip: float, scaler: GradScaler, step: int = 0
+) -> Tensor:
+    """Clip the gradients and let the optimizers use them. Returns their norm before clipping.
+
+    If it overflows in float16, the update is skipped, and the loss scale is halved; at a scale of 1, NotFinite names
+    the `step`. Only float16 waits for the device, once.
+    """
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    grad_norm = clip_gradients(model, clip)
+    if not scaler.is_enabled() or grad_norm.isfinite():
+        step_optimizers(model, optimizers, lr)
+    elif scaler.get_scale() <= 1:
+        raise diverged("gradient is", step)
+    model.zero_grad()
+    scaler.update()
+    return grad_norm
+
+
+def diverged(what: str, step: int) -> NotFinite:
+    return NotFinite(f"{what} not finite at step {step}; try a lower --lr", step)
+
+
+# --- the training loop -----------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Trains the model of a run, from the start or, if the run exists, from its newest checkpoint."""
+
+    progress: Progress | None = None  # on rank 0, while it trains
+
+    def train(self) -> None:
+        run, config, earlier = self.run, self.run.config, self.run.earlier
+        same_end = earlier and earlier["resolved"]["steps"] == config.steps
+        if self.step > config.steps or (self.step == config.steps and self.evaluated and same_end):
+            if distributed.is_main():
+                write_report(run.folder, run.data.val_gzip_bpb)  # the run may have been killed before it did
+                print(f"the run in {run.folder} already has {self.step} steps; raise --steps to continue")
+            return
+        description = describe_run(run, sum(weight.numel() for weight in self.model.parameters()))
+        with deterministic(config.deterministic), stop_requests() as signals:
+            self.progress = Progress(run, description, self.step) if distributed.is_main() else None
+            try:
+                self.loop(signals)
+            except (NotFinite, Stopped) as ended:
+                if self.progress:
+                    if isinstance(ended, NotFinite):
+                        self.progress.log.add(step=ended.step, not_finite=True)
+                    self.progress.report()
+                raise
+            finally:
+                if self.progress:
+                    self.progress.bar.close()
+        if self.progress:
+            self.progress.print_summary(self.seconds())
+
+    def loop(self, signals: list[int]) -> None:
+        """Step, log, save and evaluate until the last step, or until a signal has come."""
+        config = self.run.config
+        if config.init_from and not self.restored:
+            self.save()  # --resume then does not need --init-from
+        if self.step and self.due(config.eval_every) and not self.evaluated:
+            self.log_evaluation()  # the run ended between saving and evaluating
+        while self.step < config.steps:
+            self.train_step()
+            self.step += 1
+            if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
+                self.log_training()
+            out_of_time = over(config.max_minutes, self.began)
+            wanted = signals[0] if signals else signal.SIGTERM * out_of_time
+            stop, save = distributed.all_reduce_max(wanted, over(config.save_minutes, self.saved))
+            if self.due(config.save_every) or save or stop:
+                self.save()
+            if stop:
+                resume = command_to_type("train.py", "--resume", "--out", str(self.run.folder))
+                raise Stopped(stop, resume, "--max-minutes" if out_of_time else "")
+            if self.due(config.eval_every):
+                self.log_evaluation()
+
+    def due(self, every: int) -> bool:
+        """True every `every` steps and at the last step."""
+        return self.step % every == 0 or self.step == self.run.config.steps
+
+    def train_step(self) -> None:
+        """One optimizer step, on the batch of this step."""
+        run, config = self.run, self.run.config
+        if not self.pending:
+            self.lap_started = time.perf_counter()  # evaluation and saving do not count
+        # A resumed run repeats its dropout; rank 0 has that of a single process. CPUs use the low 32 bits of the seed.
+        torch.manual_seed(config.seed + 1_000_003 * self.step + 2_654_435_769 * distributed.rank())
+        rows = distributed.rows(config.batch_size)
+        context, size, vocab_size = run.model_config.context, config.batch_size, run.model_config.vocab_size
+        batch = training_batch(run.data.train, config.seed, self.step, rows, context, config.order, size, vocab_size)
+        inputs, targets = (to_device(ids, run.device) for ids in batch)
+        self.pending.append(self.update(inputs, targets, learning_rate(config, self.step)))
+
+    def update_on(self, inputs: Tensor, targets: Tensor, lr: float | Tensor) -> dict[str, Tensor]:
+        """One optimizer step on a batch. Returns the terms of the objective, and the norm of the gradient."""
+        run, config, watch = self.run, self.run.config, self.make_watch()
+        batches = [*zip(*(ids.split(config.micro_batch_size) for ids in (inputs, targets)), strict=True)]
+        pairs = self.parallel.micro_batches(batches)
+        terms = accumulate_gradients(self.objective, pairs, len(batches), run.dtype, self.scaler)
+        if watch:
+            watch.start(batches[0][0], run.dtype, self.scaler.get_scale())
+        grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
+        if watch:
+            watch.finish()
+        return {name: distributed.all_reduce_mean(term) for name, term in terms.items()} | {"grad_norm": grad_norm}
+
+    def make_watch(self) -> Any:
+        """At the steps that `--watch` records, the measurement of the step that comes next; else None."""
+        run, step, every = self.run, self.step + 1, self.run.config.watch
+        if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
+            return None
+        from runtime.watch import Watch
+
+        return Watch(self.model, step, run.folder / "watch.jsonl")
+
+    # Before the first step.
+
+    def __init__(self, run: Run):
+        self.run = run
+        config = run.config
+        checkpoint = distributed.from_main(checkpoints.intact_checkpoint, run.folder) if run.earlier else None
+        torch.manual_seed(config.seed)  # imported norms may draw initial weights
+        with distributed.raise_on_all_ranks():
+            source = checkpoints.find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
+            if config.shard:
+                with matrices_on_meta():
+                    self.model = Llama(run.model_config, config.seed)
+            elif source:
+                self.model = read_model(source, run.model_config).to(run.device, torch.float32)
+            else:
+                self.model = Llama(run.model_config, config.seed).to(run.device, torch.float32)
+        self.model.recompute = config.recompute
+        self.parallel = Parallel(self.model, config.shard, run.device, run.dtype)
+        if config.shard and not (source or checkpoint):
+            draw_weights(self.model, config.seed, distributed.copy)
+        with distributed.raise_on_all_ranks():
+            if config.shard and source:
+                checkpoints.load_weights(source, self.model)
+            stored_state(self.model)  # a model that no checkpoint can hold is an error now
+        self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
+        self.optimizers = make_optimizers(self.model, config)
+        self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
+        self.update = captured_step(self.update_on, self.optimizers, run.device, config.cuda_graph)
+        self.step = 0  # steps that are done
+        now = time.perf_counter()
+        self.started = now  # less the seconds before a resume
+        self.began = self.saved = self.lap_started = now
+        # The terms and the gradient norm of each step since `read_pending`, on the device.
+        self.pending: list[dict[str, Tensor]] = []
+        self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
+        self.restored = checkpoint is not None
+        if checkpoint:
+            self.restore(checkpoint)
+        rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
+        self.evaluated: bool = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
+
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint of the run."""
+        with distributed.raise_on_all_ranks():
+            same = read_config(checkpoint)[0] == self.run.model_config
+            require(same, f"{checkpoint} does not match the model in {self.run.folder / 'run.json'}")
+            state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizers)
+        self.step = state["step"]
+        self.logged_losses = state["losses"]
+        self.started -= state["seconds"]
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+
+    # Between steps.
+
+    def read_pending(self) -> float:
+        """Read what the steps since the last call gave, and return the last gradient norm. Waits for the device.
+
+        Raises NotFinite, which names the step. It is called before every save.
+        """
+        grad_norm, pending, self.pending = math.nan, self.pending, []
+        for step, terms in enumerate(pending, self.step - len(pending) + 1):
+            losses = {name: term.item() for name, term in terms.items()}
+            grad_norm = losses.pop("grad_norm")
+            if not all(map(math.isfinite, losses.values())):
+                raise diverged("loss is", step)
+            if not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
+                raise diverged("gradient is", step)
+            self.logged_losses.append(losses)
+        return grad_norm
+
+    def log_training(self) -> None:
+        config = self.run.config
+        timed_steps = len(self.pending)  # those before a resume are not timed
+        grad_norm = self.read_pending()
+        losses, self.logged_losses = self.logged_losses, []
+        if not self.progress:
+            return
+        tokens_per_step = config.batch_size * self.run.model_config.context
+        row: dict[str, Any] = {"step": self.step, "tokens": self.step * tokens_per_step}
+        row |= {"seconds": round(self.seconds(), 3)}
+        row |= {name: sum(step[name] for step in losses) / len(losses) for name in losses[0]}
+        row |= {"lr": learning_rate(config, self.step - 1)}
+        row |= {"grad_norm": grad_norm if math.isfinite(grad_norm) else None}  # infinite in a skipped float16 step
+        speed = timed_steps * tokens_per_step / (time.perf_counter() - self.lap_started)
+        self.progress.add_training(losses[-1]["train_loss"], row | {"tokens_per_second": round(speed, 1)})
+
+    def log_evaluation(self) -> None:
+        val_loss, val_bpb = evaluate(self.model, self.run)
+        if not math.isfinite(val_loss):
+            raise diverged("validation loss is", self.step)
+        sample = self.sample()
+        large = self.run.config.shard and sample is None
+        note = "; --shard has no sample of so large a model: see generate.py" if large else ""
+        if self.progress:
+            self.progress.add_evaluation({"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}, sample, note)
+
+    def sample(self) -> str | None:
+        """A text by the model. None without a tokenizer, and where a token would take too many gathered weights."""
+        run, tokenizer = self.run, self.run.data.tokenizer
+        weights = sum(weight.numel() for weight in self.model.parameters())
+        if tokenizer.kind == NoTokenizer.kind or (run.config.shard and weights > SHARDED_SAMPLE):
+            return None
+        prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
+        with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
+            tokens = min(SAMPLE_TOKENS, run.model_config.context - len(prompt))
+            ids = generate(self.model, prompt, tokenizer.ends, tokens=tokens, temperature=0.8, top_p=0.95)
+        return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
+
+    def save(self) -> None:
+        """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""
+        self.read_pending()
+        tensors = map(distributed.local, self.model.state_dict().values())
+        finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+        if not all(distributed.all_gather(bool(finite))):
+            raise diverged("a weight or a running statistic is", self.step)
+        run = self.run
+        state = {
+            "seconds": self.seconds(),
+            "scaler": self.scaler.state_dict(),
+            "losses": self.logged_losses,  # for the next row of the log, if a signal stops the run
+        }
+        made = self.model, run.data.tokenizer, self.optimizers, state
+        checkpoints.save_checkpoint(run.folder, self.step, *made, run.config.keep)
+        self.saved = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds of the whole run, with those before it was resumed."""
+        return time.perf_counter() - self.started
+
+
+def over(minutes: float, since: float) -> bool:
+    """Whether so many minutes have passed, unless they are 0."""
+    return 0 < minutes * 60 <= time.perf_counter() - since
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()  # in inference_mode, FSDP2's first gather would make weights that cannot be trained
+def evaluate(model: Llama, run: Run) -> tuple[float, float | None]:
+    """Loss on the validation text, in nats per token and in bits per UTF-8 byte, which takes a tokenizer.
+
+    It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
+    the same ones. Special tokens add their loss and no bytes. The ranks take turns with the batches, and add
+    the losses in the order of the text, so their number changes nothing.
+    """
+    training = model.training
+    model.eval()
+    losses, counts = [], []  # a count is tokens and bytes
+    context, rank = run.model_config.context, distributed.rank()
+    batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
+    most, vocab_size = run.config.eval_tokens, run.model_config.vocab_size
+    token_bytes = np.pad(run.data.tokenizer.token_bytes, (0, vocab_size))  # the model may have more ids
+    batches = evaluation_batches(run.data.val, context, batch_size, most, vocab_size)
+    while turn := list(islice(batches, distributed.world_size())):
+        inputs, targets = turn[min(rank, len(turn) - 1)]  # with --shard, ranks without a batch have to help
+        with autocast(run.device, run.dtype):
+            losses.append(model.loss(to_device(inputs, run.device), to_device(targets, run.device)))
+        size = int(token_bytes[targets.numpy()].sum())
+        counts.append((targets.numel(), size) if rank < len(turn) else (0, 0))
+    # The losses stay on the device until here, since reading one waits for it.
+    measured = zip(torch.stack(losses).tolist(), counts, strict=True)
+    parts = distributed.all_gather([(loss * count, count, size) for loss, (count, size) in measured])
+    in_order = chain.from_iterable(zip(*parts, strict=True))
+    nats, tokens, utf8_bytes = map(sum, zip(*in_order, strict=True))
+    model.train(training)
+    return nats / tokens, nats / math.log(2) / utf8_bytes if utf8_bytes else None
+
+
+def evaluate_only(run: Run) -> None:
+    """Print the loss of the run's newest checkpoint, or of the model in `--init-from`, also as JSON."""
+    with bad_input(), distributed.raise_on_all_ranks():
+        checkpoint = checkpoints.find_checkpoint(run.folder if run.earlier else run.config.init_from)
+        same = not run.earlier or read_config(checkpoint)[0] == run.model_config
+        require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
+        model = read_model(checkpoint, run.model_config).to(run.device).eval()
+    val_loss, val_bpb = evaluate(model, run)
+    if distributed.is_main():
+        print(f"{checkpoint}: {losses_line(val_loss, val_bpb)}")
+        print(json.dumps({"checkpoint": str(checkpoint), "val_loss": val_loss, "val_bpb": val_bpb}))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -106,395 +435,10 @@ def execute(run: Run) -> "Trainer":
         with bad_input():
             distributed.from_main(lock.enter_context, lock_file(run.folder / LOCK))
             distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
-            distributed.from_main(clear_unfinished, run.folder)
+            distributed.from_main(checkpoints.clear_unfinished, run.folder)
             trainer = Trainer(run)
         trainer.train()
     return trainer
-
-
-# --- a step ----------------------------------------------------------------------------------------------------------
-
-
-def accumulate_gradients(
-    objective: Callable, pairs: Iterable[tuple[Tensor, Tensor]], count: int, dtype: torch.dtype, scaler: GradScaler
-) -> dict[str, Tensor]:
-    """Forward and backward of `count` pairs of inputs and targets. Returns the means of the terms of the objective."""
-    means: dict[str, Tensor] = {}
-    for inputs, targets in pairs:
-        with autocast(inputs.device, dtype):
-            terms = {name: term / count for name, term in objective(inputs, targets).items()}
-        scaler.scale(torch.stack([*terms.values()]).sum()).backward()
-        means = {name: means.get(name, 0) + term.detach() for name, term in terms.items()}
-    return means
-
-
-def update_weights(
-    model: Llama, optimizers: list[Optimizer], lr: float | Tensor, clip: float, scaler: GradScaler, step: int = 0
-) -> Tensor:
-    """Clip the gradients and let the optimizers use them. Returns their norm before clipping.
-
-    If it overflows in float16, the update is skipped, and the loss scale is halved; at a scale of 1, NotFinite names
-    the `step`. Only float16 waits for the device, once.
-    """
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    weights = list(model.parameters())
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    grad_norm = distributed.full_tensor(get_total_norm(gradients))
-    if clip:
-        clip_grads_with_norm_(weights, clip, grad_norm)
-    if not scaler.is_enabled() or grad_norm.isfinite():
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_ratio"]
-            optimizer.step()
-        if constrain := PLACEMENTS[model.config.placement].constrain:
-            for role, _, weight in matrices(model):
-                constrain(weight, role)
-    elif scaler.get_scale() <= 1:
-        raise NotFinite("gradient is", step)
-    model.zero_grad()
-    scaler.update()
-    return grad_norm
-
-
-# --- the training loop -----------------------------------------------------------------------------------------------
-
-
-class Trainer:
-    """Trains the model of a run, from the start or, if the run exists, from its newest checkpoint."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        config = run.config
-        checkpoint = distributed.from_main(intact_checkpoint, run.folder) if run.earlier else None
-        torch.manual_seed(config.seed)  # imported norms may draw initial weights
-        with distributed.raise_on_all_ranks():
-            source = find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
-            if config.shard:
-                with matrices_on_meta():
-                    self.model = Llama(run.model_config, config.seed)
-            elif source:
-                self.model = read_model(source, run.model_config).to(run.device, torch.float32)
-            else:
-                self.model = Llama(run.model_config, config.seed).to(run.device, torch.float32)
-        self.model.recompute = config.recompute
-        self.parallel = Parallel(self.model, config.shard, run.device, run.dtype)
-        if config.shard and not (source or checkpoint):
-            draw_weights(self.model, config.seed, distributed.copy)
-        with distributed.raise_on_all_ranks():
-            if config.shard and source:
-                load_weights(source, self.model)
-            stored_state(self.model)  # a model that no checkpoint can hold is an error now
-        self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
-        self.optimizers = make_optimizers(self.model, config)
-        self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        self.update = captured_step(self.update_on, self.optimizers, run.device, config.cuda_graph)
-        self.step = 0  # steps that are done
-        now = time.perf_counter()
-        self.started = now  # less the seconds before a resume
-        self.began = self.saved = self.printed = self.reported = self.lap_started = now
-        # The terms and the gradient norm of each step since `read_pending`, on the device.
-        self.pending: list[dict[str, Tensor]] = []
-        self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
-        self.log: Any = None  # on rank 0, from `open_log` on
-        self.bar: Any = None
-        self.restored = checkpoint is not None
-        if checkpoint:
-            self.restore(checkpoint)
-        rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
-        self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
-
-    def restore(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint of the run."""
-        with distributed.raise_on_all_ranks():
-            same = read_config(checkpoint)[0] == self.run.model_config
-            require(same, f"{checkpoint} does not match the model in {self.run.folder / 'run.json'}")
-            state = load_checkpoint(checkpoint, self.model, self.optimizers)
-        self.step = state["step"]
-        self.logged_losses = state["losses"]
-        self.started -= state["seconds"]
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-
-    def train(self) -> None:
-        config, folder, earlier = self.run.config, self.run.folder, self.run.earlier
-        same_end = earlier and earlier["resolved"]["steps"] == config.steps
-        if self.step > config.steps or (self.step == config.steps and self.evaluated and same_end):
-            if distributed.is_main():
-                self.report()  # the run may have been killed before it did
-                print(f"the run in {folder} already has {self.step} steps; raise --steps to continue")
-            return
-        with deterministic(config.deterministic), stop_requests() as stop:
-            self.open_log()
-            try:
-                self.loop(stop)
-            except (NotFinite, Stopped) as ended:
-                if self.log:
-                    if isinstance(ended, NotFinite):
-                        self.log.add(step=ended.step, not_finite=True)
-                    self.report()
-                raise
-            finally:
-                if self.bar:
-                    self.bar.close()
-        self.print_summary()
-
-    def loop(self, stop: list[int]) -> None:
-        """Step, log, save and evaluate until the last step, or until there is a signal in `stop`."""
-        config, folder = self.run.config, self.run.folder
-        if config.init_from and not self.restored:
-            self.save()  # --resume then does not need --init-from
-        if self.step and self.due(config.eval_every) and not self.evaluated:
-            self.log_evaluation()  # the run ended between saving and evaluating
-        while self.step < config.steps:
-            self.train_step()
-            self.step += 1
-            if any(map(self.due, (config.eval_every, config.save_every, LOG_EVERY))):
-                self.log_training()
-            request = distributed.all_reduce_max(self.request(stop))
-            if self.due(config.save_every) or request > GO_ON:
-                self.save()
-            if request > SAVE:
-                by = "--max-minutes" if self.out_of_time() else ""
-                raise Stopped(request, command_to_type("train.py", "--resume", "--out", str(folder)), by)
-            if self.due(config.eval_every):
-                self.log_evaluation()
-
-    def due(self, every: int) -> bool:
-        """True every `every` steps and at the last step."""
-        return self.step % every == 0 or self.step == self.run.config.steps
-
-    def request(self, stop: list[int]) -> int:
-        """What this rank wants after a step: the number of the signal to stop with, SAVE, or GO_ON."""
-        if stop or self.out_of_time():
-            return stop[0] if stop else signal.SIGTERM
-        save = 0 < self.run.config.save_minutes * 60 <= time.perf_counter() - self.saved
-        return SAVE if save else GO_ON
-
-    def out_of_time(self) -> bool:
-        return 0 < self.run.config.max_minutes * 60 <= time.perf_counter() - self.began
-
-    def train_step(self) -> None:
-        """One optimizer step, on the batch of this step."""
-        run, config = self.run, self.run.config
-        if not self.pending:
-            self.lap_started = time.perf_counter()  # evaluation and saving do not count
-        # A resumed run repeats its dropout; rank 0 has that of a single process. CPUs use the low 32 bits of the seed.
-        torch.manual_seed(config.seed + 1_000_003 * self.step + 2_654_435_769 * distributed.rank())
-        rows = distributed.rows(config.batch_size)
-        context, size, vocab_size = run.model_config.context, config.batch_size, run.model_config.vocab_size
-        batch = training_batch(run.data.train, config.seed, self.step, rows, context, config.order, size, vocab_size)
-        inputs, targets = (to_device(ids, run.device) for ids in batch)
-        self.pending.append(self.update(inputs, targets, learning_rate(config, self.step)))
-
-    def update_on(self, inputs: Tensor, targets: Tensor, lr: float | Tensor) -> dict[str, Tensor]:
-        """One optimizer step on a batch. Returns the terms of the objective, and the norm of the gradient."""
-        run, config, watch = self.run, self.run.config, self.make_watch()
-        batches = [*zip(*(ids.split(config.micro_batch_size) for ids in (inputs, targets)), strict=True)]
-        pairs = self.parallel.micro_batches(batches)
-        terms = accumulate_gradients(self.objective, pairs, len(batches), run.dtype, self.scaler)
-        if watch:
-            watch.start(batches[0][0], run.dtype, self.scaler.get_scale())
-        grad_norm = update_weights(self.model, self.optimizers, lr, config.clip, self.scaler, self.step + 1)
-        if watch:
-            watch.finish()
-        return {name: distributed.all_reduce_mean(term) for name, term in terms.items()} | {"grad_norm": grad_norm}
-
-    def make_watch(self) -> Any:
-        """At the steps that `--watch` records, the measurement of the step that comes next; else None."""
-        run, step, every = self.run, self.step + 1, self.run.config.watch
-        if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
-            return None
-        from runtime.watch import Watch
-
-        return Watch(self.model, step, run.folder / "watch.jsonl")
-
-    # Logging, evaluation, saving.
-
-    def open_log(self) -> None:
-        """Write run.json, and open the log and the progress bar, on rank 0. All ranks call it."""
-        run = self.run
-        config, folder = run.config, run.folder
-        description = describe_run(run, sum(weight.numel() for weight in self.model.parameters()))
-        if not distributed.is_main():
-            return
-        if run.earlier:
-            description = continued(run.earlier, description, self.step)
-            keep_rows(folder / "metrics.jsonl", self.step)  # before a new --save-every is in run.json
-        write_run_file(folder / "run.json", description)
-        keep_copies(folder)
-        self.log = Log(folder, self.step, make_tracker(config.log, folder, description, self.step))
-        self.bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
-        compiled = ", with torch.compile" if config.compile else ""
-        self.bar.write(
-            f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
-            f"{run.model_config.placement}, on {description['device']} in {config.dtype}{compiled}; "
-            f"the run is {folder}{f', from step {self.step}' if self.step else ''}"
-        )
-
-    def read_pending(self) -> float:
-        """Read what the steps since the last call gave, and return the last gradient norm. Waits for the device.
-
-        Raises NotFinite, which names the step. It is called before every save.
-        """
-        grad_norm, pending, self.pending = math.nan, self.pending, []
-        for step, terms in enumerate(pending, self.step - len(pending) + 1):
-            losses = {name: term.item() for name, term in terms.items()}
-            grad_norm = losses.pop("grad_norm")
-            if not all(map(math.isfinite, losses.values())):
-                raise NotFinite("loss is", step)
-            if not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
-                raise NotFinite("gradient is", step)
-            self.logged_losses.append(losses)
-        return grad_norm
-
-    def log_training(self) -> None:
-        config = self.run.config
-        timed_steps = len(self.pending)  # those before a resume are not timed
-        grad_norm = self.read_pending()
-        losses, self.logged_losses = self.logged_losses, []
-        if not distributed.is_main():
-            return
-        tokens_per_step = config.batch_size * self.run.model_config.context
-        speed = timed_steps * tokens_per_step / (time.perf_counter() - self.lap_started)
-        self.log.add(
-            step=self.step,
-            tokens=self.step * tokens_per_step,
-            seconds=round(self.seconds(), 3),
-            **{name: sum(step[name] for step in losses) / len(losses) for name in losses[0]},
-            lr=learning_rate(config, self.step - 1),
-            grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # infinite in a skipped float16 step
-            tokens_per_second=round(speed, 1),
-        )
-        figures = f"loss {losses[-1]['train_loss']:.3f}, tokens/s {speed:,.0f}"
-        self.bar.set_postfix_str(figures, refresh=False)
-        self.bar.update(self.step - self.bar.n)
-        if self.bar.disable and time.perf_counter() - self.printed >= PRINT_EVERY:  # not a terminal
-            self.printed = time.perf_counter()
-            self.bar.write(f"step {self.step}: {figures}")
-
-    def log_evaluation(self) -> None:
-        run = self.run
-        val_loss, val_bpb = evaluate(self.model, run)
-        if not math.isfinite(val_loss):
-            raise NotFinite("validation loss is", self.step)
-        sample = self.sample()
-        if not distributed.is_main():
-            return
-        if sample is not None:
-            self.log.add_sample(self.step, sample)
-        # Written last: a resumed run repeats any evaluation without a row.
-        self.log.add(step=self.step, val_loss=val_loss, val_bpb=val_bpb)
-        if self.step < run.config.steps and time.perf_counter() - self.reported >= PRINT_EVERY:
-            self.report()
-        large = run.config.shard and sample is None
-        unsampled = "; --shard has no sample of so large a model: see generate.py" if large else ""
-        self.bar.write(f"step {self.step}: {losses_line(val_loss, val_bpb)}{unsampled}")
-
-    def report(self) -> None:
-        write_report(self.run.folder, self.run.data.val_gzip_bpb)
-        self.reported = time.perf_counter()
-
-    def sample(self) -> str | None:
-        """A text by the model. None without a tokenizer, and where a token would take too many gathered weights."""
-        run, tokenizer = self.run, self.run.data.tokenizer
-        weights = sum(weight.numel() for weight in self.model.parameters())
-        if tokenizer.kind == NoTokenizer.kind or (run.config.shard and weights > SHARDED_SAMPLE):
-            return None
-        prompt = run.data.val[: min(SAMPLE_PROMPT, run.model_config.context // 2)].tolist()
-        with autocast(run.device, run.dtype, cache=True), deterministic(False):  # CUDA's cumsum is not deterministic
-            tokens = min(SAMPLE_TOKENS, run.model_config.context - len(prompt))
-            ids = generate(self.model, prompt, tokenizer.ends, tokens=tokens, temperature=0.8, top_p=0.95)
-        return TextStream().add(tokenizer.decode_bytes(ids.tolist()))
-
-    def save(self) -> None:
-        """Write a checkpoint. Raises NotFinite if a loss, a gradient, a weight or a buffer is not finite."""
-        self.read_pending()
-        tensors = map(distributed.local, self.model.state_dict().values())
-        finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
-        if not all(distributed.all_gather(bool(finite))):
-            raise NotFinite("a weight or a running statistic is", self.step)
-        run = self.run
-        state = {
-            "seconds": self.seconds(),
-            "scaler": self.scaler.state_dict(),
-            "losses": self.logged_losses,  # for the next row of the log, if a signal stops the run
-        }
-        save_checkpoint(run.folder, self.step, self.model, run.data.tokenizer, self.optimizers, state, run.config.keep)
-        self.saved = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Seconds of the whole run, with those before it was resumed."""
-        return time.perf_counter() - self.started
-
-    def print_summary(self) -> None:
-        if not distributed.is_main():
-            return
-        run, last = self.run, self.log.rows[-1]
-        name = "val_loss" if last["val_bpb"] is None else "val_bpb"
-        best, best_step = min((row[name], row["step"]) for row in self.log.rows if name in row)
-        self.report()
-        gzip_bpb = run.data.val_gzip_bpb
-        than = f"; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte" if gzip_bpb else ""
-        print(f"{name} {last[name]:.4f}{than}")
-        if best < last[name] - 0.01:
-            print(f"the best {name} was {best:.4f}, at step {best_step}; more --dropout or fewer --steps may help")
-        print(f"done in {self.seconds():.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
-        print(f"loss curve, samples and settings: {run.folder}/report.html")
-        if run.data.tokenizer.kind != NoTokenizer.kind:
-            print(f"generate text: {command_to_type('generate.py', '--checkpoint', str(run.folder))}")
-
-
-# --- what the loop calls ---------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()  # in inference_mode, FSDP2's first gather would make weights that cannot be trained
-def evaluate(model: Llama, run: Run) -> tuple[float, float | None]:
-    """Loss on the validation text, in nats per token and in bits per UTF-8 byte, which takes a tokenizer.
-
-    It covers at most `eval_tokens` tokens, in windows of one context that are evenly spaced over the text, and always
-    the same ones. Special tokens add their loss and no bytes. The ranks take turns with the batches, and add
-    the losses in the order of the text, so their number changes nothing.
-    """
-    training = model.training
-    model.eval()
-    losses, counts = [], []  # a count is tokens and bytes
-    context, rank = run.model_config.context, distributed.rank()
-    batch_size = max(run.config.micro_batch_size, EVAL_BATCH_TOKENS // context)
-    most, vocab_size = run.config.eval_tokens, run.model_config.vocab_size
-    token_bytes = np.pad(run.data.tokenizer.token_bytes, (0, vocab_size))  # the model may have more ids
-    batches = evaluation_batches(run.data.val, context, batch_size, most, vocab_size)
-    while turn := list(islice(batches, distributed.world_size())):
-        inputs, targets = turn[min(rank, len(turn) - 1)]  # with --shard, ranks without a batch have to help
-        with autocast(run.device, run.dtype):
-            losses.append(model.loss(to_device(inputs, run.device), to_device(targets, run.device)))
-        size = int(token_bytes[targets.numpy()].sum())
-        counts.append((targets.numel(), size) if rank < len(turn) else (0, 0))
-    # The losses stay on the device until here, since reading one waits for it.
-    measured = zip(torch.stack(losses).tolist(), counts, strict=True)
-    parts = distributed.all_gather([(loss * count, count, size) for loss, (count, size) in measured])
-    in_order = chain.from_iterable(zip(*parts, strict=True))
-    nats, tokens, utf8_bytes = map(sum, zip(*in_order, strict=True))
-    model.train(training)
-    return nats / tokens, nats / math.log(2) / utf8_bytes if utf8_bytes else None
-
-
-def losses_line(val_loss: float, val_bpb: float | None) -> str:
-    return f"val_loss {val_loss:.4f}" + (f", val_bpb {val_bpb:.4f}" if val_bpb else "")
-
-
-def evaluate_only(run: Run) -> None:
-    """Print the loss of the run's newest checkpoint, or of the model in `--init-from`, also as JSON."""
-    with bad_input(), distributed.raise_on_all_ranks():
-        checkpoint = find_checkpoint(run.folder if run.earlier else run.config.init_from)
-        same = not run.earlier or read_config(checkpoint)[0] == run.model_config
-        require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
-        model = read_model(checkpoint, run.model_config).to(run.device).eval()
-    val_loss, val_bpb = evaluate(model, run)
-    if distributed.is_main():
-        print(f"{checkpoint}: {losses_line(val_loss, val_bpb)}")
-        print(json.dumps({"checkpoint": str(checkpoint), "val_loss": val_loss, "val_bpb": val_bpb}))
 
 
 if __name__ == "__main__":

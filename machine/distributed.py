@@ -85,12 +85,12 @@ def all_reduce_mean(x: Tensor) -> Tensor:
     return x
 
 
-def all_reduce_max(number: int) -> int:
-    """The largest `number` of any rank. Cheaper than `all_gather`, which pickles, and so fit for every step."""
-    largest = torch.tensor(number)  # on the CPU
+def all_reduce_max(*numbers: int) -> list[int]:
+    """The largest of each of the `numbers` of all ranks. It does not pickle as `all_gather` does: fit for every step."""
+    largest = torch.tensor(numbers)  # on the CPU
     if world_size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    return largest.tolist()
 
 
 def launch() -> list[str]:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
-from files import DISK_FAILED, BadInput, InUse, one_line
+from files import DISK_FAILED, BadInput, Ended, one_line
 
 FAILED, OUT_OF_MEMORY = 1, 3  # other exit codes are those of exceptions
 PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "matplotlib")
@@ -123,17 +123,17 @@ def _not_ignored() -> list[int]:
 # --- exit codes ------------------------------------------------------------------------------------------------------
 
 
-class NotFinite(ValueError):
+class NotFinite(Ended, ValueError):
     """A loss, a gradient, a weight or a logit is NaN or infinite. In training, `step` says when."""
 
     code = 5
 
-    def __init__(self, what: str, step: int = 0):
-        super().__init__(f"{what} not finite" + (f" at step {step}; try a lower --lr" if step else ""))
+    def __init__(self, message: str, step: int = 0):
+        super().__init__(message)
         self.step = step
 
 
-class Stopped(Exception):
+class Stopped(Ended):
     """A signal, or what is named in `by`, asked the run to stop, and it has saved."""
 
     def __init__(self, signum: int, resume_with: str, by: str = ""):
@@ -141,7 +141,7 @@ class Stopped(Exception):
         self.code = 128 + signum
 
 
-class CellFailed(Exception):
+class CellFailed(Ended):
     """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
 
     def __init__(self, cell: str, code: int, line: str):
@@ -166,7 +166,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
     """Exit with the code of an error inside. `memory_options` names the flags to change when memory runs out."""
     try:
         yield
-    except (BadInput, InUse, NotFinite, Stopped, CellFailed) as error:  # every rank has it
+    except Ended as error:  # every rank has it
         from machine import distributed
 
         if distributed.is_main():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import train
+from pages.progress import tqdm
 
 SIZES = "--dim 32 --layers 2 --heads 4 --kv-heads 2 --head-dim 16 --hidden-dim 40 --context 32 --batch-size 8"
 RUN = f"{SIZES} --tokenizer bytes --device cpu --dtype float32 --steps 13 --eval-every 10 --save-every 10"
@@ -31,10 +32,10 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, text, monkeypatch
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     taking(2, train, "accumulate_gradients")
     taking(50, train, "evaluate")
-    taking(7, train, "save_checkpoint")
+    taking(7, train.checkpoints, "save_checkpoint")
     shown = []
-    monkeypatch.setattr(train.tqdm, "set_postfix_str", lambda bar, figures, **options: shown.append(figures))
-    monkeypatch.setattr(train, "peak_memory", lambda device: 2.54e9)
+    monkeypatch.setattr(tqdm, "set_postfix_str", lambda bar, figures, **options: shown.append(figures))
+    monkeypatch.setattr("pages.progress.peak_memory", lambda device: 2.54e9)
     out, speed = tmp_path / "run", TOKENS / 2.0
     flags = [*RUN.split(), "--data", str(text), "--cache-dir", str(tmp_path / "cache"), "--out", str(out)]
 

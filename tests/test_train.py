@@ -96,16 +96,18 @@ def test_run_learns_and_writes_all_files(command, capsys):
 @pytest.mark.pictures
 def test_a_report_is_drawn_when_a_run_ends_or_stops(command, monkeypatch, tmp_path):
     """And between, at an evaluation, if the last one is old. Stopped before an evaluation, it says so."""
-    drawn, write_report = [], train.write_report
-    monkeypatch.setattr(train, "write_report", lambda folder, gzip: drawn.append(read_metrics(folder)[-1]["step"]))
+    drawn = []
+    for module in ("train", "pages.progress"):
+        record = lambda folder, gzip: drawn.append(read_metrics(folder)[-1]["step"])  # noqa: E731
+        monkeypatch.setattr(f"{module}.write_report", record)
     for flags, steps in (("", [6]), ("--resume", [6]), ("--resume --steps 8", [8])):
         command(f"--steps 6 --eval-every 2 {flags}")
         assert drawn == steps
         drawn.clear()
-    monkeypatch.setattr(train, "PRINT_EVERY", 0)
+    monkeypatch.setattr("pages.progress.EVERY", 0)
     command("--steps 6 --eval-every 2", "other")
     assert drawn == [2, 4, 6]
-    monkeypatch.setattr(train, "write_report", write_report)
+    monkeypatch.undo()
     with pytest.raises(SystemExit):
         command("--steps 6 --max-minutes 1e-9", "stopped")
     assert "<p>Not evaluated yet.</p>" in (tmp_path / "stopped/report.html").read_text()
@@ -520,7 +522,7 @@ def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(comm
 def test_a_tracker_continues_with_the_run(command, monkeypatch):
     """Under its id, from the step on at which it is resumed. Another run with the same options has its own id."""
     made = Mock()
-    monkeypatch.setattr(train, "make_tracker", made)
+    monkeypatch.setattr("pages.progress.make_tracker", made)
     for flags, out in (("--steps 2", "run"), ("--steps 3 --resume", "run"), ("--steps 2", "other")):
         command(flags, out)
     (first, start), (again, step), (other, _) = ((call.args[2]["id"], call.args[3]) for call in made.call_args_list)

@@ -89,7 +89,7 @@ def test_minutes_of_a_command_and_since_a_save(command, undisturbed, capsys, sam
             train.main([*command, "--max-minutes", "0.8", *flags])
         assert ended.value.code == 143 and find_checkpoint(tmp_path / "run").name == newest
         assert re.findall("^error: stopped by --max-minutes; continue", capsys.readouterr().err, re.M)
-    with patch.object(train, "save_checkpoint", wraps=train.save_checkpoint) as save:
+    with patch.object(train.checkpoints, "save_checkpoint", wraps=train.checkpoints.save_checkpoint) as save:
         train.main([*command, "--resume", "--max-minutes", "0", "--save-minutes", "0.5"])
     assert [call.args[1] for call in save.call_args_list] == [6, 8, 9]
     assert same(tmp_path / "run", undisturbed)
