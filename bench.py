@@ -24,8 +24,8 @@ from runtime.plugins import import_first
 # Of each command: the function, its own options, and what reads train.py's flags if it takes them as well.
 COMMANDS: dict[str, tuple[Any, Any, Any]] = {
     "norms": (benchmarks.bench_norms, benchmarks.NormsConfig, None),
-    "train": (benchmarks.bench_train, benchmarks.RoundsConfig, benchmarks.read_model),
-    "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig, benchmarks.read_model),
+    "train": (benchmarks.bench_train, benchmarks.RoundsConfig, benchmarks.with_model),
+    "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig, benchmarks.with_model),
 }
 GONE = {  # commands of earlier versions, and what there is instead
     "gpu": "bash results/gpu.sh runs the benchmarks of a GPU",

@@ -324,17 +324,26 @@ PRESETS: dict[str, Asked] = {
 }  # fmt: skip
 
 
-def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf) -> tuple[ModelConfig, TrainConfig]:
+def configure(
+    asked: Asked, found: Asked | None = None, previous: Asked | None = None, memory: float = math.inf
+) -> tuple[ModelConfig, TrainConfig]:
     """The configurations that follow from what was `asked`: defaults, preset, recipe, then what was asked.
 
     found: options that follow from files, which come after the preset. Those of the model and the tokenizer in
         --init-from may only be repeated by what is asked, except context and dropout. Or those of other data files.
+    previous: a run.json. What it was resolved to stays, except for what is asked now and what is derived from that. So
+        a changed default or another machine does not change a run.
     memory: of the GPU in bytes. The preset's micro-batches are halved below 12 GB, and again below 6 GB.
 
     What was asked for always wins. A value of the preset gives way if it does not fit: `hidden_dim` to another `dim`,
     `kv_heads` to heads that they do not divide, the vocabulary to bytes, and micro-batches that do not divide the
     batch, or over which a norm would take its statistics. Raises ValueError, naming the flag, for what is incompatible.
     """
+    if previous:
+        both = previous["asked"], combine(previous["asked"], asked)
+        then, now = (fields_of(*configure(each, found, memory=memory)) for each in both)
+        changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
+        return split(DEFAULTS | previous["resolved"] | changed)
     preset = dict(PRESETS[asked.get("preset", "tiny")])
     asked = combine(RECIPES[asked.get("recipe", "llama")], asked)
     for limit in (12e9, 6e9):
@@ -372,23 +381,6 @@ def configure(asked: Asked, found: Asked | None = None, memory: float = math.inf
     elif given.get("tokenizer") == "none":
         require("vocab_size" in asked, "token files need --tokenizer DIR or bytes, or --vocab-size")
     return split(given)
-
-
-def follow(
-    asked: Asked, previous: Asked | None, pretrained: Asked | None = None, memory: float = math.inf
-) -> tuple[ModelConfig, TrainConfig]:
-    """The configurations that follow from what was asked. What a `previous` run.json was resolved to stays.
-
-    Only the options asked for now change, and those that are derived from them. So a changed default or another machine
-    does not change the options of a run.
-    """
-    before: Asked = previous["asked"] if previous else {}
-    configs = configure(combine(before, asked), pretrained, memory)
-    if not previous:
-        return configs
-    then, now = fields_of(*configure(before, pretrained, memory)), fields_of(*configs)
-    changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
-    return split(DEFAULTS | previous["resolved"] | changed)
 
 
 def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:

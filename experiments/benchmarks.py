@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +19,13 @@ from torch.amp import GradScaler
 
 from config import DEVICES, TrainConfig, check_sizes, option
 from generate import cast_matrices, generate
-from machine.device import autocast, check_compile, peak_memory, pick_device, pick_dtype
+from machine.device import autocast, check_compile, peak_memory
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
 from optim import hidden_matrices, make_optimizers
 from roles import matrices
 from runtime.acceleration import fast_decoder
-from runtime.run import default_preset, follow, read_config_file
+from runtime.run import read_config_file, resolve
 from train import accumulate_gradients, update_weights
 
 Call = Callable[[], Any]
@@ -64,14 +64,12 @@ class GenerateConfig(RoundsConfig):
     samples: int = option(8, "batch size to measure in addition to batch size 1")
 
 
-def read_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
+def with_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
     """The options in `config`, with the model and the training that are asked for as of train.py."""
-    device = pick_device(asked.get("device", "auto"))
     previous = read_config_file(asked)
-    model, train = follow(asked if previous else {"preset": default_preset(device)} | asked, previous)
-    dtype = pick_dtype(train.dtype, device)
-    train = replace(train, dtype=str(dtype).removeprefix("torch."))
-    return SimpleNamespace(**vars(config), model=model, train=train, device=str(device), dtype=dtype)
+    _, model, train, _ = resolve({"compile": False} | asked, previous)
+    dtype = getattr(torch, train.dtype)
+    return SimpleNamespace(**vars(config), model=model, train=train, device=train.device, dtype=dtype)
 
 
 def host_seconds(call: Call, device: torch.device) -> float:
@@ -180,7 +178,7 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     step()  # the second has the optimizers' state from its start
     memory = peak_memory(device) - before
     size = PRODUCT_SIZE[device.type]
-    matrix = torch.randn(size, size, device=device, dtype=config.dtype)
+    matrix = torch.randn(size, size, device=device, dtype=getattr(torch, config.train.dtype))
     calls: dict[str, Call] = {"step": step, "product": partial(torch.mm, matrix, matrix)}
     seconds = time_alternately(calls, config.rounds, device)
     product = 2 * size**3 / seconds["product"]  # FLOP/s

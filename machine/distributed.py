@@ -86,7 +86,7 @@ def all_reduce_mean(x: Tensor) -> Tensor:
 
 
 def all_reduce_max(*numbers: int) -> list[int]:
-    """The largest of each of the `numbers` of all ranks. It does not pickle as `all_gather` does: fit for every step."""
+    """The largest of each of the `numbers` of all ranks. Unlike `all_gather` it does not pickle: fit for every step."""
     largest = torch.tensor(numbers)  # on the CPU
     if world_size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -8,21 +8,19 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, fields_of, follow
+from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, configure, fields_of
 from data.batches import find_token_files
 from data.corpus import Corpus
 from data.prepare import Prepared, given_tokenizer, prepare
-from data.tokenizer import KINDS, NoTokenizer
+from data.tokenizer import KINDS, NoTokenizer, Tokenizer
 from files import commit, require, warn
 from machine import distributed
 from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
-from model import Llama
 from norms import TRAITS
-from roles import matrices
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import check_imported_norm, import_records, warn_of_imports
@@ -86,7 +84,8 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if asked.get("init_from") and (asked.get("resume") or (eval_only and not other_text)):
         raise ValueError("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")
     folder, earlier = find_folder(asked, launch)
-    everything, model, config = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
+    resolved = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
+    everything, model, config, tokenizer = resolved
     changed, fixed = changed_options(earlier["resolved"], model, config) if earlier else ([], [])
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     above = (folder or RUNS_FOLDER / "new").resolve().parents
@@ -97,10 +96,10 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if earlier and other_text == config.data and not config.val_data:
         own_text = Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
         other_text = [] if own_text else other_text
-    tokenizer = saved = None
+    saved = None
     if earlier and folder and (config.init_from or other_text or config.tokenizer not in KINDS):
         saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
-    if saved or config.init_from or other_text:
+    if not tokenizer and (saved or config.init_from or other_text):
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or folder))
     names, val_names = config.data, config.val_data
     if other_text:
@@ -154,18 +153,20 @@ def read_config_file(asked: Asked) -> RunFile | None:
     return read_run_file(Path(asked["config"]))
 
 
-class Settings(NamedTuple):
-    """What was asked, with the preset, and the configurations that follow on this machine."""
+class Resolved(NamedTuple):
+    """What was asked, with the preset, the configurations that follow on this machine, and a tokenizer from a file."""
 
     asked: Asked
     model: ModelConfig
     training: TrainConfig
+    tokenizer: Tokenizer | None
 
 
-def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = False) -> Settings:
-    """Configurations in which everything that depends on the machine is decided.
+def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = False) -> Resolved:
+    """Configurations in which everything that depends on files and on the machine is settled.
 
-    `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken.
+    `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken. Raises
+    ValueError for what this machine cannot do.
     """
     asked = {name: value for name, value in asked.items() if name in DEFAULTS.keys() - {"out"} | {"preset", "recipe"}}
     before, kept = (previous["asked"], previous["resolved"]) if previous else ({}, {})
@@ -174,61 +175,60 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
     there = kept.get("device", "auto")  # another machine may lack it
     device = pick_device(asked.get("device") or (there if has_device(there) else before.get("device", "auto")))
     if not previous:
-        asked = {"preset": default_preset(device)} | asked
+        asked = {"preset": "tiny" if device.type == "cpu" else "small"} | asked
     everything = combine(before, asked)
-    found = {} if continues else find_options(everything)
+    tokenizer, found = (None, dict[str, Any]()) if continues else open_files(everything)
     if continues and everything.get("init_from"):  # DIR may be gone by now
         found = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
-    model, training = follow(asked, previous, found, memory)
+    model, training = configure(asked, found, previous, memory)
     if everything.get("init_from") and not continues:
         longest = found["trained_context"] or found["context"]
         if model.context > longest:
             warn(f"--context {model.context} is longer than that of --init-from, which is {longest}")
-    return Settings(everything, model, decide(model, training, device, asked))
-
-
-def find_options(asked: Asked) -> Asked:
-    """The options that follow from the files that were asked for; see `configure`."""
-    if asked.get("init_from"):
-        directory = find_checkpoint(asked["init_from"])
-        return asdict(open_model(directory)[0].config) | {"tokenizer": read_tokenizer(directory).kind}
-    if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
-        return {"tokenizer": NoTokenizer.kind}
-    kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
-    tokenizer = None if kind in KINDS else given_tokenizer(kind, MAX_SIZE)
-    return {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
-
-
-def default_preset(device: torch.device) -> str:
-    return "tiny" if device.type == "cpu" else "small"
-
-
-def decide(model: ModelConfig, training: TrainConfig, device: torch.device, asked: Asked) -> TrainConfig:
-    """`training` with what depends on the machine. Raises ValueError for what it cannot do."""
-    ranks = distributed.world_size()
+    needed = tokenizer.text_vocab_size if tokenizer else 0
+    too_small = f"--vocab-size {model.vocab_size} is too small: --tokenizer {training.tokenizer} has {needed} ids"
+    require(needed <= model.vocab_size, too_small)
     distributed.check_device(device)
     check_imported_norm(model, device)
     installed = training.log == "none" or find_spec(training.log)
     require(installed, f"--log {training.log} needs the package {training.log}: pip install {training.log}")
+    ranks = distributed.world_size()
     shard = training.shard and (ranks > 1 or "shard" in asked)
     dtype = str(pick_dtype(training.dtype, device, shard)).removeprefix("torch.")
-    compiled = training.compile
-    if compiled is None and device.type == "cuda":
-        # On an H200 compilation takes 2.3 s for each block, and saves 1.7 to 5.5 ms for each in every forward and
-        # backward pass (results/gpu-h200). It pays after 420 to 1,400 of them, and sooner on slower cards.
-        passes = training.steps * max(1, training.batch_size // (training.micro_batch_size * ranks))
-        compiled = passes >= COMPILED_PASSES
-    elif compiled is None:
-        with torch.device("meta"):
-            weights = sum(weight.numel() for _, _, weight in matrices(Llama(model)))
-        flops = 6 * weights * model.context * training.batch_size * training.steps
-        # On two cores it takes 20 s. So many FLOPs take five to ten minutes, of which it saves 2 to 20 %.
-        compiled = device.type == "cpu" and flops >= COMPILED_FLOPS
-    compiled = compiled and check_compile(device, asked.get("compile", False))
+    compiled = pays_to_compile(model, training, device, ranks) if training.compile is None else training.compile
+    compiled = compiled and check_compile(device, bool(asked.get("compile")))
     training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model, training, ranks)
-    return training
+    return Resolved(everything, model, training, tokenizer)
+
+
+def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
+    """The tokenizer in a file that was asked for, and the options that follow from it; see `configure`."""
+    if asked.get("init_from"):
+        directory = find_checkpoint(asked["init_from"])
+        tokenizer = read_tokenizer(directory)
+        return tokenizer, asdict(open_model(directory)[0].config) | {"tokenizer": tokenizer.kind}
+    if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
+        return None, {"tokenizer": NoTokenizer.kind}
+    kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
+    own = None if kind in KINDS else given_tokenizer(kind, MAX_SIZE)
+    return own, {"vocab_size": own.vocab_size} if own else {}
+
+
+def pays_to_compile(model: ModelConfig, training: TrainConfig, device: torch.device, ranks: int) -> bool:
+    """Whether a run is so long that torch.compile saves more time than it takes.
+
+    On an H200 it takes 2.3 s for each block, and saves 1.7 to 5.5 ms for each in every forward and backward pass
+    (results/gpu-h200): it pays after 420 to 1,400 passes, and sooner on slower cards. On two cores it takes 20 s, and
+    saves 2 to 20 % of the five to ten minutes that so many FLOPs take.
+    """
+    if device.type == "cuda":
+        passes = training.steps * max(1, training.batch_size // (training.micro_batch_size * ranks))
+        return passes >= COMPILED_PASSES
+    weights = 12 * model.layers * model.dim**2  # about
+    flops = 6 * weights * model.context * training.batch_size * training.steps
+    return device.type == "cpu" and flops >= COMPILED_FLOPS
 
 
 def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
