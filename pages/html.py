@@ -29,7 +29,7 @@ th, td { padding: 0.2rem 0.6rem 0.2rem 0; border-bottom: 1px solid #8886; text-a
 th { vertical-align: bottom; }
 pre { padding: 0.6rem; border: 1px solid #8886; font-size: 0.85rem; white-space: pre-wrap; }
 img { display: block; width: 100%; background: white; }
-@media (prefers-color-scheme: dark) { img.lines { filter: invert(0.93) hue-rotate(180deg); } }
+@media (prefers-color-scheme: dark) { img { filter: invert(0.93) hue-rotate(180deg); } }
 """
 
 
@@ -54,13 +54,10 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def figure(plot: "Figure", alt: str, look: str = "lines") -> str:
-    """A matplotlib figure as SVG in an `img`. `alt` says in words what it shows.
-
-    look: `lines` are inverted in the dark theme; `colors`, which stand for numbers, are not.
-    """
+def figure(plot: "Figure", alt: str) -> str:
+    """A matplotlib figure as SVG in an `img`, inverted in the dark theme. `alt` says in words what it shows."""
     data = base64.b64encode(drawn(plot, "svg")).decode()
-    return f'<figure><img class="{look}" src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
+    return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
 def folded(title: str, content: str) -> str:

@@ -59,11 +59,10 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
         figure(plot, alt=f"Loss over steps. {result}"),
     ]
     if watched := read_rows(folder / "watch.jsonl"):
-        from pages.watch import plot_maps, plot_streams  # only with --watch
+        from pages.watch import plot_streams  # only with --watch
 
         streams = figure(plot_streams({"": watched}), alt="RMS of the residual stream over depth")
-        maps = figure(plot_maps(watched), "Heat maps of watch.jsonl over steps and depth", "colors")
-        sections += ["<h2>Inside the model</h2>", streams, folded("Heat maps over steps and depth", maps)]
+        sections += ["<h2>Inside the model</h2>", streams]
     sections += [
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
