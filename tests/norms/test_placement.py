@@ -108,10 +108,6 @@ def reference_logits(
     for number, (block, f, at) in enumerate(sublayers):
         first = at + "norm"
         match placement:
-            case "pre":
-                x = x + f(norm(first)(x))
-            case "post":
-                x = norm(first)(x + f(x))
             case "deepnorm":
                 x = norm(first)((2 * layers) ** 0.25 * x + f(x))
             case "sandwich":
@@ -147,7 +143,7 @@ def reference_logits(
             case "ngpt":
                 x = unit(x + (0.05 * 4 * w[at + "alpha"]).abs() * (unit(f(x)) - x))
     match placement:
-        case "post" | "deepnorm" | "keel":
+        case "deepnorm" | "keel":
             pass
         case "ngpt":
             return x @ w["lm_head.weight"].T * w["lm_head.scale"] * 4
@@ -162,11 +158,12 @@ def reference_logits(
     return x @ w["lm_head.weight"].T
 
 
-RELEASED = ("parallel", "minimax", "mhc", "attnres-block")  # test_recipes.py compares these with released code
-CELLS = [(name, "rmsnorm", "none") for name in PLACEMENTS if name not in RELEASED] + [
-    ("pre", "layernorm", "none"), ("sandwich", "layernorm", "none"), ("siamese", "layernorm", "none"),
-    ("hybrid", "layernorm", "none"), ("hybrid", "rmsnorm", "head"), ("hybrid", "rmsnorm", "full"),
-    ("reordered", "rmsnorm", "full"), ("residual", "rmsnorm", "head"), ("ngpt", "rmsnorm", "head"),
+ELSEWHERE = ["pre", "post"]  # test_minimal.py compares these with examples/minimal.py
+ELSEWHERE += ["parallel", "minimax", "mhc", "attnres-block"]  # and test_recipes.py these with released code
+CELLS = [(name, "rmsnorm", "none") for name in PLACEMENTS if name not in ELSEWHERE] + [
+    ("sandwich", "layernorm", "none"), ("siamese", "layernorm", "none"), ("hybrid", "layernorm", "none"),
+    ("hybrid", "rmsnorm", "head"), ("hybrid", "rmsnorm", "full"), ("reordered", "rmsnorm", "full"),
+    ("residual", "rmsnorm", "head"), ("ngpt", "rmsnorm", "head"),
 ]  # fmt: skip
 
 
