@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="a text file (default: modules of Python's standard library)")
     parser.add_argument("--norm", choices=["rmsnorm", "layernorm"], default="rmsnorm")
     parser.add_argument("--placement", choices=["pre", "post"], default="pre")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=0.004, help="peak of the learning rate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

@@ -82,7 +82,6 @@ def test_optimizer_and_settings_of_each_parameter():
         groups = [group for each in optimizers for group in each.param_groups]
         for group in groups:
             assert group["lr"] == 0.05 * group["lr_ratio"] and group.get("momentum", 0.3) == 0.3
-            assert (group.get("betas", (0.9, 0.95)), group.get("eps", 1e-8)) == ((0.9, 0.95), 1e-8)
         decay = {names[id(weight)]: group["weight_decay"] for group in groups for weight in group["params"]}
         assert len(decay) == sum(len(group["params"]) for group in groups) == len(names)
         for name, rate in decay.items():
