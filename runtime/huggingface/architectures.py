@@ -330,8 +330,9 @@ def _same_rope(theirs: Fields, kinds: list[str]) -> Fields:
     require(isinstance(scaling, dict), f"rope_scaling must be an object, not {scaling!r}")
     valid = is_a(given, dict[str, dict]) and given.keys() <= set(LAYER_TYPES)
     require(valid, f"rope_parameters must have a part for each kind of layers, not {given!r}")
-    full = given.get("full_attention") or {"rope_theta": theta}  # or in the spelling of transformers 4
-    sliding = given.get("sliding_attention") or {"rope_theta": theirs.get("rope_local_base_freq", theta)}
+    local = ARCHITECTURES[theirs["model_type"]].defaults["rope_theta"]  # rope_theta is that of full attention
+    full = {"rope_theta": theta} | given.get("full_attention", {})
+    sliding = {"rope_theta": theirs.get("rope_local_base_freq", local)} | given.get("sliding_attention", {})
     parts = {"full_attention": full | scaling, "sliding_attention": sliding}
     used = [parts[kind] for kind in kinds]
     require(used.count(used[0]) == len(used), f"RoPE that differs by layer is not supported: {parts}")

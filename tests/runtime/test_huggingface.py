@@ -289,6 +289,38 @@ def test_windows_shorter_than_the_context_are_refused(model_type, fields, messag
         assert from_theirs(theirs).rope_theta == (1e6 if model_type == "gemma3_text" else 1e4)
 
 
+FULL, SLIDING = MIXED[:1] * 2, MIXED[1:] * 2
+DEFAULT_TYPE = {kind: {"rope_type": "default"} for kind in MIXED}
+ROPE_BY_LAYER = [  # and the base that transformers uses, or None if it has two
+    ("gemma3_text", {"rope_theta": 5e4}, FULL, 5e4),
+    ("gemma3_text", {"rope_theta": 5e4}, SLIDING, 1e4),
+    ("gemma3_text", {"rope_theta": 1e4}, MIXED, 1e4),
+    ("gemma3_text", {"rope_theta": 5e4, "rope_parameters": DEFAULT_TYPE}, SLIDING, 1e4),
+    ("gemma3_text", {"rope_theta": 5e4, "rope_parameters": DEFAULT_TYPE}, MIXED, None),
+    ("olmo3", {"rope_theta": 5e4}, FULL, 5e4),
+    ("olmo3", {"rope_theta": 5e4}, SLIDING, 5e5),
+    ("olmo3", {"rope_theta": 5e4}, MIXED, None),
+    ("olmo3", {}, MIXED, 5e5),
+    ("olmo3", {"rope_theta": 5e4, "rope_parameters": DEFAULT_TYPE}, SLIDING, 5e5),
+]
+
+
+@pytest.mark.parametrize("model_type, fields, kinds, theta", ROPE_BY_LAYER)
+def test_rope_of_sliding_layers_does_not_follow_rope_theta(model_type, fields, kinds, theta):
+    transformers = pytest.importorskip("transformers")
+    theirs = to_theirs(of_family(model_type))
+    theirs = {name: value for name, value in theirs.items() if not name.startswith("rope_")}
+    theirs |= fields | {"layer_types": kinds}
+    there = transformers.AutoConfig.for_model(**json.loads(json.dumps(theirs))).rope_parameters
+    bases = {there[kind]["rope_theta"] for kind in kinds}
+    assert bases == {theta} or (theta is None and len(bases) == 2)
+    if theta is None:
+        with pytest.raises(ValueError, match="RoPE that differs by layer"):
+            from_theirs(theirs)
+    else:
+        assert from_theirs(theirs).rope_theta == theta
+
+
 @pytest.mark.parametrize("model_type, config", [("llama", LLAMA), *((name, of_family(name)) for name in FAMILIES)])
 def test_missing_fields_have_the_defaults_of_transformers(model_type, config):
     transformers = pytest.importorskip("transformers")
