@@ -28,6 +28,7 @@ FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "order", "optimizer")  # T
 ARGUMENTS = {"norm_args": "norm", "qk_norm_args": "norm", "placement_args": "placement"}  # and what they are for
 # Options about a part of the model, and the option that adds the part, unless it is "none".
 NEEDS = {"qk_norm_args": "qk_norm", "qk_norm_after_rope": "qk_norm", "gate_activation": "attention_gate"}
+WSD_DECAY = 0.2  # fraction of all steps in which the schedule `wsd` decays
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
 
 
@@ -289,6 +290,9 @@ class TrainConfig:
         require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
         require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
         require(0 <= self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
+        longest = int(self.steps * (1 - WSD_DECAY)) if self.schedule == "wsd" else self.steps - 1
+        too_long = f"--warmup {self.warmup} is too long: with --steps {self.steps} and --schedule {self.schedule}"
+        require(self.warmup <= longest, f"{too_long} it can be at most {longest}")
         require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
         micro = f"--micro-batch-size {self.micro_batch_size}"
         divisible = self.batch_size % self.micro_batch_size == 0

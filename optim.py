@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from config import TrainConfig
+from config import WSD_DECAY, TrainConfig
 from machine import distributed
 from model import Llama
 from norms import KINDS
@@ -19,7 +19,6 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: singular val
 NEWTON_SCHULZ_STEPS = 5
 BATCH, ELEMENTS = 8, 1 << 26  # Muon multiplies so many matrices at once, or so many elements if that is more
 ADAMW_LR_RATIO = 2.0  # learning rate of AdamW for embedding, head and norms, relative to Muon's
-WSD_DECAY = 0.2  # fraction of all steps in which the `wsd` schedule decays
 
 
 def make_optimizers(model: Llama, config: TrainConfig) -> list[Optimizer]:

@@ -129,19 +129,10 @@ class Trainer:
                 print(f"the run in {run.folder} already has {self.step} steps; raise --steps to continue")
             return
         description = describe_run(run, sum(weight.numel() for weight in self.model.parameters()))
-        with deterministic(config.deterministic), stop_requests() as signals:
-            self.progress = Progress(run, description, self.step) if distributed.is_main() else None
-            try:
-                self.loop(signals)
-            except (NotFinite, Stopped) as ended:
-                if self.progress:
-                    if isinstance(ended, NotFinite):
-                        self.progress.log.add(step=ended.step, not_finite=True)
-                    self.progress.report()
-                raise
-            finally:
-                if self.progress:
-                    self.progress.bar.close()
+        with deterministic(config.deterministic), stop_requests() as signals, ExitStack() as opened:
+            if distributed.is_main():
+                self.progress = opened.enter_context(Progress(run, description, self.step))
+            self.loop(signals)
         if self.progress:
             self.progress.print_summary(self.seconds())
 

@@ -1,15 +1,18 @@
 """What a run says and leaves while it trains, on rank 0: its log, the progress bar, samples, and the report."""
 
 import time
+from contextlib import ExitStack
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from data.tokenizer import NoTokenizer
 from machine.device import peak_memory
+from machine.process import NotFinite, Stopped
 from pages.run import write_report
 from runtime.plugins import command_to_type, keep_copies
 from runtime.run import Run
-from runtime.run_dir import Log, Row, RunFile, continued, keep_rows, make_tracker, write_run_file
+from runtime.run_dir import Log, Row, RunFile, continued, keep_rows, open_tracker, write_run_file
 
 EVERY = 30  # seconds between lines where there is no progress bar, and between reports
 
@@ -24,8 +27,11 @@ class Progress:
             keep_rows(run.folder / "metrics.jsonl", step)  # before a new --save-every is in run.json
         write_run_file(run.folder / "run.json", description)
         keep_copies(run.folder)
-        self.log = Log(run.folder, step, make_tracker(config.log, run.folder, description, step))
-        self.bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+        self.opened = ExitStack()
+        tracker = self.opened.enter_context(open_tracker(config.log, run.folder, description, step))
+        self.log = Log(run.folder, step, tracker)
+        bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+        self.bar = self.opened.enter_context(bar)
         self.printed = self.reported = time.perf_counter()
         self.bar.write(
             f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
@@ -33,6 +39,17 @@ class Progress:
             f"{', with torch.compile' if config.compile else ''}; the run is {run.folder}"
             f"{f', from step {step}' if step else ''}"
         )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """A run that diverges or is stopped gets its report, and the tracker is told of any error."""
+        if isinstance(error[1], NotFinite):
+            self.log.add(step=error[1].step, not_finite=True)
+        if isinstance(error[1], NotFinite | Stopped):
+            self.report()
+        self.opened.__exit__(*error)
 
     def add_training(self, loss: float, row: Row) -> None:
         """Log a row, and show the `loss` of the last step."""

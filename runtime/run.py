@@ -142,6 +142,8 @@ def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile |
     saved = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
     lost = saved and not list_checkpoints(out)
     require(not lost, f"{out}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
+    if not (out / "metrics.jsonl").is_file() and list_checkpoints(out):
+        warn(f"warning: {out}/metrics.jsonl is missing; the log begins again at the checkpoint")
     return out, run
 
 

@@ -1,9 +1,11 @@
 """The directory of a run: who may write to it, its run.json, and its logs."""
 
 import json
+import math
+import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,40 +142,55 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a `.jsonl`, or none. A truncated last line is ignored. Raises ValueError for other damage."""
-    rows = []
+    """The rows of a `.jsonl`, or none. A truncated last line is ignored.
+
+    Raises ValueError, naming the line, for other damage: a row that is there twice, steps that fall, NaN.
+    """
+    rows: list[Row] = []
+    found = set()
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
         row: Any = None
         with suppress(ValueError):
             row = json.loads(line)
         valid = isinstance(row, dict) and is_a(row.get("step"), int)
-        require(valid, f"{path} is damaged: line {number} is not a row of JSON with a step; repair or remove the file")
+        damaged = f"{path} is damaged: line {number}"
+        require(valid, f"{damaged} is not a row of JSON with a step; repair or remove the file")
+        finite = all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+        require(finite, f"{damaged} has a value that is not finite; repair or remove the file")
+        names = (row["step"], row.get("block"), row.get("site"), *row)  # what is there once
+        follows = names not in found and (not rows or row["step"] >= rows[-1]["step"])
+        require(follows, f"{damaged} does not follow the line before it; repair or remove the file")
+        found.add(names)
         rows.append(row)
     return rows
 
 
-def make_tracker(kind: str, folder: Path, run: RunFile, step: int) -> Tracker:
+@contextmanager
+def open_tracker(kind: str, folder: Path, run: RunFile, step: int) -> Iterator[Tracker]:
     """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any.
 
-    TensorBoard then hides earlier rows after `step`, which run again. Weights & Biases continues the run with this id.
+    TensorBoard then hides earlier rows after `step`, which run again. Weights & Biases continues the run with this id,
+    in the project that WANDB_PROJECT names, and marks it as failed if an error ends it.
     """
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        with SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1) as writer:
 
-        def to_tensorboard(row: Row) -> None:
-            for name, value in row.items():
-                if name != "step" and value is not None:
-                    writer.add_scalar(name, value, row["step"])
-            writer.flush()
+            def to_tensorboard(row: Row) -> None:
+                for name, value in row.items():
+                    if name != "step" and value is not None:
+                        writer.add_scalar(name, value, row["step"])
+                writer.flush()
 
-        return to_tensorboard
-    if kind == "wandb":
+            yield to_tensorboard
+    elif kind == "wandb":
         import wandb
 
-        options = {"id": run["id"], "resume": "allow", "reinit": "finish_previous"}
-        tracked = wandb.init(project="normal-llama", name=folder.name, dir=str(folder), config=run, **options)
-        return lambda row: tracked.log({name: row[name] for name in row.keys() - {"step"}}, step=row["step"])
-    return lambda row: None
+        project = os.environ.get("WANDB_PROJECT", "normal-llama")
+        names = {"project": project, "name": folder.name, "dir": str(folder), "id": run["id"]}
+        with wandb.init(**names, config=run, resume="allow", reinit="finish_previous") as tracked:
+            yield lambda row: tracked.log({name: row[name] for name in row.keys() - {"step"}}, step=row["step"])
+    else:
+        yield lambda row: None

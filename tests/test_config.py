@@ -62,6 +62,8 @@ BAD_VALUES = {
     "--weight-decay nan": "--weight-decay must be 0 or more and finite, not nan",
     "--clip inf": "--clip must be 0 or more and finite, not inf",
     **{f"--min-lr {value}": f"--min-lr must be from 0 to --lr, 0.015, not {value}" for value in ("-0.1", "0.1", "nan")},
+    "--warmup 20 --steps 20": "--warmup 20 is too long: with --steps 20 and --schedule linear it can be at most 19",
+    "--warmup 17 --steps 20 --schedule wsd": "with --steps 20 and --schedule wsd it can be at most 16",
     "--momentum 1": "--momentum must be at least 0 and below 1, not 1.0",
     "--rope-theta 0": "--rope-theta must be a positive number, not 0.0",
     "--seed 9223372036854775808": "--seed must be below 2**63",

@@ -11,7 +11,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -218,6 +218,8 @@ def test_learning_rate_schedules():
     for schedule, middle in (("cosine", 0.625), ("linear", 0.625), ("wsd", 1.0)):
         floored = TrainConfig(schedule=schedule, steps=100, warmup=10, lr=1.0, min_lr=0.25)
         assert [learning_rate(floored, step) for step in (4, 55, 100)] == pytest.approx([0.5, middle, 0.25])
+    longest = TrainConfig(schedule="wsd", steps=100, warmup=80, lr=1.0)
+    assert [learning_rate(longest, step) for step in (78, 79, 80, 90)] == pytest.approx([79 / 80, 1.0, 1.0, 0.5])
     constant = TrainConfig(schedule="constant", steps=100, warmup=0, lr=1.0)
     assert {learning_rate(constant, step) for step in range(100)} == {1.0}
 
@@ -512,8 +514,8 @@ def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(comm
 
 def test_a_tracker_continues_with_the_run(command, monkeypatch):
     """Under its id, from the step on at which it is resumed. Another run with the same options has its own id."""
-    made = Mock()
-    monkeypatch.setattr("pages.progress.make_tracker", made)
+    made = MagicMock()
+    monkeypatch.setattr("pages.progress.open_tracker", made)
     for flags, out in (("--steps 2", "run"), ("--steps 3 --resume", "run"), ("--steps 2", "other")):
         command(flags, out)
     (first, start), (again, step), (other, _) = ((call.args[2]["id"], call.args[3]) for call in made.call_args_list)

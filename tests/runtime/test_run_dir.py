@@ -1,13 +1,16 @@
 """The files of a run directory, of which run.json is the description that is read again."""
 
 import errno
+import json
 import sys
-from unittest.mock import Mock
+from contextlib import suppress
+from unittest.mock import MagicMock
 
 import pytest
 
 from files import explained
-from runtime.run_dir import Log, make_tracker, read_rows, read_run_file, write_run_file
+from machine.process import NotFinite
+from runtime.run_dir import Log, open_tracker, read_rows, read_run_file, write_run_file
 
 RUN = {"asked": {}, "resolved": {"dim": 16, "lr": 0.01}, "versions": {}, "commit": "0123abc"}
 
@@ -38,26 +41,50 @@ def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
         read_run_file(path)
 
 
-@pytest.mark.parametrize("line", ['{"step": 4', "\x00", "5", '{"train_loss": 1.0}'])
-def test_a_damaged_log_names_its_line(line, tmp_path):
+DAMAGE = {
+    '{"step": 4': "is not a row of JSON with a step",
+    "\x00": "is not a row of JSON with a step",
+    "5": "is not a row of JSON with a step",
+    '{"train_loss": 1.0}': "is not a row of JSON with a step",
+    '{"step": 3, "train_loss": 2.0}': "does not follow the line before it",
+    '{"step": 2, "train_loss": 1.0}': "does not follow the line before it",
+    '{"step": 4, "train_loss": NaN}': "has a value that is not finite",
+    '{"step": 4, "train_loss": 1e999}': "has a value that is not finite",
+}
+
+
+@pytest.mark.parametrize("line, problem", DAMAGE.items())
+def test_a_damaged_log_names_its_line(line, problem, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "train_loss": 1.0}\n' + line)
     assert read_rows(path) == [{"step": 3, "train_loss": 1.0}]  # a line that was not finished
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is not a row of JSON"):
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl is damaged: line 2 {problem}; repair or remove the file"):
         read_rows(path)
+
+
+def test_rows_of_one_step_differ(tmp_path):
+    rows = [{"step": 3, "train_loss": 1.0}, {"step": 3, "val_loss": 1.0}]
+    rows += [{"step": 4, "block": block, "site": site} for block in (0, 1) for site in ("attention", "mlp")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_rows(tmp_path / "rows.jsonl") == rows
 
 
 def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
     """Of stand-ins for the packages, which nothing else here needs."""
-    tensorboard, wandb = Mock(), Mock()
+    tensorboard, wandb = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = RUN | {"id": "f1"}
     for kind in ("tensorboard", "wandb", "none"):
-        Log(tmp_path, 0, make_tracker(kind, tmp_path, run, 3)).add(step=4, train_loss=1.5, grad_norm=None)
-    tensorboard.SummaryWriter.return_value.add_scalar.assert_called_once_with("train_loss", 1.5, 4)
-    wandb.init.return_value.log.assert_called_once_with({"train_loss": 1.5, "grad_norm": None}, step=4)
+        with suppress(NotFinite), open_tracker(kind, tmp_path, run, 3) as tracker:
+            Log(tmp_path, 0, tracker).add(step=4, train_loss=1.5, grad_norm=None)
+            raise NotFinite("loss is not finite")
+    writer, tracked = tensorboard.SummaryWriter.return_value, wandb.init.return_value
+    writer.__enter__.return_value.add_scalar.assert_called_once_with("train_loss", 1.5, 4)
+    tracked.__enter__.return_value.log.assert_called_once_with({"train_loss": 1.5, "grad_norm": None}, step=4)
+    for ended in (writer.__exit__, tracked.__exit__):
+        assert ended.call_args.args[0] is NotFinite  # which marks it as failed
     options = {"config": run, "id": "f1", "resume": "allow"}  # a resumed run goes on there
     assert wandb.init.call_args.kwargs.items() >= options.items()
     assert tensorboard.SummaryWriter.call_args.kwargs == {"purge_step": 4}  # steps 4 and later are new
