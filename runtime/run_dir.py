@@ -190,7 +190,11 @@ def open_tracker(kind: str, folder: Path, run: RunFile, step: int) -> Iterator[T
 
         project = os.environ.get("WANDB_PROJECT", "normal-llama")
         names = {"project": project, "name": folder.name, "dir": str(folder), "id": run["id"]}
-        with wandb.init(**names, config=run, resume="allow", reinit="finish_previous") as tracked:
+        tracked, failed = wandb.init(**names, config=run, resume="allow", reinit="finish_previous"), True
+        try:
             yield lambda row: tracked.log({name: row[name] for name in row.keys() - {"step"}}, step=row["step"])
+            failed = False
+        finally:
+            tracked.finish(exit_code=int(failed))  # as a context, it would print a traceback
     else:
         yield lambda row: None

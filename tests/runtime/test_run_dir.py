@@ -1,6 +1,7 @@
 """The files of a run directory, of which run.json is the description that is read again."""
 
 import errno
+import itertools
 import json
 import sys
 from contextlib import suppress
@@ -76,15 +77,16 @@ def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = RUN | {"id": "f1"}
-    for kind in ("tensorboard", "wandb", "none"):
+    for kind, error in itertools.product(("tensorboard", "wandb", "none"), ((), (NotFinite("loss is not finite"),))):
         with suppress(NotFinite), open_tracker(kind, tmp_path, run, 3) as tracker:
             Log(tmp_path, 0, tracker).add(step=4, train_loss=1.5, grad_norm=None)
-            raise NotFinite("loss is not finite")
+            for each in error:
+                raise each
     writer, tracked = tensorboard.SummaryWriter.return_value, wandb.init.return_value
-    writer.__enter__.return_value.add_scalar.assert_called_once_with("train_loss", 1.5, 4)
-    tracked.__enter__.return_value.log.assert_called_once_with({"train_loss": 1.5, "grad_norm": None}, step=4)
-    for ended in (writer.__exit__, tracked.__exit__):
-        assert ended.call_args.args[0] is NotFinite  # which marks it as failed
+    writer.__enter__.return_value.add_scalar.assert_called_with("train_loss", 1.5, 4)
+    tracked.log.assert_called_with({"train_loss": 1.5, "grad_norm": None}, step=4)
+    assert writer.__exit__.call_count == 2
+    assert [call.kwargs for call in tracked.finish.call_args_list] == [{"exit_code": 0}, {"exit_code": 1}]
     options = {"config": run, "id": "f1", "resume": "allow"}  # a resumed run goes on there
     assert wandb.init.call_args.kwargs.items() >= options.items()
     assert tensorboard.SummaryWriter.call_args.kwargs == {"purge_step": 4}  # steps 4 and later are new
