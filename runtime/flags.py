@@ -16,9 +16,9 @@ from machine.process import bad_input
 from recipes import RECIPES
 from runtime.plugins import import_first
 
-SYNONYMS = {  # names in nanoGPT and Hugging Face that are not spelled like ours
+SYNONYMS = {  # names in nanoGPT, Hugging Face and generate.py that are not spelled like ours
     "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
-    "--block-size": "--context", "--seq-len": "--context",
+    "--block-size": "--context", "--seq-len": "--context", "--checkpoint": "--out",
 }  # fmt: skip
 TRUTH = {"true": True, "false": False}
 BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option

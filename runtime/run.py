@@ -96,6 +96,10 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if earlier and other_text == config.data and not config.val_data:
         own_text = Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
         other_text = [] if own_text else other_text
+    trained = [Path(name).resolve() for name in earlier["resolved"]["data"]] if earlier else []
+    for path in map(Path.resolve, map(Path, other_text)):
+        if any(path == each or path in each.parents or each in path.parents for each in trained):
+            warn(f"warning: the run was trained on text of {path}")
     saved = None
     if earlier and folder and (config.init_from or other_text or config.tokenizer not in KINDS):
         saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
@@ -110,7 +114,7 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         known = not earlier or other_text or earlier[name]["hash"] == here
         require(known, f"the run in {folder} was trained with another {name}; start a new run for this one")
-    if changed and distributed.is_main():
+    if changed and not eval_only and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)
     folder = folder or RUNS_FOLDER / f"{data.corpus_name}-{model.norm}-{model.placement}"
     return Run(folder, everything, model, config, data, command, earlier)

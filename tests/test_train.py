@@ -395,11 +395,27 @@ def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_it
     for which in ("--out", str(run)), ("--config", str(run / "run.json")):
         train.main(["--eval-only", *which])
         assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in capsys.readouterr().out
+    for data in (text, shutil.copy(text, text.with_name("copy.txt"))):  # its own text, of which a part was held out
+        train.main(["--eval-only", "--out", str(run), "--data", str(data)])
+        shown = capsys.readouterr()
+        assert f"val_bpb {read_metrics(run)[-1]['val_bpb']:.4f}" in shown.out
+        assert "changed" not in shown.err and "warning" not in shown.err
     text.write_text(text.read_text() + "one more line\n")
     for flag in ("--resume", "--eval-only"):
         with pytest.raises(SystemExit) as excinfo:
             train.main([flag, "--out", str(run)])
         assert excinfo.value.code == 2 and "was trained with another corpus; start a new run" in capsys.readouterr().err
+
+
+def test_evaluation_on_training_text_says_so(command, capsys, text, tmp_path):
+    (tmp_path / "texts").mkdir()
+    part, whole = Path(shutil.move(text, tmp_path / "texts/part.txt")), tmp_path / "texts"
+    (whole / "more.txt").write_text("a bird hears the dog. " * 99)
+    for trained, flag, data in ((part, "--val-data", part), (part, "--data", whole), (whole, "--data", part)):
+        said.clear()  # a line comes once
+        run = command("--steps 1", f"{trained.name}{flag}", data=trained)
+        train.main(f"--eval-only --out {run} {flag} {data} --cache-dir {tmp_path / 'cache'}".split())
+        assert f"warning: the run was trained on text of {data}\n" in capsys.readouterr().err
 
 
 def test_a_model_is_evaluated_on_all_of_another_text(command, capsys, tmp_path, text):

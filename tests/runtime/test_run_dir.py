@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 from contextlib import suppress
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_damaged_log_names_its_line(line, problem, tmp_path):
 
 
 def test_rows_of_one_step_differ(tmp_path):
-    rows = [{"step": 3, "train_loss": 1.0}, {"step": 3, "val_loss": 1.0}]
+    rows: list[dict[str, Any]] = [{"step": 3, "train_loss": 1.0}, {"step": 3, "val_loss": 1.0}]
     rows += [{"step": 4, "block": block, "site": site} for block in (0, 1) for site in ("attention", "mlp")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_rows(tmp_path / "rows.jsonl") == rows
