@@ -21,6 +21,7 @@ from recipes import RECIPES
 Asked = dict[str, Any]  # options by the names of fields, "preset" and "recipe"
 
 MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
+MAX_LAYERS = 1 << 12  # Python builds a thousand in two seconds.
 DEVICES = "auto, cpu, cuda, cuda:N for one of several GPUs, or mps"  # `machine.device.pick_device` checks --device
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -153,7 +154,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_values(self)
-        check_sizes(self, "dim", "layers", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
+        check_sizes(self, "layers", most=MAX_LAYERS)
+        check_sizes(self, "dim", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
         require(self.context > 1, "--context must be at least 2, not 1")
         divisible = self.head_dim or self.dim % self.heads == 0
         require(divisible, f"--dim {self.dim} is not divisible by --heads {self.heads}")

@@ -54,7 +54,10 @@ BAD_VALUES = {
     **{f"--lr {value}": f"--lr must be a positive number, not {float(value)}" for value in ("0", "nan")},
     **{f"--dropout {value}": f"--dropout must be at least 0 and below 1, not {float(value)}" for value in ("1", "nan")},
     **{f"--{name} 0": f"--{name} must be at least 1, not 0" for name in SIZES},
-    **{f"--{name} {10**20}": f"--{name} must be at most 2147483647, not {10**20}" for name in SIZES},
+    **{
+        f"--{name} {10**20}": f"--{name} must be at most 2147483647, not {10**20}" for name in SIZES if name != "layers"
+    },
+    "--layers 4097": "--layers must be at most 4096, not 4097",
     "--data=": "--data must not be empty; name python, shakespeare, or a path",
     "--val-data=": "--val-data must not be empty",
     "--cache-dir=": "--cache-dir must not be empty",

@@ -71,6 +71,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "\x1b[2J"}, r"model_type '\\x1b\[2J' is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
     ({"hidden_size": "16"}, "hidden_size must be a positive integer"),
+    ({"num_hidden_layers": 30_000}, "--layers must be at most 4096, not 30000"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
     ({"head_dim": 7}, "--head-dim 7 "),
     ({"attention_bias": True}, "attention_bias True is not supported, only False"),
