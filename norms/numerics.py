@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+FP32 = torch.finfo(torch.float32)
+
 
 def upcast(x: Tensor) -> Tensor:
     """x in the precision of statistics and gains: fp32, or float64 if x is float64.
