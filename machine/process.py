@@ -175,7 +175,8 @@ def exit_codes(memory_options: str) -> Iterator[None]:
         sys.exit(error.code)
     except Exception as error:
         if out_of_memory(error):
-            _print_error(f"out of memory; try a smaller {memory_options}")
+            named = str(error).startswith("out of memory")  # with the file that was read
+            _print_error(str(error) if named else f"out of memory; try a smaller {memory_options}")
             sys.exit(OUT_OF_MEMORY)
         if isinstance(error, OSError):  # usually a full disk; every finished checkpoint is intact
             if error.errno or os.environ.get("RANK", "0") == "0":  # another rank's has no number

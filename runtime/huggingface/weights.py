@@ -16,6 +16,7 @@ from torch import Tensor
 
 from config import ModelConfig
 from files import is_a, read_json, require
+from machine.process import out_of_memory
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -114,10 +115,16 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor in its own memory, because matrix products round differently at other alignments.
 
-        The file is closed again, so that the pages of a large file do not add up. Raises ValueError for NaN and inf.
+        The file is closed again, so that the pages of a large file do not add up. Raises ValueError for NaN and inf,
+        and MemoryError, naming the file, if there is too little memory.
         """
-        with safe_open(self.path, "pt") as file:
-            tensor = self.change(file.get_tensor(self.name)).clone()
+        try:
+            with safe_open(self.path, "pt") as file:
+                tensor = self.change(file.get_tensor(self.name)).clone()
+        except Exception as error:
+            if out_of_memory(error):
+                raise MemoryError(f"out of memory: {self.path} has {self.name} of the shape {self.shape}") from error
+            raise
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{self.path}: {self.name} has values that are NaN or infinite")
         return tensor

@@ -4,6 +4,7 @@ warnings as errors, missing packages, no memory.
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 import generate
 import train
-from machine.process import PACKAGES, SETUP
+from machine.process import PACKAGES, SETUP, exit_codes
 from runtime.checkpoint import list_checkpoints, verify
+from runtime.huggingface.weights import stored_tensors
 
 ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
@@ -85,3 +87,26 @@ def test_generating_without_memory(undisturbed, ends, monkeypatch):
     monkeypatch.setattr(generate, "stream_text", lambda *args: torch.empty(1 << 60))
     code, error = ends(generate.main, ["--device", "cpu", "--checkpoint", str(undisturbed)])
     assert code == 3 and error.splitlines()[-1] == "error: out of memory; try a smaller --samples or --tokens"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_weights_that_do_not_fit_into_memory_are_named(ends, tmp_path):
+    path, size = tmp_path / "model.safetensors", 1 << 32
+    header = json.dumps({"x": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + size)  # a sparse file
+    (stored,) = stored_tensors(path).values()
+
+    def read(arguments: list[str]) -> None:
+        with exit_codes("--samples"):
+            stored.read()
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    for space in (size // 4, size + size // 4):  # too little for the file, and for a copy of it
+        resource.setrlimit(resource.RLIMIT_AS, (used + space, hard))
+        try:
+            code, error = ends(read, [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        assert code == 3 and error == f"error: out of memory: {path} has x of the shape (1073741824,)\n"
