@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
-from files import lock_file, require
+from files import BadInput, lock_file, require
 from generate import TextStream, generate
 from machine import distributed
 from machine.device import autocast, deterministic, set_up_cpu, to_device
-from machine.process import NotFinite, Stopped, bad_input, exit_codes, stop_requests
+from machine.process import NotFinite, Stopped, bad_input, exit_codes, missing_packages, stop_requests
 from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers
@@ -410,6 +410,8 @@ def train(**options: Any) -> Trained:
     Raises ValueError with the command's message for invalid options, NotFinite if the run diverges, InUse if another
     process uses its directory, and Stopped if a signal has ended it.
     """
+    if missing := missing_packages():  # such as matplotlib, which draws at the end
+        raise BadInput(missing)
     set_up_cpu()
     others = {"preset": str, "recipe": str, "config": str, "resume": bool, "verify": bool, "import": list[str]}
     asked = read_keywords(options, others)

@@ -38,8 +38,8 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
         if getattr(sys, name) is None:  # closed before the start; the lowest free number is that of the stream
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
     stop_at_signals()
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        _print_error(f"{sys.executable} has no {', '.join(missing)}; use the virtual environment: {SETUP}")
+    if missing := missing_packages():
+        _print_error(missing)
         sys.exit(BadInput.code)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
@@ -48,6 +48,12 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
         stream = getattr(sys, name)
         lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def missing_packages() -> str:
+    """A line about packages that this Python lacks, or nothing."""
+    missing = ", ".join(name for name in PACKAGES if find_spec(name) is None)
+    return missing and f"{sys.executable} has no {missing}; use the virtual environment: {SETUP}"
 
 
 class _Lossy(io.FileIO):

@@ -571,6 +571,10 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
         assert "\n" not in str(error.value)
     with pytest.raises(NotFinite, match="at step"):
         train.train(**options | {"lr": 1e30, "steps": 9})
+    monkeypatch.setattr("machine.process.PACKAGES", ("torch", "matplotlip"))
+    with pytest.raises(ValueError, match=r"has no matplotlip; use the virtual environment"):
+        train.train(**options, out="before training")
+    assert not Path("before training").exists()
 
 
 def test_resuming_prints_the_options_that_change(command, capsys):
