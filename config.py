@@ -162,6 +162,7 @@ class ModelConfig:
         hidden_dim = 4 * self.dim if self.mlp == "plain" else math.ceil(self.dim * 8 / 3 / 32) * 32
         placement, head_dim = PLACEMENTS[self.placement], self.dim // self.heads
         _derive(self, kv_heads=self.heads, head_dim=head_dim, hidden_dim=hidden_dim, init=placement.init)
+        _derive(self, depth_scaled_init=placement.depth_scaled and self.init == "normal")
         odd = f"--head-dim {self.head_dim} (by default --dim / --heads) is odd: RoPE rotates pairs of features"
         require(self.head_dim % 2 == 0, odd)
         rotated = self.head_dim * self.rotary_fraction // 1  # StableLM rounds down too
@@ -206,6 +207,11 @@ class ModelConfig:
                 make_matrix = lambda inputs, outputs, role: torch.nn.Linear(inputs, outputs)  # noqa: E731
                 site = Site("mlp", 0, self.layers, self.dim, make_norm, make_matrix)
                 placement.connection(site, **self.placement_args)  # checks their values
+
+    @property
+    def eps(self) -> dict[str, Any]:
+        """The argument eps, if one was given, for norms that are RMSNorm whatever the model's norm is."""
+        return {name: value for name, value in self.norm_args.items() if name == "eps"}
 
     def head_norm(self, site: str) -> tuple[str, dict[str, Any]]:
         """Kind and arguments of the norm on the heads at `site`: RMSNorm if the model's does not support single heads.
@@ -417,9 +423,9 @@ def split(given: Asked) -> tuple[ModelConfig, TrainConfig]:
 
 def changed_options(before: Asked, model: ModelConfig, training: TrainConfig) -> tuple[list[str], list[str]]:
     """How options differ from those of a run that is resumed: the changes that are allowed, and the others."""
-    changed, fixed = [], []
+    changed, fixed, then = [], [], fields_of(*split(DEFAULTS | before))  # an earlier version derived fewer options
     for name, here in fields_of(model, training).items():
-        there = before.get(name, DEFAULTS[name])
+        there = then[name]
         was = f"{flag_name(name)} {as_text(there) or 'nothing'}"
         if there != here and (name in ModelConfig.__annotations__ or name in FIXED_ON_RESUME):
             fixed.append(f"{was}, not {as_text(here) or 'nothing'}")

@@ -177,7 +177,12 @@ def generate(
     """
     if isinstance(ids, str):
         raise TypeError("generate takes token ids, not text: generate(model, tokenizer.encode(text))")
-    sampling, prompts = Sampling(**options), torch.as_tensor(ids)
+    sampling = Sampling(**options)
+    try:
+        prompts = torch.as_tensor(ids)
+    except (TypeError, ValueError) as error:
+        wanted = "ids must be integers of shape (T) or (B, T)"
+        raise ValueError(f"{wanted}; prompts of different lengths need a call each") from error
     if prompts.ndim not in (1, 2) or not prompts.numel() or prompts.is_floating_point() or prompts.dtype == torch.bool:
         raise ValueError(f"ids must be integers of shape (T) or (B, T), not {prompts.dtype} of {tuple(prompts.shape)}")
     prompts, last = prompts.long(), model.config.vocab_size - 1

@@ -310,7 +310,7 @@ def head_norm(config: ModelConfig, heads: int, site: str, rotated: bool = False)
     """
     placement = PLACEMENTS[config.placement]
     if site == "value" and config.v_norm:
-        return build_norm("rmsnorm", config.head_dim, elementwise_affine=False)
+        return build_norm("rmsnorm", config.head_dim, elementwise_affine=False, **config.eps)
     if rotated and placement.rotated_norm:
         return placement.rotated_norm(site, config)
     extent = "none" if site == "value" else config.qk_norm
@@ -386,9 +386,10 @@ class Embedding(nn.Module):
         self.role = EMBEDDING
         self.weight, self.constant = nn.Parameter(torch.zeros(config.vocab_size, config.dim)), config.embedding_scale
         self.scale = nn.Parameter(torch.full((1,), math.sqrt(config.dim))) if config.scaled_embedding else None
-        gain = config.embedding_norm == "gain"
-        normed = config.embedding_norm != "none"
-        self.norm = build_norm("rmsnorm", config.dim, elementwise_affine=gain) if normed else nn.Identity()
+        self.norm: nn.Module = nn.Identity()
+        if config.embedding_norm != "none":
+            gain = config.embedding_norm == "gain"
+            self.norm = build_norm("rmsnorm", config.dim, elementwise_affine=gain, **config.eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(F.embedding(tokens, self.weight))  # B T C

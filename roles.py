@@ -85,10 +85,9 @@ def initial_std(config: ModelConfig, role: Role, shape: torch.Size) -> float:
     `normal` is 0.02, divided by sqrt(2 layers) for the projections into the residual stream (GPT-2). `xavier` is
     sqrt(2 / (inputs + outputs)), but 0.02 for the embedding, whose rows are looked up, not summed over.
     """
-    placement, scaled = PLACEMENTS[config.placement], config.depth_scaled_init
-    gain = placement.init_gain(role.name, config.layers)
+    gain = PLACEMENTS[config.placement].init_gain(role.name, config.layers)
     if config.init == "xavier" and role.name != "embedding":
         return gain * math.sqrt(2 / sum(shape))
-    if (placement.depth_scaled if scaled is None else scaled) and role.into_stream:
+    if config.depth_scaled_init and role.into_stream:
         gain /= math.sqrt(2 * config.layers)
     return gain * 0.02

@@ -199,6 +199,7 @@ def test_generation_restores_the_mode_and_records_no_gradients():
     "ids, message",
     [
         ([], "ids must be integers of shape (T) or (B, T), not torch.float32 of (0,)"),
+        ([[1, 2], [3]], "(B, T); prompts of different lengths need a call each"),
         ([5, 257], "ids must be from 0 to 256, not [257]"),
         ([[5, -1]], "ids must be from 0 to 256, not [-1]"),
         ("def ", "generate takes token ids, not text: generate(model, tokenizer.encode(text))"),

@@ -47,7 +47,7 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     "vaultgemma": {"query_pre_attn_scalar": 8, **CAPS},
     "gemma3": {"model_type": "gemma3_text", "query_pre_attn_scalar": 8, "rope_parameters": BY_LAYER},
     "gemma4": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-    | {"global_head_dim": 8, "rope_parameters": BY_LAYER},
+    | {"global_head_dim": 8, "rope_parameters": BY_LAYER, "rms_norm_eps": 1e-3},
     "glm4_moe": {"use_qk_norm": True, "first_k_dense_replace": 2},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1}
     | {"logits_scaling": 7.0},
@@ -68,7 +68,7 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     | {"qk_scale_factor": 1.0},
     "llama4": {"model_type": "llama4_text", "moe_layers": [], "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
     | {"attention_chunk_size": 64, "attn_temperature_tuning": False, "use_qk_norm": True},
-    "nanochat": {"final_logit_softcapping": 3.0},
+    "nanochat": {"final_logit_softcapping": 3.0, "rms_norm_eps": 1e-3},
     "starcoder2": {"use_bias": False},
     "cohere2": {"layer_types": ["sliding_attention"] * 2},
     "minimax": DENSE | {"full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.7}
@@ -87,6 +87,8 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     | {"num_experts_per_tok": 1, "final_logit_softcapping": 3.0},
 }  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {  # what our models have besides SIZES: caps that matter at these sizes
+    "gemma4": {"norm_args": {"eps": 1e-3}},
+    "nanochat": {"norm_args": {"eps": 1e-3}},
     "granite": {"embedding_scale": 3.0},
     "minimax": {"placement_args": {"alpha": 1.5, "beta": 0.7}},
     "inkling2": {"layers": 4, "placement_args": {"layers": 2}},
