@@ -258,7 +258,7 @@ class TrainConfig:
     )
     optimizer: str = option(
         "muon",
-        "adamw, or muon for the matrices in the blocks and AdamW (at twice --lr) for the rest",
+        "adamw, or muon for the matrices in the blocks and the last map of mhc, and AdamW (at twice --lr) for the rest",
         choices=["muon", "adamw"],
     )
     momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")

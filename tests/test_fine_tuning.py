@@ -116,7 +116,7 @@ def test_a_longer_context_is_allowed_and_said(fine_tune, tmp_path, capsys):
     train.main(fine_tune("--context 40 --steps 4"))
     line = "--context 40 is longer than that of --init-from, which is 32"
     assert line in capsys.readouterr().err.splitlines()
-    described = json.loads((tmp_path / "run/checkpoints/step-000002/config.json").read_text())
+    described = json.loads((tmp_path / "run/checkpoints/step-000004/config.json").read_text())
     assert described["max_position_embeddings"] == load_pretrained(tmp_path / "run")[0].config.context == 40
 
 
