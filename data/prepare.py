@@ -17,7 +17,7 @@ import numpy as np
 from data.batches import SPLITS, map_tokens
 from data.corpus import Corpus, progress_bar
 from data.pretrained import read_directory
-from data.tokenizer import KINDS, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import KINDS, ByteTokenizer, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from files import explained, lock_file, read_json, require, sha256, sync, warn, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
@@ -231,7 +231,8 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
                 saved = time.monotonic()
     if taken < size:
         warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")
-    lost = _lost(text, [map_tokens(path, dtype) for path in paths.values()], tokenizer)
+    files = [map_tokens(path, dtype) for path in paths.values()]
+    lost = 0.0 if tokenizer.kind == ByteTokenizer.kind else _lost(text, files, tokenizer)
     return {"val_gzip_bpb": 8 * (compressed + len(gzip.flush())) / max(taken, 1), "lost": lost}
 
 

@@ -102,13 +102,12 @@ class PretrainedTokenizer(Tokenizer):
         for name in (SPECIAL, CONFIG):
             token = read_json(directory / name, dict).get("eos_token") if (directory / name).is_file() else None
             end = (token.get("content") if isinstance(token, dict) else token) or end
-        try:
-            with _panics(path):
+        with _panics(path):
+            try:
                 self._open(path.read_bytes(), end)
-        except (AttributeError, KeyError, RecursionError, TypeError):
-            raise ValueError(f"{path}: damaged, or not a tokenizer") from None
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+                problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
+                raise ValueError(f"{path}: {problem}") from None
         self.files = read_files(directory, self._tokenizer.get_vocab())
         self.hash = hashlib.sha256(f"{JSON} {self.end_of_document} ".encode() + self.files[JSON]).hexdigest()
         self.space_in_front = self.decode_bytes(self.encode("a")) == b" a"
