@@ -35,6 +35,8 @@ def find_token_files(names: Sequence[str]) -> list[Path]:
             for split in SPLITS:
                 require(stems.count(split) == 1, f"{folder} needs either {split}.bin or {split}.npy")
             return found
+        shards = [path for path in folder.glob("*_train_[0-9]*") if path.suffix in SUFFIXES]
+        require(not shards, f"{folder} holds shards: rename two to train.bin and val.bin, or join each split as .npy")
     return []
 
 
@@ -65,12 +67,17 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
         require(row, f"{path}: ids are a row of integers, not {tokens.dtype} of shape {tokens.shape}")
     else:
         if dtype is None:
-            magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+            header, start = np.fromfile(path, "<i4", HEADER_BYTES // 4), np.fromfile(path, "<u2", EDGE)
+            magic, version, count = [*header.tolist(), 0, 0, 0][:3]
             offset = HEADER_BYTES * ((magic, version) in HEADERS)
             dtype = np.dtype(HEADERS.get((magic, version), "<u2"))
             count = count if offset else size // dtype.itemsize
             right = size == offset + count * dtype.itemsize
             require(right, f"{path}: {size:,} bytes are not {count:,} {dtype} ids" + " and a header" * bool(offset))
+            unknown = magic and not offset and len(header) == HEADER_BYTES // 4 and not header[3:].any()
+            require(not unknown, f"{path}: unknown header of magic number {magic}, version {version}; save ids as .npy")
+            wide = not offset and len(start) > 99 and start[::2].sum() > 100 * start[1::2].sum()
+            require(not wide, f"{path}: ids without a header are uint16, and these look wider; save them as .npy")
         tokens = np.memmap(path, dtype, "r", offset) if size > offset else np.empty(0, dtype)
     if hasattr(mmap, "MADV_RANDOM") and isinstance(tokens.base, mmap.mmap):
         tokens.base.madvise(mmap.MADV_RANDOM)

@@ -36,11 +36,8 @@ LONG = 0.1  # share of the validation text. Longer documents are split, shorter 
 class Corpus:
     """A list of documents, a tenth of whose bytes (at most 100 MB) are held out for validation.
 
-    A document longer than a hundredth of the corpus gives its own last tenth. Of the others, whole ones are held out in
-    the order of their SHA-256, until that is a tenth of their bytes. Copies of a text count together and are treated
-    alike; where they are too large for that, they give their last tenths too. So the split does not depend on the order
-    of the documents. With `val_names`, those texts are the validation text; their copies in the other text are left
-    out. Token files of others are taken as they are.
+    docs/python.md has the rule, which does not depend on the order of the documents. With `val_names`, those texts are
+    the validation text; their copies in the other text are left out. Token files of others are taken as they are.
 
     name: safe in folder names, at most 80 bytes long.
     hash: SHA-256 of the rules, the documents' hashes, and which are named for validation, in hex.
@@ -128,19 +125,21 @@ class Corpus:
         read: list[Path] = []
         with progress_bar("reading text") as bar:
             for flag, name, files in self._files:
-                first, texts = len(lengths), text_files(name, files, flag)
+                first, marks, texts = len(lengths), 0, text_files(name, files, flag)
                 read += texts
                 for document in self._documents(texts):
                     digest, length = hashlib.sha256(), 0
                     for data in map(str.encode, document):
                         digest.update(data)
                         length += len(data)
+                        marks += data.count(b"<|endoftext|>")
                         bar.update(len(data))
                     corpus_hash.update(flag.encode() + digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
-                if not any(lengths[first:]):
-                    raise ValueError(f"{flag} {name}: contains no text")
+                require(any(lengths[first:]), f"{flag} {name}: contains no text")
+                if marks > max(9, sum(lengths[first:]) / 50_000):
+                    warn(f"{flag} {name} has <|endoftext|> {marks:,} times, which is text here and ends no document")
                 for_training += (len(lengths) - first) * (flag == "--data")
         sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
         cuts = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)
@@ -158,7 +157,7 @@ def progress_bar(name: str, total: int | None = None) -> tqdm:
 
 
 def _split(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The byte where each document's training text ends and its validation text begins, by the rule of `Corpus`."""
+    """The byte where each document's training text ends and its validation text begins; see docs/python.md."""
     total = lengths.sum()
     share = min(HELD_OUT, MOST_HELD_OUT / total)
     slack = 2 * LONG * share * total

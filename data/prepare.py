@@ -16,8 +16,9 @@ import numpy as np
 
 from data.batches import SPLITS, map_tokens
 from data.corpus import Corpus, progress_bar
-from data.tokenizer import KINDS, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from files import explained, lock_file, read_json, require, sha256, sync, write_atomically
+from data.pretrained import read_directory
+from data.tokenizer import KINDS, ByteTokenizer, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from files import explained, lock_file, read_json, require, sha256, sync, warn, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
 RECORD, PROGRESS = "record.json", "progress.json"
@@ -34,6 +35,7 @@ class Prepared:
 
     train, val: the ids of each document and the end-of-document id; memory-mapped, uint16 if they fit, else uint32.
     val_gzip_bpb: bits per byte of the validation text after `gzip -9`; None for token files of others.
+    lost: the share of the bytes of the text that do not come back from its ids.
     """
 
     train: np.ndarray
@@ -42,6 +44,7 @@ class Prepared:
     tokenizer: Tokenizer
     corpus_name: str
     corpus_hash: str
+    lost: float = 0.0
 
 
 def prepare(
@@ -57,11 +60,9 @@ def prepare(
 ) -> Prepared:
     """Tokenize the corpus behind `names`, or reuse the token files that an earlier run left in `cache_dir`.
 
-    `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says which: one
-    of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none. Raises ValueError for an
-    invalid corpus or vocabulary size and for a split shorter than one window of `context` + 1 tokens, and OSError,
-    naming the file and its size, if the disk is full. Text and token files whose sizes and times are those of an
-    earlier run are not read again unless `verify` is true.
+    `val_names`, `column` and `verify` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says
+    which: one of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none. Raises
+    ValueError, as for a split shorter than `context` + 1 tokens, and OSError, naming the file, if the disk is full.
     """
     tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
     corpus = Corpus(names, cache_dir, val_names, column, verify)
@@ -83,6 +84,9 @@ def prepare(
             # Another process may have built it while this one waited.
             prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
     assert prepared
+    if prepared.lost:
+        lossy = f"{100 * prepared.lost:.2g}% of the text does not come back from its ids, so val_bpb is of another text"
+        warn(f"warning: the tokenizer loses text: {lossy}")
     _check_lengths(corpus, {"train": len(prepared.train), "val": len(prepared.val)}, context)
     return prepared
 
@@ -93,8 +97,6 @@ def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
         return None
     if kind in KINDS:
         return load_tokenizer(kind, Path(), vocab_size)
-    from data.pretrained import read_directory  # imported here because few runs need it
-
     tokenizer = read_directory(Path(kind))
     needed = tokenizer.text_vocab_size
     require(needed <= vocab_size, f"--vocab-size {vocab_size} is too small: --tokenizer {kind} has {needed} ids")
@@ -128,12 +130,12 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
             print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
             tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
             tokenizer.save(part)
-        val_gzip_bpb = _write_tokens(part, corpus, tokenizer)
+        record = {"tokenizer": tokenizer.hash} | _write_tokens(part, corpus, tokenizer)
     except ValueError:
         shutil.rmtree(part)
         raise
     (part / PROGRESS).unlink(missing_ok=True)
-    write_atomically(part / RECORD, json.dumps({"tokenizer": tokenizer.hash, "val_gzip_bpb": val_gzip_bpb}))
+    write_atomically(part / RECORD, json.dumps(record))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
     return _open(folder, corpus, tokenizer)
@@ -149,6 +151,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: boo
         record = read_json(folder / RECORD, dict)
         if record["tokenizer"] != tokenizer.hash:
             return None
+        lost = record.get("lost", 0.0) if tokenizer.kind in KINDS else record["lost"]  # earlier records lack it
         files = {split: folder / f"{split}.bin" for split in SPLITS}
         stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files.values())]
         if verify or record.get("stat") != stat:
@@ -158,7 +161,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: boo
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
                 write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
         train, val = (map_tokens(file, _dtype(tokenizer)) for file in files.values())
-        return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash)
+        return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, lost)
     except (OSError, ValueError, KeyError):
         return None
 
@@ -180,14 +183,16 @@ class Piece(NamedTuple):
         return self.ends and not self.offset
 
 
-def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
-    """Write `train.bin` and `val.bin`, and return the bits per byte of the validation text after `gzip -9`.
+def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
+    """Write `train.bin` and `val.bin`, and return `val_gzip_bpb`, of at most about 10 MB, and `lost`.
 
     A document is the ids that begin a prompt (unless only its end is in this split), those of its text, and the
     end-of-document id. The ids do not depend on where an earlier process was stopped.
     """
     dtype, ids, starts = _dtype(tokenizer), NO_STARTS, NO_STARTS
-    gzip, size, compressed = zlib.compressobj(9, wbits=31), 0, 0  # bytes of validation text, before and after
+    gzip, size, taken, compressed = zlib.compressobj(9, wbits=31), 0, 0, 0  # bytes of validation text; then of gzip's
+    every = corpus.sizes["val"] // 10_000_000 + 1  # gzip takes every so many of its MB
+    text = np.zeros(256)  # how often it has each byte
     paths = {split: folder / f"{split}.bin" for split in SPLITS}
     try:
         progress = read_json(folder / PROGRESS, dict[str, int])  # batches that are done, and the bytes of each file
@@ -202,9 +207,12 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
             for piece in batch:
                 data = piece.text[: None if piece.ends else WINDOW].encode()
                 bar.update(len(data))
-                if piece.split == "val":
-                    size += len(data)
+                if piece.split == "val" and size // 1_000_000 % every == 0:
+                    taken += len(data)
                     compressed += len(gzip.compress(data))
+                size += len(data) * (piece.split == "val")
+                text += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+                text[ord(" ")] += tokenizer.space_in_front and data != b"" and not piece.offset
             if number >= progress["done"]:  # the last one is encoded again, for the window at its end
                 parts, ids, starts = _join(batch, tokenizer, ids, starts)
             if number <= progress["done"]:
@@ -221,7 +229,20 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> float:
                     sync(path)
                 write_atomically(folder / PROGRESS, json.dumps(progress))
                 saved = time.monotonic()
-    return 8 * (compressed + len(gzip.flush())) / max(size, 1)
+    if taken < size:
+        warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")
+    files = [map_tokens(path, dtype) for path in paths.values()]
+    lost = 0.0 if tokenizer.kind == ByteTokenizer.kind else _lost(text, files, tokenizer)
+    return {"val_gzip_bpb": 8 * (compressed + len(gzip.flush())) / max(taken, 1), "lost": lost}
+
+
+def _lost(text: np.ndarray, files: list[np.ndarray], tokenizer: Tokenizer) -> float:
+    """The share of a text that is not in its token files, by how often the `text` has each byte."""
+    parts = [part for ids in files for part in np.array_split(ids, len(ids) // 1_000_000 + 1)]
+    used = sum(np.bincount(part, minlength=len(tokenizer.pieces)) for part in parts)
+    pieces = np.frombuffer(b"".join(tokenizer.pieces), np.uint8)
+    back = np.bincount(pieces, np.repeat(used, [*map(len, tokenizer.pieces)]), 256)
+    return 1 - float(np.minimum(text, back).sum() / max(text.sum(), back.sum()))
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -244,11 +265,13 @@ def _pieces(corpus: Corpus) -> Iterator[Piece]:
     for split, begins, chunks in corpus.parts():
         offset, text = 0, ""
         for chunk in chunks:
-            text += chunk
-            while len(text) > (WINDOW + OVERLAP if offset else WHOLE):
-                yield Piece(split, begins and not offset, False, offset, text[: WINDOW + OVERLAP])
-                offset += len(text[:WINDOW].encode())
-                text = text[WINDOW:]
+            text += chunk  # in place
+            start = 0
+            while len(text) - start > (WINDOW + OVERLAP if offset else WHOLE):
+                yield Piece(split, begins and not offset, False, offset, text[start : start + WINDOW + OVERLAP])
+                offset += len(text[start : start + WINDOW].encode())
+                start += WINDOW
+            text = text[start:]
         yield Piece(split, begins and not offset, True, offset, text)
 
 
@@ -272,7 +295,7 @@ def _join(
         if piece.offset:
             new_starts = new_starts + piece.offset
             overlap = starts[starts >= piece.offset]
-            common = np.intersect1d(overlap, new_starts)
+            common = np.intersect1d(overlap, new_starts[new_starts <= starts.max(initial=0)])
             end = common[len(common) // 2] if len(common) else np.append(overlap, piece.offset)[0]
             first = np.searchsorted(new_starts, end)
             data = piece.text.encode()

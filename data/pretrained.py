@@ -5,19 +5,28 @@ Ids equal those of transformers, except that a special token typed as text is te
 
 import hashlib
 import json
-from collections.abc import Iterable
+import math
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sentencepiece
 
 from data.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer, piece_bytes
-from files import read_json, require, write_atomically
+from files import one_line, read_json, require, warn
 
 JSON, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-MODEL = "config.json"
+MODEL, PIECES = "config.json", "tokenizer.model"
 PROBE = " a  b\t\ufb01e\u0301\n \U0001f600"  # has what normalization changes, and what few vocabularies hold
-COPIED = (JSON, CONFIG, SPECIAL, "added_tokens.json", "chat_template.jinja")
+COPIED = (JSON, CONFIG, SPECIAL, PIECES, "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
+# What may make a text longer: texts that are put into it, and ByteLevel, which counts as two characters.
+PUT_IN = r'(?:"(?:content|prepend|continuing_subword_prefix|end_of_word_suffix)": "|ByteLev)([^"\\]*(?:\\.[^"\\]*)*)"'
+LOCK = threading.RLock()  # of standard error
 
 
 def read_directory(directory: Path) -> Tokenizer:
@@ -28,21 +37,55 @@ def read_directory(directory: Path) -> Tokenizer:
     if (directory / JSON).is_file():
         end: Any = read_json(directory / MODEL, dict).get("eos_token_id") if (directory / MODEL).is_file() else None
         return PretrainedTokenizer(directory, end[0] if isinstance(end, list) and end else end)
-    path = directory / "tokenizer.model"
+    path = directory / PIECES
     other = f"--tokenizer {directory}: no folder with {JSON} or tokenizer.model; or choose sentencepiece or bytes"
     require(path.is_file(), other)
     tokenizer = load_tokenizer("sentencepiece", directory)
     same = tokenizer.end_of_document in range(3) and tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
     require(same, f"{path} changes text, or has no </s>; AutoTokenizer of transformers makes a {JSON} of it")
+    tokenizer.files = read_files(directory)
     return tokenizer
+
+
+def read_files(directory: Path, vocabulary: dict[str, int] | None = None) -> dict[str, bytes]:
+    """All files of a tokenizer. A line names one that differs from `vocabulary`, or else from tokenizer.model."""
+    files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
+    with suppress(AttributeError, KeyError, RecursionError, RuntimeError, TypeError, ValueError):  # a damaged file
+        ids = {name: json.loads(files.get(name, b"{}")) for name in (CONFIG, "vocab.json", "added_tokens.json")}
+        added = ids[CONFIG].get("added_tokens_decoder", {})
+        ids[CONFIG] = {token["content"]: int(number) for number, token in added.items()}
+        if PIECES in files:
+            model = sentencepiece.SentencePieceProcessor(model_proto=files[PIECES])
+            ids[PIECES] = {model.id_to_piece(number): number for number in range(len(model))}
+        for name in ids:
+            different = ids[name].items() - (vocabulary or ids[PIECES]).items()
+            for piece, number in [*different][:1]:
+                warn(one_line(f"{directory / name} differs from the tokenizer in use: {piece!r} is {number} there"))
+    return files
+
+
+@contextmanager
+def _panics(path: Path) -> Iterator[None]:
+    """Make a panic of the `tokenizers` library, which is no Exception, a ValueError. What Rust prints is dropped."""
+    with LOCK, open(os.devnull, "w") as nowhere:
+        stderr = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the class has no public name
+                raise
+            raise ValueError(one_line(f"{path}: the tokenizers library fails: {error}")) from None
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 class PretrainedTokenizer(Tokenizer):
     """The tokenizer of a Hugging Face directory. No text is encoded as a special token or as the end of a document.
 
-    Some models normalize the text, or know no token for a character, so that it does not decode to itself. A space that
-    the model puts in front of every text is removed by `decode` and kept by `decode_bytes`, which may be given the
-    middle of a text. The hash is the SHA-256 of `tokenizer.json` and the end-of-document id.
+    Some models normalize the text, or know no token for a character, so that it does not decode to itself. The hash is
+    the SHA-256 of `tokenizer.json` and the end-of-document id.
     """
 
     kind = "pretrained"
@@ -53,21 +96,22 @@ class PretrainedTokenizer(Tokenizer):
 
         A ValueError names an unusable file.
         """
-        self._files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
-        if JSON not in self._files:
+        self._path = path = directory / JSON
+        if not path.is_file():
             raise ValueError(f"{directory} holds no {JSON}; AutoTokenizer of transformers makes one from other files")
         for name in (SPECIAL, CONFIG):
-            token = read_json(directory / name, dict).get("eos_token") if name in self._files else None
+            token = read_json(directory / name, dict).get("eos_token") if (directory / name).is_file() else None
             end = (token.get("content") if isinstance(token, dict) else token) or end
-        try:
-            self._open(self._files[JSON], end)
-        except (AttributeError, KeyError, RecursionError, TypeError):
-            raise ValueError(f"{directory / JSON}: damaged, or not a tokenizer") from None
-        except ValueError as error:
-            raise ValueError(f"{directory / JSON}: {error}") from None
-        self.hash = hashlib.sha256(f"{JSON} {self.end_of_document} ".encode() + self._files[JSON]).hexdigest()
-        self._space_in_front = self.decode_bytes(self.encode("a")) == b" a"
-        self.token_bytes[self.end_of_document] -= self._space_in_front  # the space in front is not text
+        with _panics(path):
+            try:
+                self._open(path.read_bytes(), end)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+                problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
+                raise ValueError(f"{path}: {problem}") from None
+        self.files = read_files(directory, self._tokenizer.get_vocab())
+        self.hash = hashlib.sha256(f"{JSON} {self.end_of_document} ".encode() + self.files[JSON]).hexdigest()
+        self.space_in_front = self.decode_bytes(self.encode("a")) == b" a"
+        self.token_bytes[self.end_of_document] -= self.space_in_front  # the space in front is not text
 
     def _open(self, content: bytes, end: str | int | None) -> None:
         """A file of the `tokenizers` library, changed so that special tokens typed as text stay text."""
@@ -77,10 +121,11 @@ class PretrainedTokenizer(Tokenizer):
             raise ValueError("needs the package `tokenizers`; run `pip install tokenizers`") from None
         fields = json.loads(content)
         model, added, decoder = fields["model"], fields["added_tokens"], json.dumps(fields["decoder"])
-        if model["type"] != "BPE":
-            raise ValueError(f"model.type is {model['type']!r}; only BPE is supported")
-        if "ByteLevel" not in decoder and "ByteFallback" not in decoder:
-            raise ValueError(f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
+        require(model["type"] == "BPE", f"model.type is {model['type']!r}; only BPE is supported")
+        require("Byte" in decoder, f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
+        steps = [fields.get("normalizer"), fields.get("pre_tokenizer"), model | {"vocab": 0, "merges": 0}]
+        growth = math.prod(float(len(text) or 1) for text in re.findall(PUT_IN, json.dumps(steps, ensure_ascii=False)))
+        require(growth <= 8, f"it may make a text {growth:.3g} times as long; up to 8 times is supported")
         vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
         self.end_of_document = vocabulary.get(end, end)  # by its name, or its id
         if self.end_of_document not in vocabulary.values():
@@ -88,6 +133,7 @@ class PretrainedTokenizer(Tokenizer):
             problem = "are missing" if end is None else f"is {end!r}, which the vocabulary lacks"
             raise ValueError(f"no end-of-document token: {source}, {problem}")
         special = {name for name, token in vocabulary.items() if token == self.end_of_document}
+        name_of_end = min(special)
         special |= {token["content"] for token in added if token["special"]}
         for token in added:
             token["special"] = token["content"] in special
@@ -101,43 +147,40 @@ class PretrainedTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer, vocabulary = tokenizer, tokenizer.get_vocab()  # the library may give added tokens other ids
+        self.end_of_document, largest = vocabulary[name_of_end], max(vocabulary.values())
+        require(largest < 2 * len(vocabulary) + 1000, f"{len(vocabulary):,} pieces have ids up to {largest:,}")
         start = tokenizer.encode("a")
         self.prompt_start = start.ids[: [*start.special_tokens_mask, 0].index(0)]  # what comes before the text
         alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
-        self.pieces = pieces = [b""] * (max(vocabulary.values()) + 1)
+        self.pieces = pieces = [b""] * (largest + 1)
         for name, number in model["vocab"].items():
             in_alphabet = alphabet.keys() >= set(name)
             pieces[number] = bytes(alphabet[char] for char in name) if in_alphabet else piece_bytes(name)
-        for token in added:
-            pieces[token["id"]] = token["content"].encode()
+        for name in vocabulary.keys() & {token["content"] for token in added}:
+            pieces[vocabulary[name]] = name.encode()
         texts = [number for name, number in vocabulary.items() if name not in special]
         self.text_vocab_size = 1 + max([*texts, self.end_of_document, *self.prompt_start])
-        for name in special:
+        for name in special & vocabulary.keys():
             pieces[vocabulary[name]] = b""
-            piece = vocabulary[name] in self.encode(name) or (len(name) == 1 and name in model["vocab"])
-            if piece and name != model.get("unk_token"):
-                raise ValueError(f"{name!r} is both a special token and an ordinary piece of text")
+            ids = tokenizer.encode(name, add_special_tokens=False).ids
+            piece = vocabulary[name] in ids or (len(name) == 1 and name in model["vocab"])
+            only = not piece or name == model.get("unk_token")
+            require(only, f"{name!r} is both a special token and an ordinary piece of text")
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with _panics(self._path):
+            return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         found = []
-        for text, one in zip(texts, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+        with _panics(self._path):
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        for text, one in zip(texts, encoded, strict=True):
             codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
             sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # UTF-8 bytes of each character
-            starts, ends = np.array(one.offsets).T
+            starts, ends = np.array(one.offsets, np.int64).reshape(-1, 2).T
             starts[1:][starts[1:] < ends[:-1]] = 0  # tokens that begin inside a character count with those before
             starts = np.maximum.accumulate(starts)
-            found.append((np.array(one.ids), (np.cumsum(sizes) - sizes)[starts]))
+            found.append((np.array(one.ids, np.int64), (np.cumsum(sizes) - sizes)[starts]))
         return found
-
-    def decode(self, ids: Iterable[int]) -> str:
-        text = super().decode(ids)
-        return text.removeprefix(" ") if self._space_in_front else text
-
-    def save(self, directory: Path) -> None:
-        """Write the original files."""
-        for name, content in self._files.items():
-            write_atomically(directory / name, content)

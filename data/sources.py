@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-from files import lock_file, one_line, sha256, warn, write_atomically
+from files import lock_file, one_line, require, sha256, warn, write_atomically
 
 CHUNK_BYTES = 1 << 20
 PARQUET_ROWS = 64  # rows held in memory at a time
@@ -28,9 +28,6 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 NAMED = 3  # files that are named of those left out for one reason
 LONGEST_LINE = 1 << 24  # bytes
-# What is left out of a folder and refused under its own name, and what to make of it.
-CONVERT = dict.fromkeys(("CSV", "TSV"), "make JSON lines of it, and name the column with --text-column")
-CONVERT |= {name: f"convert it, as with iconv -f {name} -t UTF-8" for name in ("UTF-16", "UTF-16LE", "UTF-16BE")}
 OTHER_COLUMN = "name one with --text-column; a list of messages must first be joined into one string"
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -57,23 +54,23 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
 
     A line says what is left out of a folder. Raises ValueError, naming the `flag`, if a file is not text.
     """
-    path = Path(name)
+    path, taken = Path(name), files
     if name in ("python", "shakespeare"):
         return files
     if path.is_dir():
-        taken: list[Path] = []
+        taken = []
         left_out: dict[str, list[Path]] = defaultdict(list)
         for file in files:
             problem = "hidden" if file.name.startswith(".") else _not_text(file)
             (left_out[problem] if problem else taken).append(file)
         parts = [f"{len(paths)} {why} ({_first(path, paths)})" for why, paths in left_out.items()]
         warn(one_line(f"{flag} {path}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
-        return taken
-    if (problem := _not_text(path)) in CONVERT:
-        raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8; {CONVERT[problem]}")
-    if _stem(path).endswith(".json") and not _is_json_lines(path):
-        warn(f"{flag} {name} is read as one text: its first two lines are not JSON objects, one a line")
-    return files
+    elif (problem := _not_text(path)) not in ("", "binary"):
+        raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8; convert it, or make JSON lines of a table")
+    if plain := [file for file in taken if _stem(file).endswith(".json") and not _is_json_lines(file)]:
+        which = name if plain == files else f"{name}: each of {len(plain)} JSON files ({_first(path, plain)})"
+        warn(one_line(f"{flag} {which} is read as one text: its first two lines are not JSON objects, one a line"))
+    return taken
 
 
 def _first(root: Path, paths: list[Path]) -> str:
@@ -91,11 +88,9 @@ def _not_text(path: Path) -> str:
         return _stem(path)[-3:].upper()
     with _open(path) as file:
         start = file.read(8192)
-    even, odd = any(start[::2]), any(start[1::2])  # one of them is all NUL in UTF-16 of Latin letters
-    if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+    half = len(start) > 1 and any(start[::2]) != any(start[1::2])  # all NUL in UTF-16 of Latin letters
+    if half or start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         return "UTF-16"
-    if len(start) > 1 and even != odd:
-        return "UTF-16LE" if even else "UTF-16BE"
     return "binary" if b"\0" in start else ""
 
 
@@ -112,8 +107,7 @@ def _standard_library() -> list[Path]:
     found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
     sources = (file for file in found if file.is_file() and not file.name.startswith("."))
     files = [file for file in sources if not file.name.startswith("_sysconfigdata")]  # This file depends on the build.
-    if not files:
-        raise ValueError(f"--data python: no standard library source in {root}; pass --data FILE instead")
+    require(files, f"--data python: no standard library source in {root}; pass --data FILE instead")
     return files
 
 
@@ -183,14 +177,17 @@ def _read_text(path: Path) -> Iterator[str]:
     with _open(path) as file:
         rest = file.read(len(BOM_UTF8)).removeprefix(BOM_UTF8)
         offset = file.tell() - len(rest)
-        while data := file.read(CHUNK_BYTES):
-            data = rest + data
-            # Without a line end, the last character is held back: the rest of it may be missing.
-            end = data.rfind(b"\n") + 1 or max(len(data.rstrip(CONTINUATION)) - 1, 0)
-            yield _decode(data[:end], path, offset)
-            offset, rest = offset + end, data[end:]
-        if rest:
-            yield _decode(rest, path, offset)
+        try:
+            while data := file.read(CHUNK_BYTES):
+                data = rest + data
+                # Without a line end, the last character is held back: the rest of it may be missing.
+                end = data.rfind(b"\n") + 1 or max(len(data.rstrip(CONTINUATION)) - 1, 0)
+                yield data[:end].decode()
+                offset, rest = offset + end, data[end:]
+            if rest:
+                yield rest.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 at byte {offset + error.start}; convert or remove it") from None
 
 
 def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
@@ -230,13 +227,6 @@ def _read_parquet(path: Path, column: str) -> Iterator[str | None]:
             yield from chain.from_iterable(batch[column].to_pylist() for batch in batches)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError, KeyError) as error:  # a key that two columns have
         raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
-
-
-def _decode(data: bytes, path: Path, offset: int) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {offset + error.start}; convert or remove it") from None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from files import write_atomically
+from files import warn, write_atomically
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
@@ -46,6 +46,8 @@ class Tokenizer:
     token_bytes: their lengths. Summed over the ids of a text that decodes to itself: its size in UTF-8.
     end_of_document: the id after each document. No text is encoded as it.
     ends: the ids that end a sample: the end of a document and, if it came with a model, all that the model names.
+    space_in_front: whether each text begins with a space that is not its own, which only `decode` removes.
+    files: those of the directory that it was read from.
     token_ids, generation: special tokens in that model's config.json, and its generation_config.json, to be kept.
     hash: in hex, different for tokenizers that encode differently.
     """
@@ -55,6 +57,8 @@ class Tokenizer:
     end_of_document: int
     pieces: Sequence[bytes]
     prompt_start: Sequence[int] = ()
+    space_in_front = False
+    files: dict[str, bytes] | None = None
     token_ids: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
 
@@ -91,10 +95,13 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text to continue, after the tokens that the model expects at the beginning, if any."""
-        return [*self.prompt_start, *self.encode(text)]
+        ids = self.encode(text)
+        if (read := self.decode(ids)) != text:
+            warn(f"warning: the tokenizer loses text: the model reads {read[-80:]!r}")
+        return [*self.prompt_start, *ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.decode_bytes(ids).decode(errors="replace")
+        return self.decode_bytes(ids).decode(errors="replace").removeprefix(" " * self.space_in_front)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """UTF-8, possibly cut inside a character. Ids past the vocabulary, which padded models have, add nothing."""
@@ -102,6 +109,8 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write the files from which transformers makes a tokenizer with the same ids, if it can."""
+        for name, content in (self.files or {}).items():
+            write_atomically(directory / name, content)
 
 
 class ByteTokenizer(Tokenizer):
@@ -117,6 +126,7 @@ class ByteTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         """As byte-level BPE without merges, in the format of the `tokenizers` library."""
+        super().save(directory)
         end = {"id": self.end_of_document, "content": BYTE_CONFIG["eos_token"], "special": True}
         end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -166,6 +176,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.model`, a standard SentencePiece model file, and what transformers needs to know of it."""
+        super().save(directory)
         write_atomically(directory / "tokenizer.model", self.model)
         write_atomically(directory / "tokenizer_config.json", json.dumps(SENTENCEPIECE_CONFIG, indent=1))
 

@@ -79,7 +79,7 @@ class Progress:
         best, best_step = min((row[name], row["step"]) for row in self.log.rows if name in row)
         self.report()
         gzip_bpb = run.data.val_gzip_bpb
-        than = f"; gzip -9 on the whole validation text: {gzip_bpb:.4f} bits per byte" if gzip_bpb else ""
+        than = f"; gzip -9 on the validation text: {gzip_bpb:.4f} bits per byte" if gzip_bpb else ""
         print(f"{name} {last[name]:.4f}{than}")
         if best < last[name] - 0.01:
             print(f"the best {name} was {best:.4f}, at step {best_step}; more --dropout or fewer --steps may help")

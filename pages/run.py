@@ -29,7 +29,7 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
     if logged and logged[-1]["val_bpb"]:  # evaluations, which all have the same tokens
         bpb_per_nat = logged[-1]["val_bpb"] / logged[-1]["val_loss"]
         if gzip_bpb:
-            axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, whole validation text")
+            axes.axhline(gzip_bpb / bpb_per_nat, color="0.4", linestyle="--", label="gzip -9, validation text")
         right = axes.secondary_yaxis("right", functions=(lambda nats: nats * bpb_per_nat, lambda b: b / bpb_per_nat))
         right.set_ylabel("bits per byte of validation text")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
@@ -49,7 +49,7 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
         needs = f"{bpb:.4f} bits per byte" if bpb else f"{last['val_loss']:.4f} nats per token"
         result = f"After {last['step']} steps the model needs {needs} of the validation text"
         if bpb and gzip_bpb:
-            than = f"than gzip -9 on the whole validation text ({gzip_bpb:.4f})"
+            than = f"than gzip -9 on the validation text ({gzip_bpb:.4f})"
             result += f", {abs(1 - bpb / gzip_bpb):.0%} {'better' if bpb < gzip_bpb else 'worse'} {than}"
         result += "."
     plot = plot_loss(rows, gzip_bpb)

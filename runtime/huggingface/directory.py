@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from config import ModelConfig, check_fields
+from data.pretrained import PretrainedTokenizer, read_files
 from data.tokenizer import KINDS, ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json, require, warn
 from machine import distributed
@@ -198,9 +199,10 @@ def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path)
 def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a directory. Raises ValueError if it is missing, damaged or does not match the model."""
     config, kind = read_config(directory)
-    if kind is None or (kind == SentencePieceTokenizer.kind and not (directory / "tokenizer.model").is_file()):
-        kind = PRETRAINED  # transformers saves a tokenizer.json in its place
-    if kind == ByteTokenizer.kind and (directory / "tokenizer.json").is_file():
+    model, theirs = ((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json"))
+    if kind is None or (kind == SentencePieceTokenizer.kind and (theirs or not model)):
+        kind = PRETRAINED  # transformers saves a tokenizer.json, and reads no tokenizer.model beside it
+    if kind == ByteTokenizer.kind and theirs:
         added = read_json(directory / "tokenizer.json", dict).get("added_tokens")
         kind = PRETRAINED if is_a(added, list[dict]) and len(added) > 1 else kind  # tokens were added to ours
     described = read_json(directory / CONFIG, dict)
@@ -212,11 +214,10 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         require(is_a(ids, list[int]), f"{directory / name}: eos_token_id must be a token id or a list of them")
         ends += ids
     if kind == PRETRAINED:
-        from data.pretrained import PretrainedTokenizer  # imported here because it takes time, and few runs need it
-
         tokenizer: Tokenizer = PretrainedTokenizer(directory, ends[0] if ends else None)
     else:
         tokenizer = load_tokenizer(kind, directory, config.vocab_size)
+        tokenizer.files = read_files(directory)
     tokenizer.ends |= set(ends)
     tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
     tokenizer.generation = generation

@@ -106,12 +106,26 @@ def test_ids_are_those_of_the_file(tmp_path, name, dtype, header):
     assert isinstance(tokens, np.memmap) and tokens.dtype == dtype and tokens.tolist() == IDS.tolist()
 
 
+@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
+@pytest.mark.parametrize("vocab_size", [5, 300, 60_000, 130_000, 1_000_000])
+def test_ids_wider_than_uint16_need_a_header_or_npy(tmp_path, dtype, vocab_size):
+    ids = np.random.default_rng(0).zipf(1.3, 9000) % vocab_size
+    with pytest.raises(ValueError, match=r"train\.bin: ids without a header are uint16, and .* wider; .* \.npy"):
+        map_tokens(write(tmp_path, "train.bin", ids.astype(dtype)))
+    assert map_tokens(write(tmp_path, "train.npy", ids.astype(dtype))).tolist() == ids.tolist()
+    for narrow in (ids % 5, ids % 65536, ids[:20] * 0, np.arange(9000) % 2 * 50):
+        assert map_tokens(write(tmp_path, "val.bin", narrow.astype("<u2"))).tolist() == narrow.tolist()
+
+
 BAD: dict[str, list[tuple]] = {
     "ids needs either val.bin or val.npy": [("train.bin", U2)],
     "ids needs either train.bin or train.npy": [("train.bin", U2), ("train.npy", U2), ("val.bin", U2)],
     "train.bin: 6,001 bytes are not 3,000 uint16 ids": [("train.bin", bytes(6001))],
     "train.bin: 7,024 bytes are not 2,999 uint16 ids and a header": [("train.bin", U2, (20240520, 1, 2999))],
     "train.bin: 8 bytes are not 0 uint16 ids and a header": [("train.bin", np.array([20240520, 1], "<i4").tobytes())],
+    "train.bin: unknown header of magic number 20240520, version 2; save": [("train.bin", U2, (20240520, 2, 3000))],
+    "train.bin: unknown header of magic number 7, version 1; save ids": [("train.bin", U2, (7, 1, 3000))],
+    "ids holds shards: rename two to train.bin and val.bin, or": [("a_train_1.bin", U2), ("a_val_0.npy", U2)],
     "train.npy: ids are a row of integers, not float32 of shape (3000,)": [("train.npy", IDS.astype("f4"))],
     "train.npy: ids are a row of integers, not uint16 of shape (30, 100)": [("train.npy", U2.reshape(30, 100))],
     "train.npy: not a .npy file of ids": [("train.npy", np.array([None, "text"]))],
@@ -123,7 +137,7 @@ BAD: dict[str, list[tuple]] = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_wrong_is_one_line(tmp_path, message):
     written = [write(tmp_path / "ids", *each).name for each in BAD[message]]
-    for split in () if "needs either" in message else {"train", "val"} - {name[:-4] for name in written}:
+    for split in () if message.startswith("ids ") else {"train", "val"} - {name[:-4] for name in written}:
         write(tmp_path / "ids", f"{split}.bin", U2)
     with pytest.raises(ValueError) as error:
         prepare([str(tmp_path / "ids")], "none", 500, tmp_path / "cache", 16)

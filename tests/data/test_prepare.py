@@ -197,6 +197,16 @@ def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
     assert capfd.readouterr().err.count("preparing") == 1
 
 
+def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path, capsys):
+    """10 MB of random digits, then as many zeros: only evenly spaced parts compress like the whole."""
+    digits = np.random.default_rng(0).integers(ord("0"), ord("9"), 10_000_000, np.uint8)
+    text = digits.tobytes() + b"0" * len(digits)
+    (tmp_path / "a.txt").write_bytes(text)
+    prepared = prepare([], "bytes", 0, tmp_path, 16, val_names=[str(tmp_path / "a.txt")])
+    assert prepared.val_gzip_bpb == pytest.approx(8 * len(gzip.compress(text, 9)) / len(text), rel=0.1)
+    assert "gzip -9 has compressed 7," in capsys.readouterr().err
+
+
 def test_a_split_shorter_than_one_window_is_refused(source):
     length = len(prepare_from(source).val)
     assert prepare_from(source, context=length - 1)

@@ -4,22 +4,28 @@ import gzip
 import json
 import logging
 import random
+import resource
 import shutil
 import sys
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+import files
+from config import ModelConfig, TrainConfig
 from data import prepare as preparing
 from data.corpus import Corpus
 from data.prepare import prepare
 from data.pretrained import PretrainedTokenizer, read_directory
-from data.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import ByteTokenizer, byte_level_alphabet, load_tokenizer, train_tokenizer
+from runtime.run import Run, describe_run
 
 TEXT = Path(random.__file__).read_text()  # a module of the standard library
 PARTS = ["def f(x):", "return", " ", "    ", "\n", "\t\t", "\r\n", "\0", "\x85", "\xa0", "\u200d", "\ufeff", "\ufffd"]
@@ -171,6 +177,56 @@ def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, m
             assert ids[0] == 1 and (ours.decode(ids[1:]) == text or name == "llama")
 
 
+DOCUMENTS = ["Plain Text 12", "a  b", " Ünï e\u0301 \ufb01", "x <tag> y", "語😀\n\n", "ends ", "a-b", "plain"]
+NORMALIZERS: list[Any] = [None, normalizers.Lowercase(), normalizers.NFC(), normalizers.NFKD(), normalizers.Strip()]
+NORMALIZERS += [normalizers.StripAccents(), normalizers.Replace(" ", "_"), normalizers.Prepend("x")]
+STEPS: list[Any] = [pre_tokenizers.Digits(), pre_tokenizers.Whitespace(), pre_tokenizers.Split("e", "removed")]
+
+
+def tokenizer_json(folder: Path, normalizer: Any, step: Any, letters: int = 256, tag: str = "") -> Path:
+    """Byte-level BPE without merges, of the first `letters` of the alphabet, perhaps with a token <tag>."""
+    alphabet = [piece for piece, number in byte_level_alphabet().items() if number < letters]
+    tokenizer = tokenizers.Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=False)), []))
+    tokenizer.decoder, byte_level = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([step, byte_level])
+    tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens([END])
+    tokenizer.add_tokens([tokenizers.AddedToken("<tag>", **{tag: True})] if tag else [])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write(folder / "tokenizer_config.json", eos_token=END)
+    return folder
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)
+def test_text_that_a_tokenizer_loses_is_measured_and_said(tmp_path, capsys, normalizer):
+    for number, (step, letters, tag) in enumerate(product(STEPS, [256, 200, 100], ["", "lstrip", "rstrip"])):
+        folder, texts = tmp_path / str(number), DRAW.choices(DOCUMENTS, k=3)
+        ours, path = read_directory(tokenizer_json(folder, normalizer, step, letters, tag)), folder / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        ids = [ours.encode_prompt(text) for text in texts]
+        assert ("the model reads" in capsys.readouterr().err) == ([*map(ours.decode, ids)] != texts)
+        text, back = (Counter(b"".join(each)) for each in ([*map(str.encode, texts)], map(ours.decode_bytes, ids)))
+        share = 1 - (text & back).total() / max(text.total(), back.total())
+        for _ in range(2):  # the second is not encoded
+            files.said.clear()
+            data = prepare([], str(folder), 300, tmp_path / "cache", 16, val_names=[str(path)])
+            assert data.lost == pytest.approx(share) and (data.lost > 0) == ([*map(ours.decode, ids)] != texts)
+            line = f"warning: the tokenizer loses text: {100 * share:.2g}% of the text does not come back"
+            assert (line in capsys.readouterr().err) == (share > 0)
+        run = describe_run(Run(folder, {}, ModelConfig(), TrainConfig(device="cpu"), data, []), 0)
+        assert run["tokenizer"].get("lost", 0) == data.lost
+
+
+def test_text_that_exceeds_the_limits_of_a_regular_expression_is_one_line(tmp_path, capfd):
+    step = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    ours = read_directory(tokenizer_json(tmp_path / "theirs", None, step))
+    for encode in (ours.encode_batch, ours.encode_with_starts):
+        with pytest.raises(ValueError, match=r"^/.*/theirs/tokenizer\.json: the tokenizers library fails: .*limit.*$"):
+            encode(["fox", "x" * 60])
+    assert capfd.readouterr().err == ""
+
+
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 SPECIAL: dict[str, Any] = {"id": 4, "content": "<s>", "special": True}
 MERGED = {"vocab": {"<": 0, "s": 1, ">": 2, "<s": 3, "<s>": 4}, "merges": ["< s", "<s >"]}
@@ -194,6 +250,7 @@ def test_the_end_is_never_merged_from_its_characters(tmp_path, merges, added):
     assert ours.end_of_document == 4 and ours.encode("<s>") == [3, 2] and ours.decode([3, 4, 2]) == "<s>"
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 REFUSED: dict[str, dict[str, Any]] = {
     "model.type is 'WordPiece'; only BPE is supported": {"model": {"type": "WordPiece"}},
     "Token `q` out of vocabulary": {"model": {"merges": ["< q"]}},
@@ -201,14 +258,22 @@ REFUSED: dict[str, dict[str, Any]] = {
     "no end-of-document token: .* '9'": {"end": "9"},
     "'<' is both a special token and an ordinary piece": {"end": "<"},
     "damaged, or not a tokenizer": {"added_tokens": None},
+    r"may make a text 1e\+07 times as long": {"normalizer": {"type": "Prepend", "prepend": '"' + "b" * 10**7}},
+    r"may make a text 1\.1e\+12 times": {"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 40}},
+    r"may make a text 1e\+06 times": {"model": {"continuing_subword_prefix": "b" * 10**6}},
+    "may make a text inf times": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 5000}},
+    "6 pieces have ids up to 500,000,000": {"model": {"vocab": MERGED["vocab"] | {"a": 500_000_000}}},  # type: ignore
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_a_tokenizer_json_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, message):
     write_json(tmp_path, [SPECIAL], **REFUSED[message])
+    before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(ValueError, match=f"tokenizer.json: .*{message}") as error:
         PretrainedTokenizer(tmp_path)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < 2 and after.ru_maxrss - before.ru_maxrss < 300_000  # KiB
     assert "\n" not in str(error.value)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"tokenizer.json: needs the package `tokenizers`; run `pip install tok.*`$"):

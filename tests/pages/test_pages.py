@@ -81,7 +81,7 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     write_report(tmp_path, gzip_bpb=2.0)
     html = (tmp_path / "report.html").read_text("utf-8")
     needs = "After 30 steps the model needs 2.3083 bits per byte of the validation text"
-    assert f"{needs}, 15% worse than gzip -9 on the whole validation text (2.0000)." in html
+    assert f"{needs}, 15% worse than gzip -9 on the validation text (2.0000)." in html
     assert f"{described['parameters']:,} parameters, on a &lt;fast&gt; card." in html
     assert "python train.py --data &#x27;b c&#x27;" in html and "tie_embeddings: true" in html
     assert re.findall(r"text (\d+)\. if a &lt; b: café", html) == [str(step) for step in range(4, 24)]

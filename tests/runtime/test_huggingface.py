@@ -5,6 +5,7 @@ test_checkpoint.py has weights that do not fit the configuration.
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer
 
 import generate
 from config import ModelConfig, configure
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, train_tokenizer
 from files import sha256
 from model import Llama
 from norms import KINDS
@@ -166,13 +167,24 @@ def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in expected.state_dict().items())
 
 
-def test_tokens_that_were_added_to_our_bytes(tmp_path):
-    save_pretrained(tmp_path / "ours", Llama(dataclasses.replace(LLAMA, vocab_size=258)), ByteTokenizer())
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_tokens_that_were_added_to_ours_and_all_its_files_are_kept(tmp_path, kind, capsys):
+    """As in transformers, a tokenizer.json counts. A line names files that differ from it."""
+    ours = ByteTokenizer() if kind == "bytes" else train_tokenizer(["hello you, and me\n"] * 99, 290)
+    model = Llama(dataclasses.replace(LLAMA, vocab_size=ours.vocab_size + 1))
+    save_pretrained(tmp_path / "ours", model, ours)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
-    theirs.add_tokens(["hello"])
+    theirs.add_tokens(["lo y"])
     theirs.save_pretrained(tmp_path / "ours")
+    for name in ("vocab.json", "added_tokens.json", "merges.txt", "chat_template.jinja"):
+        (tmp_path / "ours" / name).write_text('{"zz": 9}')
     _, tokenizer = load_pretrained(tmp_path / "ours")
-    assert tokenizer.encode("hello you") == theirs("hello you")["input_ids"] and tokenizer.decode([257, 33]) == "hello!"
+    ids = tokenizer.encode("hello you")
+    assert ids == theirs("hello you")["input_ids"] and ours.vocab_size in ids
+    assert tokenizer.decode(ids) == "hello you"
+    assert capsys.readouterr().err.count(".json differs from the tokenizer in use: 'zz' is 9 there") == 2
+    save_pretrained(tmp_path / "again", model, tokenizer)
+    assert {*os.listdir(tmp_path / "ours")} == {*os.listdir(tmp_path / "again")}
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config", "special_tokens_map", "config", "generation_config"])
