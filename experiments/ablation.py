@@ -17,7 +17,8 @@ from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import SEARCH, Arm, compared
 from experiments.report import write_report
-from files import digest, read_json, require, said, write_atomically
+from files import digest, read_json, require, said, warn, write_atomically
+from machine.process import out_of_memory
 from norms.placement import PLACEMENTS
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
 
@@ -102,8 +103,8 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
         configs = resolve_arms(arms, on_device)
     config = next(iter(configs.values()))[1]
     data = prepare_text(configs)
-    measured = measure(configs, options, folder, "warmup" in asked)
-    steps: Mapping[Arm, Asked] = {arm: measured["steps"][arm.name] for arm in configs if measured["steps"]}
+    measured = measure(configs, options, folder)
+    steps: Mapping[Arm, Asked] = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
     configs = resolve_arms(arms, on_device, steps)
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     times = measured["step_time"]
@@ -129,26 +130,36 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     return grid
 
 
-def measure(configs: Configs, options: AblationConfig, folder: Path, warmup: bool) -> dict[str, Any]:
-    """The relative time of a step of each arm, by name, and the steps that follow from --equal.
+def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str, Any]:
+    """What `COSTS` holds: the time of a step of each arm, by name, and the steps that follow from --equal.
 
-    What the folder has stays, also if arms are added. Without --equal time, a measurement takes ten seconds, and there
-    is none of compiled steps.
+    What the folder has stays, also if arms are added. Without --equal time, the measurement is brief, there is none of
+    compiled steps, and none if memory runs out. Raises ValueError if the steps follow from another command.
     """
-    before: dict[str, Any] = {"equal": options.equal, "step_time": {}, "steps": {}}
+    baseline, (_, config) = next(iter(configs.items()))
+    here: dict[str, Any] = {"equal": options.equal, "baseline": baseline.name, "steps": config.steps}
+    known = here | {"step_time": {}, "asked": {}}
     if (folder / COSTS).exists():
-        before = read_json(folder / COSTS, dict)
-        was = before.get("equal")
-        require(was == options.equal, f"{folder} has --equal {was}, not {options.equal}; choose another --out")
+        there = read_json(folder / COSTS, dict)
+        for name, value in here.items():
+            same = there.get(name) == value or there.get("equal") == options.equal == "tokens"
+            require(same, f"{folder} was made with {name} {there.get(name)}, not {value}; choose another --out")
+        known = there if there | here == there else known
+    by_time = options.equal == "time"
     compiled = any(config.compile for _, config in configs.values())
-    wanted = options.equal == "time" or not (compiled or options.print_commands)
-    times = dict(before["step_time"])
-    if wanted and any(arm.name not in times for arm in configs):
-        found = step_times(configs, options.threads, briefly=options.equal != "time")
-        times = {arm.name: round(middle, 4) for arm, (middle, *_) in found.items()} | times
-    relative = {arm: times[arm.name] for arm in configs if arm.name in times}
-    steps = {arm.name: asked for arm, asked in equal_steps(configs, options.equal, relative, warmup).items()}
-    return {"equal": options.equal, "step_time": times, "steps": steps | before["steps"]}
+    times = known["step_time"]
+    if (by_time or not (compiled or options.print_commands)) and any(arm.name not in times for arm in configs):
+        try:
+            found = step_times(configs, options.threads, briefly=not by_time)
+            times = {arm.name: round(middle, 4) for arm, (middle, *_) in found.items()} | times
+        except RuntimeError as error:
+            if by_time or not out_of_memory(error):
+                raise
+            warn("the time of a step was not measured, because memory ran out")
+        if config.device != "cpu":
+            torch.accelerator.empty_cache()  # the runs need it
+    asked = {arm.name: asked for arm, asked in equal_steps(configs, options.equal, times).items()}
+    return known | {"step_time": times, "asked": asked | known["asked"]}
 
 
 def prepare_text(configs: Configs) -> Prepared:

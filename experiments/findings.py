@@ -9,19 +9,20 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from operator import mul
-from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from experiments.records import Arm, BySeed, grouped
-from experiments.statistics import ALPHA, Estimate, estimate, holm
+from experiments.statistics import ALPHA, Estimate, differ, estimate, holm
 from runtime.run_dir import Row
 
 MARGIN = 0.01  # a difference in val_bpb that does not matter
 SEEDS = 3  # fewer call no arm better or worse
 WIDE = 3  # a rung of a ladder whose interval is so many times that of the best is left out of the slope
 VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
-NO_VERDICT = "no verdict"
+NO_VERDICT, NO_TREND = "no verdict", "no trend shown"
+AT_A_RATE = " at this rate"  # of a verdict, if learning rates were not searched for
 Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
 
@@ -34,11 +35,10 @@ class Finding:
 
     estimate: Estimate | None  # None if no seed is left; its p is not corrected
     planned: int  # seeds it should rest on
-    tuned: bool = True  # whether the optimum of every arm in it is known
+    tuned: bool | None = None  # whether the optimum of every arm in it is known; None without a search
     values: Sequence[float] = ()  # one for each seed
     slack: float = 0.0  # what errors of learning rates may cost
     p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
-    searched: bool = True  # whether learning rates were searched for
 
     @property
     def complete(self) -> bool:
@@ -53,7 +53,7 @@ class Finding:
             return UNDECIDED, ended if self.planned else "no seed is in common"
         if found.n == 1:
             return NO_VERDICT, "a single seed"
-        if not self.tuned:
+        if self.tuned is False:
             return UNDECIDED, "the best learning rate was not found, here or in the baseline"
         if max(-found.low, found.high) < MARGIN:
             return AS_GOOD, ""
@@ -70,9 +70,10 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """The verdict. Without a search for learning rates it holds for the rates that were used."""
+        """The verdict. Without a search for learning rates it holds for those that were used."""
         verdict, _ = self.verdict
-        return verdict if self.searched or verdict in (UNDECIDED, NO_VERDICT) else f"{verdict} at this rate"
+        decided = verdict not in (UNDECIDED, NO_VERDICT, NO_TREND)
+        return verdict + AT_A_RATE if decided and self.tuned is None else verdict
 
     @property
     def detectable(self) -> float | None:
@@ -92,15 +93,17 @@ class Finding:
 class Trend(Finding):
     """The mean slope of an effect over compute."""
 
-    ends: tuple[float, float] = (0.0, 0.0)  # the effect at the smallest and at the largest size, on the line
+    ends: Sequence[float] = ()  # the effect at the smallest and at the largest size, on the line
     rungs: Mapping[str, Finding] = field(default_factory=dict)  # the effect at each size
     left_out: Sequence[str] = ()  # sizes whose effect is too imprecise for the slope
     doublings: float = 0.0  # of FLOPs, between the ends
 
     @property
     def verdict(self) -> tuple[str, str]:
+        if len(self.rungs) - len(self.left_out) < 2:
+            return NO_TREND, "fewer than two sizes are precise"
         if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
-            return "no trend shown", "fewer than two sizes are precise" if self.too_few else super().verdict[1]
+            return NO_TREND, super().verdict[1]
         rungs = [*self.rungs.values()]
         shown = rungs[0].verdict[0], rungs[-1].verdict[0]
         if {*shown} == {BETTER, WORSE}:
@@ -110,20 +113,14 @@ class Trend(Finding):
             return "the difference falls" if last < first else "the difference rises", ""
         return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
 
-    @property
-    def words(self) -> str:
-        return self.verdict[0]
 
-    @property
-    def too_few(self) -> bool:
-        return len(self.rungs) - len(self.left_out) < 2
-
-
-def find(values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, known: bool = True) -> Finding:
+def find(
+    values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, tuned: bool | None = None
+) -> Finding:
     """The finding of these values. Its p is not corrected yet."""
     measured = estimate(values, slack, tests) if values else None
-    p = measured.p if measured and measured.n == planned and known else None
-    return Finding(measured, planned, known, values, slack, p)
+    p = measured.p if measured and measured.n == planned and tuned is not False else None
+    return Finding(measured, planned, tuned, values, slack, p)
 
 
 def compare(
@@ -143,15 +140,17 @@ def compare(
     """
     found, pairs = {}, pairs_of([*bpb], texts)
     shared = {pair: len(set(planned[pair[0]]) & set(planned[pair[1]])) for pair in pairs}
-    tests = sum(map(bool, shared.values())) + len({arm.without_size for arm, _ in pairs} if flops else ())
-    for arm, other in pairs:
-        searched = {arm, other} & regrets.keys()
-        costs = [regrets.get(each) for each in (arm, other)] if searched else [0.0, 0.0]
-        values = [bpb[arm][seed] - bpb[other][seed] for seed in sorted(bpb[arm].keys() & bpb[other].keys())]
-        slack = sum(cost or 0.0 for cost in costs)
-        found[arm, other] = find(values, shared[arm, other], slack, tests, None not in costs)
-        found[arm, other].searched = bool(searched)
-    trends = trends_of(found, flops, tests) if found and flops else {}
+    ladder = bool(pairs) and flops.keys() >= {other for _, other in pairs}
+    tests = sum(map(bool, shared.values())) + (len({arm.without_size for arm, _ in pairs}) if ladder else 0)
+    for pair in pairs:
+        costs = [regrets.get(each) for each in pair]
+        slack, tuned = sum(cost or 0.0 for cost in costs), None
+        if regrets.keys() & {*pair}:
+            tuned = None not in costs
+        one, other = (bpb[each] for each in pair)
+        values = [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
+        found[pair] = find(values, shared[pair], slack, tests, tuned)
+    trends = trends_of(found, flops, tests) if ladder else {}
     everything = [each for each in (*found.values(), *trends.values()) if each.planned]
     corrected = holm([1.0 if each.p is None else each.p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
@@ -162,34 +161,34 @@ def compare(
 def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: int) -> dict[Arm, Trend]:
     """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
 
-    Keys are arms without their size. There is a slope only if the effect is known at every size. Sizes where its
-    interval is more than `WIDE` times that of the best do not count. Slopes are some of so many `tests` that are
-    corrected together.
+    Keys are arms without their size. There is a slope only if the effect is known at every size. Those where it is
+    `imprecise` do not count. Slopes are some of so many `tests` that are corrected together.
     """
-    x = {other.size: math.log2(flops[other]) for _, other in found}
+    compute = {other.size: math.log2(flops[other]) for _, other in found}
     trends: dict[Arm, Trend] = {}
     for plain, pairs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
-        rungs: dict[str, Finding] = dict(pairs)
-        widths = {size: each.estimate.half_width or 0.0 for size, each in rungs.items() if each.estimate}
-        left_out = [size for size, width in widths.items() if width > WIDE * min(widths.values())]
-        kept = {size: each for size, each in rungs.items() if size not in left_out}
-        middle = fmean(x[size] for size in kept)
-        spread = sum((x[size] - middle) ** 2 for size in kept)
-        weights = [(x[size] - middle) / spread for size in kept] if spread else []
-        slopes: list[float] = []
-        if weights and len(rungs) == len(x) and all(each.complete for each in rungs.values()):
-            by_seed = zip(*(each.values for each in kept.values()), strict=True)
-            slopes = [sum(map(mul, weights, values)) for values in by_seed]
-        slack = sum(abs(weight) * each.slack for weight, each in zip(weights, kept.values(), strict=False))
-        planned, tuned = min(each.planned for each in kept.values()), all(each.tuned for each in kept.values())
-        slope = find(slopes, planned, slack, tests, tuned)
-        ends = [x[size] for size in (min(kept, key=x.__getitem__), max(kept, key=x.__getitem__))]
-        trends[plain] = trend = Trend(**vars(slope), rungs=rungs, left_out=left_out, doublings=ends[1] - ends[0])
-        if slope.estimate:
-            mean = fmean(value for each in kept.values() for value in each.values)
-            first, last = (mean + slope.estimate.mean * (end - middle) for end in ends)
-            trend.ends = first, last
+        rungs: dict[str, Finding] = dict(sorted(pairs, key=lambda pair: compute[pair[0]]))
+        left_out = imprecise(rungs)
+        kept = [each for size, each in rungs.items() if size not in left_out]
+        x = np.array([compute[size] for size in rungs if size not in left_out])
+        ends = np.array([x.min(), x.max()]) - x.mean()
+        line = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives the slope and the middle
+        known = len(kept) > 1 and len(rungs) == len(compute) and all(each.complete for each in rungs.values())
+        slopes, middles = line @ [each.values for each in kept] if known else np.empty((2, 0))
+        slack, tuned = abs(line[0]) @ [each.slack for each in kept], {each.tuned for each in kept}
+        planned = min(each.planned for each in kept)
+        slope = find(slopes.tolist(), planned, float(slack), tests, False if False in tuned else all(tuned) or None)
+        effects = (middles.mean() + slopes.mean() * ends).tolist() if known else []
+        trends[plain] = Trend(**vars(slope), ends=effects, rungs=rungs, left_out=left_out, doublings=float(np.ptp(x)))
     return trends
+
+
+def imprecise(rungs: Mapping[str, Finding]) -> list[str]:
+    """The sizes whose interval is more than `WIDE` times that of the best, and not by chance."""
+    widths = {size: each.estimate.half_width or 0.0 for size, each in rungs.items() if each.estimate}
+    best = min(widths.values(), default=0.0)
+    wide = [size for size, width in widths.items() if width > WIDE * best]
+    return [size for size in wide if differ(widths[size], best, rungs[size].planned)]
 
 
 def pairs_of(arms: Sequence[Arm], texts: Mapping[Arm, Any] = {}) -> list[Pair]:

@@ -4,14 +4,16 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from experiments.costs import PRECISE
 from experiments.findings import (
+    AT_A_RATE,
     MARGIN,
     NO_VERDICT,
     SEEDS,
@@ -26,7 +28,7 @@ from experiments.findings import (
     find,
 )
 from experiments.plots import arm_styles, plot_curves, plot_differences, plot_ladder
-from experiments.rates import POINTS, WINDOW, Optimum, find_optimum, losses_of
+from experiments.rates import POINTS, WINDOW, find_optimum, losses_of
 from experiments.records import SIZE, UNNAMED, Arm, Record, final_bpb, grouped, name_arms, rows_of
 from experiments.statistics import ALPHA
 from files import write_atomically
@@ -42,7 +44,7 @@ INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 FEW = 3  # compared arms; the conclusion has no numbers of more
 MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
 PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
-SAME = 0.01  # costs that differ by less are the same
+SAME = PRECISE  # costs that differ by less are the same
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: as "
     "far as their shapes allow, each seed gives both arms the same initial weights and batches. Below zero is better. "
@@ -81,79 +83,77 @@ class Comparison:
 
     arms: dict[Arm, list[Record]]  # their reported runs
     search: dict[Arm, list[Record]]  # the runs that looked for learning rates
-    optima: dict[Arm, Optimum]  # empty while the search goes on
+    regrets: dict[Arm, float | None]  # of arms that were searched for a rate; None if the best was not found
     baselines: dict[Arm, Arm]  # what each arm is compared with: the first one with its size and text
     pairs: dict[Pair, Finding]
+    found: dict[Arm, Finding]  # the difference of each arm from its baseline, the lowest first, but not in a ladder
     trends: dict[Arm, Trend]  # in a ladder
     tests: int  # that are corrected together
-    others: list[str]  # options in which arms differ, besides those in their names
 
     @property
-    def found(self) -> dict[Arm, Finding]:
-        """The difference of each arm from its baseline."""
-        return {arm: each for (arm, other), each in self.pairs.items() if other == self.baselines[arm]}
+    def ordered(self) -> list[Arm]:
+        """Each baseline, and then the arms that are compared with it."""
+        bases = dict.fromkeys(self.baselines.values())
+        return [arm for base in bases for arm in (base, *self.found) if self.baselines[arm] == base]
 
     @property
     def against(self) -> str:
         """What arms are compared with."""
-        first = next(iter(self.arms))
-        if len(set(self.baselines.values())) == 1:
-            return first.name
-        sizes = {arm.size for arm in self.arms}
-        return f"{first.without_size.name} of the same size" if len(sizes) > 1 else "the first arm with the same text"
-
-    @property
-    def ordered(self) -> list[Arm]:
-        """Each baseline, and the arms that are compared with it, by their difference. A ladder stays as it is."""
-        if next(iter(self.arms)).size:
-            return [*self.arms]
-        means = {arm: each.estimate.mean for arm, each in self.found.items() if each.estimate}
-        first = [*dict.fromkeys(self.baselines.values())]
-
-        def position(arm: Arm) -> tuple[int, bool, float]:
-            return first.index(self.baselines[arm]), arm not in first, means.get(arm, math.inf)
-
-        return sorted(self.arms, key=position)
+        compared = {self.baselines[arm] for arm in self.found}
+        names = {arm.without_size.name for arm in compared}
+        if len(compared) == 1:
+            return name_of(*compared)
+        if len(names) == 1:
+            return f"{names.pop()} of the same size"
+        known = all(run.known for runs in self.arms.values() for run in runs)
+        return f"the first arm {'with the same text and batches' if known else 'of its folder'}"
 
 
 def compare_records(records: list[Record]) -> Comparison:
-    named, others = name_arms(records)
-    arms = grouped((each.arm, each) for each in named if not each.search)
-    search = grouped((each.arm, each) for each in named if each.search)
-    optima = {arm: find_optimum(losses_of(runs)) for arm, runs in search.items() if arms and losses_of(runs)}
+    """What is found of runs whose arms `name_arms` has named."""
+    arms = grouped((each.arm, each) for each in records if not each.search)
+    search = grouped((each.arm, each) for each in records if each.search)
     bpb = {arm: final_bpb(runs) for arm, runs in arms.items()}
-    regrets = {arm: each.regret if each.holds(bpb.get(arm, {}).values()) else None for arm, each in optima.items()}
+    regrets = {}
+    for arm in arms.keys() & search.keys():
+        losses = losses_of(search[arm])
+        regrets[arm] = find_optimum(losses).regret_at(arms[arm][0].lr, bpb[arm].values()) if losses else None
     flops = {arm: runs[0].flops for arm, runs in arms.items() if arm.size and runs[0].flops}
     planned = {arm: [run.seed for run in runs] for arm, runs in arms.items()}
     texts = {arm: text_of(runs[0]) for arm, runs in arms.items()}
+    baselines = baselines_of([*arms], texts)
     pairs, trends, tests = compare(bpb, planned, regrets, flops, texts) if bpb else ({}, {}, 0)
-    return Comparison(arms, search, optima, baselines_of([*arms], texts), pairs, trends, tests, others)
+    found = {arm: each for (arm, other), each in pairs.items() if other == baselines[arm]}
+    if not trends:
+        found = dict(sorted(found.items(), key=lambda item: item[1].estimate.mean if item[1].estimate else math.inf))
+    return Comparison(arms, search, regrets, baselines, pairs, found, trends, tests)
 
 
 def text_of(record: Record) -> tuple[str, ...]:
     """What runs must share besides the seed to be paired. Where that is not known, the folder."""
-    return tuple(record.settings.get(name, UNNAMED[name]) for name in PAIRED_BY) if record.known else (record.folder,)
+    return tuple(record.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if record.known else (record.folder,)
+
+
+def name_of(arm: Arm) -> str:
+    """Its name in a sentence, where a size is a width."""
+    return f"{arm.width} {arm.without_size.name}".strip()
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------
 
 
-def summary_of(found: Comparison) -> list[str]:
-    """What is shown, under which conditions, and at which costs: a line each."""
-    if not found.arms:
-        return [""]
-    return [verdicts(found), conditions(found), resolution(found)]
-
-
 def verdicts(found: Comparison) -> str:
+    """What is shown of each arm, and at which learning rates."""
     lrs = {run.lr for runs in found.arms.values() for run in runs}
-    rates = "each at its own best learning rate"
-    if not found.optima:
+    rates = f"at learning rate {min(lrs):g}, which was not tuned"
+    if len(lrs) > 1:
         rates = "at learning rates that differ and were not tuned"
-        rates = f"at learning rate {lrs.pop():g}, which was not tuned" if len(lrs) == 1 else rates
+    if found.regrets:
+        all_tuned = found.regrets.keys() >= found.arms.keys()
+        rates = "each at its own best learning rate" if all_tuned else "at learning rates that were not all tuned"
     parts = []
     if found.trends:
-        groups = grouped((slope.verdict, arm.name) for arm, slope in found.trends.items())
+        groups = grouped(((slope.words, slope.verdict[1]), arm.name) for arm, slope in found.trends.items())
         said = [f"{trend} for {listed(arms)}" + (f", as {why}" if why else "") for (trend, why), arms in groups.items()]
         parts.append(f"With compute, {'; '.join(said)}.")
     if found.found:
@@ -161,9 +161,10 @@ def verdicts(found: Comparison) -> str:
     if len(found.arms) == 1:
         ((arm, runs),) = found.arms.items()
         parts.append(f"One arm, {arm.name}: val_bpb {mean_of(runs)}.")
-    elif alone := [arm.name for arm, other in found.baselines.items() if [*found.baselines.values()].count(other) == 1]:
+    elif alone := [arm.name for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]:
         parts.append(f"Not compared, as no other arm has the same text and batches: {listed(alone)}.")
-    return " ".join(parts)
+    text = " ".join(parts)
+    return text.replace(AT_A_RATE, " at these rates") if len(lrs) > 1 else text
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
@@ -172,11 +173,11 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
     In a ladder: `a (dim=32, dim=64) is better`.
     """
     few, parts = len(found) <= FEW, []
-    groups = grouped(((each.words, each.verdict), arm) for arm, each in found.items())
+    groups = grouped(((each.words, *each.verdict), arm) for arm, each in found.items())
     order = [*VERDICTS, NO_VERDICT]
-    for words, (verdict, reason) in sorted(groups, key=lambda key: order.index(key[1][0])):
-        arms = groups[words, (verdict, reason)]
-        names = [f"{arm.name}{numbers(found[arm]) if few else ''}" for arm in arms]
+    for words, verdict, reason in sorted(groups, key=lambda key: order.index(key[1])):
+        arms = groups[words, verdict, reason]
+        names = [f"{name_of(arm)}{numbers(found[arm]) if few else ''}" for arm in arms]
         if arms[0].size and not few:
             at = grouped((arm.without_size.name, arm.width) for arm in arms)
             names = [f"{name} ({', '.join(widths)})" for name, widths in at.items()]
@@ -184,44 +185,51 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
         if verdict in (UNDECIDED, NO_VERDICT) and len(arms) > MANY:
             are = f"{len(arms)} of {len(found)} {'comparisons' if arms[0].size else 'arms'} are"
         if verdict == NO_VERDICT:
-            differences = ", ".join(f"{arm.name} {signed(found[arm])}" for arm in arms[:MANY])
+            differences = ", ".join(f"{name_of(arm)} {signed(found[arm])}" for arm in arms[:MANY])
             parts.append(f"one seed, so no verdict: {differences}")
         else:
             parts.append(f"{are} {words}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)
 
 
-def conditions(found: Comparison) -> str:
+def conditions(found: Comparison, others: Sequence[str]) -> str:
     """`n = 3; 0.2M parameters, 0.5M tokens of python, bfloat16; equal tokens.`"""
     runs = [run for each in found.arms.values() for run in each]
     counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
-    known = all(run.known for run in runs)
-    texts = sorted({run.settings["data"].partition("@")[0] for run in runs}) if known else []
-    dtypes = sorted({run.settings["dtype"] for run in runs}) if known else []
+    known = runs if all(run.known for run in runs) else []
+    texts = sorted({run.options["data"].partition("@")[0] for run in known})
+    dtypes = sorted({run.options["dtype"] for run in known})
     if sizes := [run.parameters for run in runs if run.parameters]:
         tokens = " of ".join([f"{span([run.tokens or 0 for run in runs])} tokens", *filter(None, [listed(texts)])])
         parts += [", ".join([f"{span(sizes)} parameters", tokens, *dtypes]), equal_in(found)]
-    if found.others:
-        parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in found.others])}")
+    if others:
+        parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return "; ".join(parts) + "." if parts else ""
 
 
-def span(values: Sequence[float]) -> str:
+def millions(value: float) -> str:
+    return f"{value / 1e6:,.1f}M" if value >= 1e5 else f"{value:,}"
+
+
+def span(values: Sequence[float], show: Callable[[float], str] = millions) -> str:
     """`0.2M`, or `0.2M to 0.8M`."""
-    ends = dict.fromkeys(f"{value / 1e6:.2g}M" for value in (min(values), max(values)))
-    return " to ".join(ends)
+    return " to ".join(dict.fromkeys(map(show, (min(values), max(values)))))
 
 
 COSTS: dict[str, Callable[[Record], float]] = {  # of a run
     "tokens": lambda run: run.tokens or math.nan,
     "FLOPs": lambda run: run.flops or math.nan,
-    "time": lambda run: (run.tokens or math.nan) * (run.step_time or math.nan),
+    "time": lambda run: run.steps * (run.step_time or math.nan),
+}
+STEP_COSTS: dict[str, Callable[[Record], float]] = {
+    "as long": lambda run: run.step_time or math.nan,
+    "the FLOPs": lambda run: (run.flops or math.nan) / run.steps,
 }
 
 
 def relative_costs(found: Comparison, cost: Callable[[Record], float]) -> dict[Arm, float]:
-    """The cost of a run of each arm over that of what it is compared with. NaN if it is not known."""
+    """The cost of each arm over that of what it is compared with. NaN if it is not known."""
     return {arm: cost(runs[0]) / cost(found.arms[found.baselines[arm]][0]) for arm, runs in found.arms.items()}
 
 
@@ -240,16 +248,14 @@ def resolution(found: Comparison) -> str:
         parts.append(f"Four of five repetitions would show a true difference of {median(detectable):.3f}{several}")
     if changes := [each.detectable * each.doublings for each in found.trends.values() if each.detectable]:
         parts.append(f"the whole ladder would show a change of {median(changes):.3f}")
-    of_a_step: dict[str, Callable[[Record], float]] = {
-        "as long": lambda run: run.step_time or math.nan,
-        "the FLOPs": lambda run: (run.flops or math.nan) / (run.tokens or math.nan),
-    }
-    for what, cost in of_a_step.items():
-        other = {arm.name: ratio for arm, ratio in relative_costs(found, cost).items() if abs(ratio - 1) > SAME}
+    for what, cost in STEP_COSTS.items():
+        relative = relative_costs(found, cost).items()
+        other = grouped((arm.without_size.name, ratio) for arm, ratio in relative if abs(ratio - 1) > SAME)
         if len(other) > FEW:
-            parts.append(f"steps take {min(other.values()):.2f} to {max(other.values()):.2f} times {what}")
-        else:
-            parts += [f"a step of {name} takes {ratio:.2f} times {what}" for name, ratio in other.items()]
+            other = {"": [*chain.from_iterable(other.values())]}
+        for name, ratios in other.items():
+            of = f" of {name}" if name else ""
+            parts.append(f"a step{of} takes {span(ratios, '{:.2f}'.format)} times {what}")
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
@@ -301,13 +307,15 @@ def comparison_table(found: Comparison) -> str:
     """A row for each arm: the difference and the verdict first, then what they rest on."""
     names = [name.replace("_", " ") for name, _ in next(iter(found.arms)).factors]
     titles = [*names, f"difference from {found.against} (n)", "verdict", "p", "detectable"]
-    titles += ["val_bpb (n)", "lr", "diverged"]
+    titles += ["val_bpb (n)", "lr", "diverged", "relative FLOPs", "relative time"]
+    flops, seconds = (relative_costs(found, COSTS[name]) for name in ("FLOPs", "time"))
     rows = []
     for arm in found.ordered:
         runs = found.arms[arm]
         columns = columns_of(found.found[arm]) if arm in found.found else [NONE] * 4
         diverged = f"{sum(run.diverged for run in runs)} of {sum(run.ended for run in runs)}"
-        rows.append([*dict(arm.factors).values(), *columns, mean_of(runs), f"{runs[0].lr:g}", diverged])
+        costs = [NONE if math.isnan(each) else f"{each:.2f}" for each in (flops[arm], seconds[arm])]
+        rows.append([*dict(arm.factors).values(), *columns, mean_of(runs), f"{runs[0].lr:g}", diverged, *costs])
     return table(titles, rows)
 
 
@@ -342,11 +350,10 @@ def search_table(found: Comparison) -> str:
             tried = [run for run in runs if run.lr == lr]
             diverged = any(run.diverged for run in tried) and not final_bpb(tried)
             row.append("diverged" if diverged else mean_of(tried))
-        best = regret = NONE
-        if arm in found.optima:
-            best = f"{found.optima[arm].lr:g}"
-            regret = "optimum not found" if found.optima[arm].regret is None else f"{found.optima[arm].regret:.4f}"
-        rows.append([*row, best, regret])
+        regret = found.regrets.get(arm, math.nan)
+        best = f"{found.arms[arm][0].lr:g}" if arm in found.arms else NONE
+        said = "optimum not found" if regret is None else NONE if math.isnan(regret) else f"{regret:.4f}"
+        rows.append([*row, best, said])
     return table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows)
 
 
@@ -363,13 +370,13 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
 
     Figures that only an earlier report had are deleted. `notes` are said beside the command.
     """
-    found, records = compare_records(records), name_arms(records)[0]
-    ended = sum(run.ended for run in records)
-    summary = summary_of(found)
-    if not found.arms:
-        summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs have.**"]
-    elif ended < len(records):
-        summary[0] = f"**Partial: {ended} of {len(records)} runs have ended.** {summary[0]}"
+    records, others = name_arms(records)
+    found, ended = compare_records(records), sum(run.ended for run in records)
+    summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs have.**", "", ""]
+    if found.arms:
+        summary = [verdicts(found), conditions(found, others), resolution(found)]
+        if ended < len(records):
+            summary[0] = f"**Partial: {ended} of {len(records)} runs have ended.** {summary[0]}"
     arms = arm_rows(found)
     for name, rows in (("runs", rows_of(records)), ("arms", arms)):
         file = io.StringIO()
@@ -378,7 +385,7 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
         writer.writerows(rows)
         write_atomically(folder / f"{name}.csv", file.getvalue())
     write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms), indent=2) + "\n")
-    machines = sorted({run.machine for run in records if run.machine})
+    machines = known_values(run.machine for run in records)
     about = [f"`{command}`" if command else "", "; ".join([seeds_of(found), *machines]), *notes, *HOW_TO_READ]
     sections = []
     if found.arms:
@@ -389,20 +396,21 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
         sections += ["## One factor at a time", factor_table(found)]
     if found.search:
         sections += ["## Learning rates", SEARCH, search_table(found)]
-    text = "\n\n".join(filter(None, [*summary, *sections, *about]))
-    write_atomically(folder / "table.md", text + "\n")
-    parts, figures = [markdown("\n\n".join([*summary, *sections]))], figures_of(found)
+    first = "\n\n".join(filter(None, [*summary, *sections]))
+    last = "\n\n".join(filter(None, about))
+    write_atomically(folder / "table.md", f"{first}\n\n{last}\n")
+    figures = figures_of(found)
     for name in ("ladder", "differences", "curves", "watch"):
         for kind in ("png", "svg", "pdf"):
             if name in figures:
                 save_plot(figures[name], folder / f"{name}.{kind}")
             else:
                 (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    parts += [figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()]
-    parts += [folded("How to read this", markdown("\n\n".join(filter(None, about))))]
+    parts = [markdown(first), *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items())]
+    parts += [folded("How to read this", markdown(last))]
     parts += [folded("Settings of the first arm", settings_list(records[0].options))]
     write_atomically(folder / "report.html", page(title_of(found), parts))
-    return summary
+    return [*filter(None, summary)]
 
 
 def arm_rows(found: Comparison) -> list[Row]:
@@ -415,9 +423,8 @@ def arm_rows(found: Comparison) -> list[Row]:
         row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
         row |= {"diverged": sum(run.diverged for run in runs), "dtype": runs[0].settings.get("dtype")}
         row |= {name: getattr(runs[0], name) for name in ("parameters", "tokens", "flops", "step_time")}
-        if arm in found.optima:
-            regret = found.optima[arm].regret
-            row |= {"regret": regret, "optimum_found": regret is not None}
+        if arm in found.regrets:
+            row |= {"regret": found.regrets[arm], "optimum_found": found.regrets[arm] is not None}
         rows.append(row | (found.found[arm].row if arm in found.found else {}))
     return rows
 
@@ -429,9 +436,7 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
     sizes = {"flops": flops_of(found)}
     slopes = [{"arm": arm.name, **each.row, **sizes, "left_out": each.left_out} for arm, each in found.trends.items()]
     return {
-        "summary": summary[0],
-        "conditions": summary[1] if len(summary) > 1 else "",
-        "resolution": summary[2] if len(summary) > 2 else "",
+        **dict(zip(("summary", "conditions", "resolution"), summary, strict=True)),
         "arms": arms,
         "comparisons": pairs,
         "slopes": slopes,
@@ -439,13 +444,15 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
         "correction": "Holm",
         "alpha": ALPHA,
         "margin": MARGIN,
-        "tuned": bool(found.optima),
-        "data": sorted({run.settings.get("data", "") for run in runs}),
-        "tokenizer": sorted({run.settings.get("tokenizer", "") for run in runs}),
-        "dtype": sorted({run.settings.get("dtype", "") for run in runs}),
-        "commits": sorted({run.commit for run in runs}),
-        "machines": sorted({run.machine for run in runs}),
+        "tuned": bool(found.regrets) and found.regrets.keys() >= found.arms.keys(),
+        **{name: known_values(run.options.get(name) for run in runs) for name in ("data", "tokenizer", "dtype")},
+        "commits": known_values(run.commit for run in runs),
+        "machines": known_values(run.machine for run in runs),
     }
+
+
+def known_values(values: Iterable[str | None]) -> list[str]:
+    return sorted({*filter(None, values)})
 
 
 def flops_of(found: Comparison) -> dict[str, float | None]:
@@ -474,7 +481,7 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
         title = f"Difference from {found.against}, {seeds}"
         if found.trends:
             figures["ladder"] = plot_ladder(found.found, flops_of(found), title)
-        named = {arm.name: found.found[arm] for arm in found.ordered if arm in found.found}
+        named = {arm.name: each for arm, each in found.found.items()}
         figures["differences"] = plot_differences(named, title, styles)
     ended = [run for arm in found.ordered for run in found.arms[arm] if run.ended and run.log] if found.arms else []
     if ended:

@@ -76,6 +76,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
+def differ(one: float, other: float, n: int) -> bool:
+    """Whether two standard deviations of n values, or widths of intervals, differ by more than chance.
+
+    This is the F test. With as many degrees of freedom on both sides, F gives a Student's t.
+    """
+    ratio = one / other if other else math.inf
+    return t_tails(math.sqrt(n - 1) / 2 * (ratio - 1 / ratio), n - 1) < ALPHA
+
+
 def t_tails(t: float, degrees: int) -> float:
     """P(|T| > |t|) for Student's t: with |t| = √degrees / tan(angle), an integral of a power of the sine.
 
