@@ -17,8 +17,7 @@ from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import SEARCH, Arm, compared
 from experiments.report import write_report
-from files import digest, read_json, require, said, warn, write_atomically
-from machine.process import out_of_memory
+from files import digest, read_json, require, said, write_atomically
 from norms.placement import PLACEMENTS
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
 
@@ -131,10 +130,10 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
 
 
 def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str, Any]:
-    """What `COSTS` holds: the time of a step of each arm, by name, and the steps that follow from --equal.
+    """What `COSTS` holds: the relative time of a step of each arm, by name, and the steps that follow from --equal.
 
-    What the folder has stays, also if arms are added. Without --equal time, the measurement is brief, there is none of
-    compiled steps, and none if memory runs out. Raises ValueError if the steps follow from another command.
+    What the folder has stays, also if arms are added. Without --equal time, the measurement is brief, and there is none
+    on a GPU or of compiled steps. Raises ValueError if the steps follow from another command.
     """
     baseline, (_, config) = next(iter(configs.items()))
     here: dict[str, Any] = {"equal": options.equal, "baseline": baseline.name, "steps": config.steps}
@@ -145,19 +144,12 @@ def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str
             same = there.get(name) == value or there.get("equal") == options.equal == "tokens"
             require(same, f"{folder} was made with {name} {there.get(name)}, not {value}; choose another --out")
         known = there if there | here == there else known
-    by_time = options.equal == "time"
-    compiled = any(config.compile for _, config in configs.values())
+    plain = config.device == "cpu" and not any(config.compile for _, config in configs.values())
+    wanted = options.equal == "time" or (plain and not options.print_commands)
     times = known["step_time"]
-    if (by_time or not (compiled or options.print_commands)) and any(arm.name not in times for arm in configs):
-        try:
-            found = step_times(configs, options.threads, briefly=not by_time)
-            times = {arm.name: round(middle, 4) for arm, (middle, *_) in found.items()} | times
-        except RuntimeError as error:
-            if by_time or not out_of_memory(error):
-                raise
-            warn("the time of a step was not measured, because memory ran out")
-        if config.device != "cpu":
-            torch.accelerator.empty_cache()  # the runs need it
+    if wanted and any(arm.name not in times for arm in configs):
+        found = step_times(configs, options.threads, briefly=options.equal != "time")
+        times = {arm.name: round(middle, 4) for arm, (middle, *_) in found.items()} | times
     asked = {arm.name: asked for arm, asked in equal_steps(configs, options.equal, times).items()}
     return known | {"step_time": times, "asked": asked | known["asked"]}
 

@@ -56,6 +56,9 @@ def step_times(arms: Configs, threads: int, briefly: bool) -> dict[Arm, Interval
         if found and (late or all(map(precise, found.values()))):
             break
     torch.set_num_threads(before)
+    steps.clear()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()  # the runs need the memory
     worst = middle, low, high = max(found.values(), key=lambda each: each[2] - each[1])
     busy = f"this machine is busy: a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
     require(briefly or precise(worst), f"--equal time: {busy}")

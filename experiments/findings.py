@@ -5,16 +5,17 @@ seeds, they may be the easy ones. If an arm's best learning rate was not found, 
 tuning. Neither has a p-value.
 """
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from experiments.records import Arm, BySeed, grouped
-from experiments.statistics import ALPHA, Estimate, differ, estimate, holm
+from experiments.rates import find_optimum, losses_of
+from experiments.records import UNNAMED, Arm, Record, final_bpb, grouped
+from experiments.statistics import ALPHA, Estimate, detectable, differ, estimate, holm
 from runtime.run_dir import Row
 
 MARGIN = 0.01  # a difference in val_bpb that does not matter
@@ -23,6 +24,7 @@ WIDE = 3  # a rung of a ladder whose interval is so many times that of the best 
 VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
 NO_VERDICT, NO_TREND = "no verdict", "no trend shown"
 AT_A_RATE = " at this rate"  # of a verdict, if learning rates were not searched for
+PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
 Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
 
@@ -39,6 +41,7 @@ class Finding:
     values: Sequence[float] = ()  # one for each seed
     slack: float = 0.0  # what errors of learning rates may cost
     p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
+    tests: int = 1  # that are corrected together
 
     @property
     def complete(self) -> bool:
@@ -77,7 +80,8 @@ class Finding:
 
     @property
     def detectable(self) -> float | None:
-        return self.estimate.detectable if self.complete and self.estimate else None
+        known = self.complete and len(self.values) > 1
+        return detectable(self.values, self.slack, self.tests) if known else None
 
     @property
     def row(self) -> Row:
@@ -114,70 +118,110 @@ class Trend(Finding):
         return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
 
 
-def find(
-    values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, tuned: bool | None = None
-) -> Finding:
+def find(values: Sequence[float], planned: int, slack: float = 0.0, tuned: bool | None = None) -> Finding:
     """The finding of these values. Its p is not corrected yet."""
-    measured = estimate(values, slack, tests) if values else None
+    measured = estimate(values, slack) if values else None
     p = measured.p if measured and measured.n == planned and tuned is not False else None
     return Finding(measured, planned, tuned, values, slack, p)
 
 
-def compare(
-    bpb: Mapping[Arm, BySeed],
-    planned: Mapping[Arm, Collection[int]],
-    regrets: Mapping[Arm, float | None] = {},
-    flops: Mapping[Arm, float] = {},
-    texts: Mapping[Arm, Any] = {},
-) -> tuple[dict[Pair, Finding], dict[Arm, Trend], int]:
-    """The differences of `pairs_of` the arms, paired by seed, `trends_of` these in a ladder, and the number of tests.
+@dataclass
+class Group:
+    """The runs of an arm, and those that searched for its learning rate."""
 
-    `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the
-    error of a learning rate is expected to cost, of arms that were searched for one; None if the best was not found.
-    Only arms with equal `texts` are paired. Holm's method corrects all p-values together. One that is missing counts as
-    a comparison that found nothing: which runs diverge is chance too, so they must not make the correction of the
-    others milder. Arms with no seed in common are no comparison.
+    runs: list[Record]
+    search: list[Record]
+
+    @cached_property
+    def bpb(self) -> dict[int, float]:
+        return final_bpb(self.runs)
+
+    @cached_property
+    def regret(self) -> float | None:
+        """What an error of its learning rate is expected to cost. None if the best was not found, or not searched."""
+        losses = losses_of(self.search)
+        return find_optimum(losses).regret_at(self.runs[0].lr, self.bpb.values()) if losses else None
+
+    @property
+    def text(self) -> tuple[str, ...]:
+        """What runs must share besides the seed to be paired. Where that is not known, the folder."""
+        first = self.runs[0]
+        return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if first.known else (first.folder,)
+
+
+def baselines_of(groups: Mapping[Arm, Group]) -> dict[Arm, Arm]:
+    """The first arm with the size and the text of each."""
+    first: dict[Any, Arm] = {}
+    return {arm: first.setdefault((arm.size, group.text), arm) for arm, group in groups.items()}
+
+
+def flops_of(groups: Mapping[Arm, Group]) -> dict[str, float]:
+    """FLOPs of a run of the first arm of each size, the smallest first. 0 if they are not known."""
+    sizes = {arm.size: groups[arm].runs[0].flops or 0.0 for arm in baselines_of(groups).values()}
+    return dict(sorted(sizes.items(), key=lambda item: item[1]))
+
+
+def compare(groups: Mapping[Arm, Group]) -> tuple[dict[Pair, Finding], dict[Arm, Trend]]:
+    """The differences of `pairs_of` the arms, and `trends_of` these in a ladder.
+
+    Holm's method corrects all p-values together. One that is missing counts as a comparison that found nothing: which
+    runs diverge is chance too, so they must not make the correction of the others milder. Arms with no seed in common
+    are no comparison.
     """
-    found, pairs = {}, pairs_of([*bpb], texts)
-    shared = {pair: len(set(planned[pair[0]]) & set(planned[pair[1]])) for pair in pairs}
-    ladder = bool(pairs) and flops.keys() >= {other for _, other in pairs}
-    tests = sum(map(bool, shared.values())) + (len({arm.without_size for arm, _ in pairs}) if ladder else 0)
-    for pair in pairs:
-        costs = [regrets.get(each) for each in pair]
-        slack, tuned = sum(cost or 0.0 for cost in costs), None
-        if regrets.keys() & {*pair}:
-            tuned = None not in costs
-        one, other = (bpb[each] for each in pair)
-        values = [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
-        found[pair] = find(values, shared[pair], slack, tests, tuned)
-    trends = trends_of(found, flops, tests) if ladder else {}
+    found = {(arm, other): difference(groups[arm], groups[other]) for arm, other in pairs_of(baselines_of(groups))}
+    flops = flops_of(groups)
+    trends = trends_of(found, flops) if "" not in flops and all(flops.values()) else {}
     everything = [each for each in (*found.values(), *trends.values()) if each.planned]
     corrected = holm([1.0 if each.p is None else each.p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
-        each.p = None if each.p is None else p
-    return found, trends, tests
+        each.p, each.tests = None if each.p is None else p, len(everything)
+    return found, trends
 
 
-def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: int) -> dict[Arm, Trend]:
+def difference(one: Group, other: Group) -> Finding:
+    """The first arm minus the other, for each seed."""
+    seeds = sorted(one.bpb.keys() & other.bpb.keys())
+    planned = {run.seed for run in one.runs} & {run.seed for run in other.runs}
+    regrets = one.regret, other.regret
+    slack, tuned = sum(regret or 0.0 for regret in regrets), None
+    if one.search or other.search:
+        tuned = None not in regrets
+    return find([one.bpb[seed] - other.bpb[seed] for seed in seeds], len(planned), slack, tuned)
+
+
+def pairs_of(baselines: Mapping[Arm, Arm]) -> list[Pair]:
+    """Each arm and its baseline. If several factors vary, also each and the one with the first value of a factor.
+
+    In a ladder, only each arm and its baseline.
+    """
+    pairs = [*baselines.items()]
+    first = next(iter(baselines), Arm())
+    for arm, (index, level) in product(baselines, enumerate(first.factors if not first.size else ())):
+        other = Arm((*arm.factors[:index], level, *arm.factors[index + 1 :]))
+        if baselines.get(other) == baselines[arm]:
+            pairs.append((arm, other))
+    return [(arm, other) for arm, other in dict.fromkeys(pairs) if arm != other]
+
+
+def trends_of(found: Mapping[Pair, Finding], flops: Mapping[str, float]) -> dict[Arm, Trend]:
     """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
 
-    Keys are arms without their size. There is a slope only if the effect is known at every size. Those where it is
-    `imprecise` do not count. Slopes are some of so many `tests` that are corrected together.
+    Keys are arms without their size. `flops` are those of each size. There is a slope only if the effect is known at
+    every size. Those where it is `imprecise` do not count.
     """
-    compute = {other.size: math.log2(flops[other]) for _, other in found}
     trends: dict[Arm, Trend] = {}
     for plain, pairs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
-        rungs: dict[str, Finding] = dict(sorted(pairs, key=lambda pair: compute[pair[0]]))
+        rungs: dict[str, Finding] = dict(sorted(pairs, key=lambda pair: flops[pair[0]]))
         left_out = imprecise(rungs)
-        kept = [each for size, each in rungs.items() if size not in left_out]
-        x = np.array([compute[size] for size in rungs if size not in left_out])
-        ends = np.array([x.min(), x.max()]) - x.mean()
+        kept = {size: each for size, each in rungs.items() if size not in left_out}
+        x = np.log2([flops[size] for size in kept])
         line = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives the slope and the middle
-        known = len(kept) > 1 and len(rungs) == len(compute) and all(each.complete for each in rungs.values())
-        slopes, middles = line @ [each.values for each in kept] if known else np.empty((2, 0))
-        slack, tuned = abs(line[0]) @ [each.slack for each in kept], {each.tuned for each in kept}
-        planned = min(each.planned for each in kept)
-        slope = find(slopes.tolist(), planned, float(slack), tests, False if False in tuned else all(tuned) or None)
+        known = len(kept) > 1 and len(rungs) == len(flops) and all(each.complete for each in rungs.values())
+        slopes, middles = line @ [each.values for each in kept.values()] if known else np.empty((2, 0))
+        slack, tuned = abs(line[0]) @ [each.slack for each in kept.values()], {each.tuned for each in kept.values()}
+        planned = min(each.planned for each in kept.values())
+        slope = find(slopes.tolist(), planned, float(slack), False if False in tuned else all(tuned) or None)
+        ends = np.array([x.min(), x.max()]) - x.mean()
         effects = (middles.mean() + slopes.mean() * ends).tolist() if known else []
         trends[plain] = Trend(**vars(slope), ends=effects, rungs=rungs, left_out=left_out, doublings=float(np.ptp(x)))
     return trends
@@ -189,24 +233,3 @@ def imprecise(rungs: Mapping[str, Finding]) -> list[str]:
     best = min(widths.values(), default=0.0)
     wide = [size for size, width in widths.items() if width > WIDE * best]
     return [size for size in wide if differ(widths[size], best, rungs[size].planned)]
-
-
-def pairs_of(arms: Sequence[Arm], texts: Mapping[Arm, Any] = {}) -> list[Pair]:
-    """Each arm and its baseline, the first one with its size and text.
-
-    If several factors vary, also each arm and the one with the first value of a factor, except in a ladder.
-    """
-    baselines = baselines_of(arms, texts)
-    pairs = [(arm, baselines[arm]) for arm in arms]
-    if not arms[0].size:
-        for arm, (index, first) in product(arms, enumerate(arms[0].factors)):
-            other = Arm((*arm.factors[:index], first, *arm.factors[index + 1 :]))
-            if other in arms and baselines[other] == baselines[arm]:
-                pairs.append((arm, other))
-    return [(arm, other) for arm, other in dict.fromkeys(pairs) if arm != other]
-
-
-def baselines_of(arms: Sequence[Arm], texts: Mapping[Arm, Any] = {}) -> dict[Arm, Arm]:
-    """The first arm with the size and the text of each."""
-    first: dict[Any, Arm] = {}
-    return {arm: first.setdefault((arm.size, texts.get(arm)), arm) for arm in arms}

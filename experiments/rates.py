@@ -102,7 +102,7 @@ def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
         return (close, seeds + 1) if found.regret > half_width / 4 else None
     if found.unsure:
         low, high = max(pairwise(found.unsure), key=lambda pair: pair[1] / pair[0])
-        between = [float(f"{math.sqrt(low * high):.3g}")] if high > SPACING * low else []
+        between = [float(f"{math.sqrt(low * high):.3g}")] if high > 1.1 * SPACING * low else []
         return sorted([*found.unsure, *between]), seeds + (not between)
     few, at = len(close) < POINTS, rates.index(found.lr)
     if at == 0 or (few and close[0] == rates[0]):

@@ -36,9 +36,10 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The norm, the placement, the recipe, and other factors with their names."""
-        named = ("norm", "placement", "recipe", "run", "folder", SIZE)
-        return " ".join(value if name in named else f"{name}={value}" for name, value in self.factors) or "model"
+        """The width, the norm, the placement, the recipe, and other factors with their names."""
+        named = ("norm", "placement", "recipe", "run", "folder")
+        values = [value if name in named else f"{name}={value}" for name, value in self.without_size.factors]
+        return " ".join(filter(None, [self.width, *values])) or "model"
 
     @property
     def size(self) -> str:
@@ -228,10 +229,13 @@ def read_csv(file: Path) -> list[Record]:
 
 
 def _read_table(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the rows of a .csv. What is missing is ""."""
+    """The columns and the rows of a .csv. Raises ValueError, naming the line, if a row has more or fewer values."""
     with file.open(newline="", encoding="utf-8", errors="replace") as opened:
-        reader = csv.DictReader(opened, restval="")
-        return list(reader.fieldnames or ()), list(reader)
+        reader = csv.DictReader(opened)
+        columns, rows = list(reader.fieldnames or ()), list(reader)
+    for number, row in enumerate(rows, 2):
+        require(None not in (*row, *row.values()), f"{file}, line {number} does not have {len(columns)} values")
+    return columns, rows
 
 
 def _read(text: str, kind: Any, what: str) -> Any:

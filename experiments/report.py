@@ -21,15 +21,17 @@ from experiments.findings import (
     VERDICTS,
     WIDE,
     Finding,
+    Group,
     Pair,
     Trend,
     baselines_of,
     compare,
     find,
+    flops_of,
 )
 from experiments.plots import arm_styles, plot_curves, plot_differences, plot_ladder
-from experiments.rates import POINTS, WINDOW, find_optimum, losses_of
-from experiments.records import SIZE, UNNAMED, Arm, Record, final_bpb, grouped, name_arms, rows_of
+from experiments.rates import POINTS, WINDOW
+from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of
 from experiments.statistics import ALPHA
 from files import write_atomically
 from pages.html import figure, folded, markdown, page, save_plot, settings_list
@@ -42,9 +44,8 @@ if TYPE_CHECKING:
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 FEW = 3  # compared arms; the conclusion has no numbers of more
+TITLE = 12  # arms
 MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
-PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
-SAME = PRECISE  # costs that differ by less are the same
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: as "
     "far as their shapes allow, each seed gives both arms the same initial weights and batches. Below zero is better. "
@@ -81,14 +82,21 @@ LADDER = (
 class Comparison:
     """What is found of all arms."""
 
-    arms: dict[Arm, list[Record]]  # their reported runs
-    search: dict[Arm, list[Record]]  # the runs that looked for learning rates
-    regrets: dict[Arm, float | None]  # of arms that were searched for a rate; None if the best was not found
+    arms: dict[Arm, Group]  # empty while the search for learning rates goes on
+    search: dict[Arm, list[Record]]  # its runs
     baselines: dict[Arm, Arm]  # what each arm is compared with: the first one with its size and text
     pairs: dict[Pair, Finding]
     found: dict[Arm, Finding]  # the difference of each arm from its baseline, the lowest first, but not in a ladder
     trends: dict[Arm, Trend]  # in a ladder
-    tests: int  # that are corrected together
+
+    @property
+    def runs(self) -> list[Record]:
+        """All that are reported."""
+        return [run for group in self.arms.values() for run in group.runs]
+
+    @property
+    def tuned(self) -> bool:
+        return bool(self.arms) and all(group.search for group in self.arms.values())
 
     @property
     def ordered(self) -> list[Arm]:
@@ -102,41 +110,23 @@ class Comparison:
         compared = {self.baselines[arm] for arm in self.found}
         names = {arm.without_size.name for arm in compared}
         if len(compared) == 1:
-            return name_of(*compared)
+            return compared.pop().name
         if len(names) == 1:
             return f"{names.pop()} of the same size"
-        known = all(run.known for runs in self.arms.values() for run in runs)
-        return f"the first arm {'with the same text and batches' if known else 'of its folder'}"
+        known = all(run.known for run in self.runs)
+        return "the first arm with the same text and batches" if known else "the first arm of its folder"
 
 
 def compare_records(records: list[Record]) -> Comparison:
     """What is found of runs whose arms `name_arms` has named."""
-    arms = grouped((each.arm, each) for each in records if not each.search)
     search = grouped((each.arm, each) for each in records if each.search)
-    bpb = {arm: final_bpb(runs) for arm, runs in arms.items()}
-    regrets = {}
-    for arm in arms.keys() & search.keys():
-        losses = losses_of(search[arm])
-        regrets[arm] = find_optimum(losses).regret_at(arms[arm][0].lr, bpb[arm].values()) if losses else None
-    flops = {arm: runs[0].flops for arm, runs in arms.items() if arm.size and runs[0].flops}
-    planned = {arm: [run.seed for run in runs] for arm, runs in arms.items()}
-    texts = {arm: text_of(runs[0]) for arm, runs in arms.items()}
-    baselines = baselines_of([*arms], texts)
-    pairs, trends, tests = compare(bpb, planned, regrets, flops, texts) if bpb else ({}, {}, 0)
+    runs = grouped((each.arm, each) for each in records if not each.search)
+    arms = {arm: Group(group, search.get(arm, [])) for arm, group in runs.items()}
+    baselines, (pairs, trends) = baselines_of(arms), compare(arms)
     found = {arm: each for (arm, other), each in pairs.items() if other == baselines[arm]}
     if not trends:
         found = dict(sorted(found.items(), key=lambda item: item[1].estimate.mean if item[1].estimate else math.inf))
-    return Comparison(arms, search, regrets, baselines, pairs, found, trends, tests)
-
-
-def text_of(record: Record) -> tuple[str, ...]:
-    """What runs must share besides the seed to be paired. Where that is not known, the folder."""
-    return tuple(record.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if record.known else (record.folder,)
-
-
-def name_of(arm: Arm) -> str:
-    """Its name in a sentence, where a size is a width."""
-    return f"{arm.width} {arm.without_size.name}".strip()
+    return Comparison(arms, search, baselines, pairs, found, trends)
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------
@@ -144,13 +134,12 @@ def name_of(arm: Arm) -> str:
 
 def verdicts(found: Comparison) -> str:
     """What is shown of each arm, and at which learning rates."""
-    lrs = {run.lr for runs in found.arms.values() for run in runs}
+    lrs = {run.lr for run in found.runs}
     rates = f"at learning rate {min(lrs):g}, which was not tuned"
     if len(lrs) > 1:
         rates = "at learning rates that differ and were not tuned"
-    if found.regrets:
-        all_tuned = found.regrets.keys() >= found.arms.keys()
-        rates = "each at its own best learning rate" if all_tuned else "at learning rates that were not all tuned"
+    if found.search:
+        rates = "each at its own best learning rate" if found.tuned else "at learning rates that were not all tuned"
     parts = []
     if found.trends:
         groups = grouped(((slope.words, slope.verdict[1]), arm.name) for arm, slope in found.trends.items())
@@ -159,8 +148,8 @@ def verdicts(found: Comparison) -> str:
     if found.found:
         parts.append(f"Compared with {found.against}, {rates}: {by_verdict(found.found)}.")
     if len(found.arms) == 1:
-        ((arm, runs),) = found.arms.items()
-        parts.append(f"One arm, {arm.name}: val_bpb {mean_of(runs)}.")
+        ((arm, group),) = found.arms.items()
+        parts.append(f"One arm, {arm.name}: val_bpb {mean_of(group.runs)}.")
     elif alone := [arm.name for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]:
         parts.append(f"Not compared, as no other arm has the same text and batches: {listed(alone)}.")
     text = " ".join(parts)
@@ -177,7 +166,7 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
     order = [*VERDICTS, NO_VERDICT]
     for words, verdict, reason in sorted(groups, key=lambda key: order.index(key[1])):
         arms = groups[words, verdict, reason]
-        names = [f"{name_of(arm)}{numbers(found[arm]) if few else ''}" for arm in arms]
+        names = [f"{arm.name}{numbers(found[arm]) if few else ''}" for arm in arms]
         if arms[0].size and not few:
             at = grouped((arm.without_size.name, arm.width) for arm in arms)
             names = [f"{name} ({', '.join(widths)})" for name, widths in at.items()]
@@ -185,7 +174,7 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
         if verdict in (UNDECIDED, NO_VERDICT) and len(arms) > MANY:
             are = f"{len(arms)} of {len(found)} {'comparisons' if arms[0].size else 'arms'} are"
         if verdict == NO_VERDICT:
-            differences = ", ".join(f"{name_of(arm)} {signed(found[arm])}" for arm in arms[:MANY])
+            differences = ", ".join(f"{arm.name} {signed(found[arm])}" for arm in arms[:MANY])
             parts.append(f"one seed, so no verdict: {differences}")
         else:
             parts.append(f"{are} {words}" + (f", as {reason}" if reason else ""))
@@ -194,18 +183,22 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
 
 def conditions(found: Comparison, others: Sequence[str]) -> str:
     """`n = 3; 0.2M parameters, 0.5M tokens of python, bfloat16; equal tokens.`"""
-    runs = [run for each in found.arms.values() for run in each]
     counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
-    known = runs if all(run.known for run in runs) else []
-    texts = sorted({run.options["data"].partition("@")[0] for run in known})
-    dtypes = sorted({run.options["dtype"] for run in known})
-    if sizes := [run.parameters for run in runs if run.parameters]:
-        tokens = " of ".join([f"{span([run.tokens or 0 for run in runs])} tokens", *filter(None, [listed(texts)])])
+    if sizes := [run.parameters for run in found.runs if run.parameters]:
+        texts, dtypes = (values_of(found, name) for name in ("data", "dtype"))
+        tokens = f"{span([run.tokens or 0 for run in found.runs])} tokens"
+        tokens = " of ".join([tokens, *filter(None, [listed(texts)])])
         parts += [", ".join([f"{span(sizes)} parameters", tokens, *dtypes]), equal_in(found)]
     if others:
         parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return "; ".join(parts) + "." if parts else ""
+
+
+def values_of(found: Comparison, name: str) -> list[str]:
+    """The values of an option, without hashes, if those of all runs are known."""
+    values = {run.options.get(name, "").partition("@")[0] for run in found.runs}
+    return [] if "" in values else sorted(values)
 
 
 def millions(value: float) -> str:
@@ -217,27 +210,26 @@ def span(values: Sequence[float], show: Callable[[float], str] = millions) -> st
     return " to ".join(dict.fromkeys(map(show, (min(values), max(values)))))
 
 
-COSTS: dict[str, Callable[[Record], float]] = {  # of a run
+COSTS_OF_A_RUN: dict[str, Callable[[Record], float]] = {
     "tokens": lambda run: run.tokens or math.nan,
     "FLOPs": lambda run: run.flops or math.nan,
     "time": lambda run: run.steps * (run.step_time or math.nan),
 }
-STEP_COSTS: dict[str, Callable[[Record], float]] = {
-    "as long": lambda run: run.step_time or math.nan,
-    "the FLOPs": lambda run: (run.flops or math.nan) / run.steps,
-}
 
 
-def relative_costs(found: Comparison, cost: Callable[[Record], float]) -> dict[Arm, float]:
-    """The cost of each arm over that of what it is compared with. NaN if it is not known."""
-    return {arm: cost(runs[0]) / cost(found.arms[found.baselines[arm]][0]) for arm, runs in found.arms.items()}
+def relative_costs(found: Comparison, name: str, of_a_step: bool = False) -> dict[Arm, float]:
+    """A cost of each arm, of a run or of a step, over that of what it is compared with. NaN if it is not known."""
+    cost, runs = COSTS_OF_A_RUN[name], {arm: group.runs[0] for arm, group in found.arms.items()}
+    costs = {arm: cost(run) / (run.steps if of_a_step else 1) for arm, run in runs.items()}
+    return {arm: each / costs[found.baselines[arm]] for arm, each in costs.items()}
 
 
 def equal_in(found: Comparison) -> str:
     """The cost that is the same for all arms of a size."""
-    relative = {name: relative_costs(found, cost).values() for name, cost in COSTS.items()}
-    equal = (name for name, values in relative.items() if all(abs(each - 1) <= SAME for each in values))
-    return f"equal {name}" if (name := next(equal, "")) else "at different costs"
+    for name in COSTS_OF_A_RUN:
+        if all(abs(each - 1) <= PRECISE for each in relative_costs(found, name).values()):
+            return f"equal {name}"
+    return "at different costs"
 
 
 def resolution(found: Comparison) -> str:
@@ -248,13 +240,13 @@ def resolution(found: Comparison) -> str:
         parts.append(f"Four of five repetitions would show a true difference of {median(detectable):.3f}{several}")
     if changes := [each.detectable * each.doublings for each in found.trends.values() if each.detectable]:
         parts.append(f"the whole ladder would show a change of {median(changes):.3f}")
-    for what, cost in STEP_COSTS.items():
-        relative = relative_costs(found, cost).items()
-        other = grouped((arm.without_size.name, ratio) for arm, ratio in relative if abs(ratio - 1) > SAME)
+    for name, what in (("time", "as long"), ("FLOPs", "the FLOPs")):
+        relative = relative_costs(found, name, of_a_step=True).items()
+        other = grouped((arm.without_size.name, ratio) for arm, ratio in relative if abs(ratio - 1) > PRECISE)
         if len(other) > FEW:
             other = {"": [*chain.from_iterable(other.values())]}
-        for name, ratios in other.items():
-            of = f" of {name}" if name else ""
+        for arm, ratios in other.items():
+            of = f" of {arm}" if arm else ""
             parts.append(f"a step{of} takes {span(ratios, '{:.2f}'.format)} times {what}")
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
@@ -305,28 +297,27 @@ def columns_of(finding: Finding) -> list[str]:
 
 def comparison_table(found: Comparison) -> str:
     """A row for each arm: the difference and the verdict first, then what they rest on."""
-    names = [name.replace("_", " ") for name, _ in next(iter(found.arms)).factors]
-    titles = [*names, f"difference from {found.against} (n)", "verdict", "p", "detectable"]
+    titles = ["arm", f"difference from {found.against} (n)", "verdict", "p", "detectable"]
     titles += ["val_bpb (n)", "lr", "diverged", "relative FLOPs", "relative time"]
-    flops, seconds = (relative_costs(found, COSTS[name]) for name in ("FLOPs", "time"))
+    flops, seconds = (relative_costs(found, name) for name in ("FLOPs", "time"))
     rows = []
     for arm in found.ordered:
-        runs = found.arms[arm]
+        runs = found.arms[arm].runs
         columns = columns_of(found.found[arm]) if arm in found.found else [NONE] * 4
         diverged = f"{sum(run.diverged for run in runs)} of {sum(run.ended for run in runs)}"
         costs = [NONE if math.isnan(each) else f"{each:.2f}" for each in (flops[arm], seconds[arm])]
-        rows.append([*dict(arm.factors).values(), *columns, mean_of(runs), f"{runs[0].lr:g}", diverged, *costs])
+        rows.append([arm.name, *columns, mean_of(runs), f"{runs[0].lr:g}", diverged, *costs])
     return table(titles, rows)
 
 
 def ladder_table(found: Comparison) -> str:
-    sizes = {arm.size: f"{runs[0].flops:.2g} FLOPs" for arm, runs in reversed(found.arms.items())}
-    rows = []
+    """A row for each arm: its slope, and its difference at each size."""
+    sizes, rows = flops_of(found.arms), []
     for arm, slope in found.trends.items():
-        known = [f"{statistic(slope.rungs[size])}{'*' * (size in slope.left_out)}" for size in slope.rungs]
-        rows.append([arm.name, *known, *columns_of(slope)])
-    titles = [sizes[size] for size in next(iter(found.trends.values())).rungs]
-    return table(["arm", *titles, "slope for each doubling (n)", "trend", "p", "detectable"], rows)
+        marked = {size: f"{statistic(each)}{'*' * (size in slope.left_out)}" for size, each in slope.rungs.items()}
+        rows.append([arm.name, *columns_of(slope), *(marked.get(size, NONE) for size in sizes)])
+    titles = [f"{size}: {flops:.2g} FLOPs" for size, flops in sizes.items()]
+    return table(["arm", "slope for each doubling (n)", "trend", "p", "detectable", *titles], rows)
 
 
 def factor_table(found: Comparison) -> str:
@@ -350,10 +341,11 @@ def search_table(found: Comparison) -> str:
             tried = [run for run in runs if run.lr == lr]
             diverged = any(run.diverged for run in tried) and not final_bpb(tried)
             row.append("diverged" if diverged else mean_of(tried))
-        regret = found.regrets.get(arm, math.nan)
-        best = f"{found.arms[arm][0].lr:g}" if arm in found.arms else NONE
-        said = "optimum not found" if regret is None else NONE if math.isnan(regret) else f"{regret:.4f}"
-        rows.append([*row, best, said])
+        best = regret = NONE
+        if group := found.arms.get(arm):
+            best = f"{group.runs[0].lr:g}"
+            regret = "optimum not found" if group.regret is None else f"{group.regret:.4f}"
+        rows.append([*row, best, regret])
     return table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows)
 
 
@@ -387,18 +379,17 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
     write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms), indent=2) + "\n")
     machines = known_values(run.machine for run in records)
     about = [f"`{command}`" if command else "", "; ".join([seeds_of(found), *machines]), *notes, *HOW_TO_READ]
-    sections = []
+    sections, more = [], []
     if found.arms:
         sections += ["## Comparison", comparison_table(found)]
     if found.trends:
         sections += ["## Effect over compute", LADDER, ladder_table(found)]
     if len(found.pairs) > len(found.found):
-        sections += ["## One factor at a time", factor_table(found)]
+        more += ["## One factor at a time", factor_table(found)]
     if found.search:
-        sections += ["## Learning rates", SEARCH, search_table(found)]
-    first = "\n\n".join(filter(None, [*summary, *sections]))
-    last = "\n\n".join(filter(None, about))
-    write_atomically(folder / "table.md", f"{first}\n\n{last}\n")
+        more += ["## Learning rates", SEARCH, search_table(found)]
+    first, middle, last = ("\n\n".join(filter(None, part)) for part in ([*summary, *sections], more, about))
+    write_atomically(folder / "table.md", "\n\n".join(filter(None, (first, middle, last))) + "\n")
     figures = figures_of(found)
     for name in ("ladder", "differences", "curves", "watch"):
         for kind in ("png", "svg", "pdf"):
@@ -407,7 +398,7 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
             else:
                 (folder / f"{name}.{kind}").unlink(missing_ok=True)
     parts = [markdown(first), *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items())]
-    parts += [folded("How to read this", markdown(last))]
+    parts += [markdown(middle), folded("How to read this", markdown(last))]
     parts += [folded("Settings of the first arm", settings_list(records[0].options))]
     write_atomically(folder / "report.html", page(title_of(found), parts))
     return [*filter(None, summary)]
@@ -416,35 +407,35 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
 def arm_rows(found: Comparison) -> list[Row]:
     """The rows of arms.csv."""
     rows = []
-    for arm in found.ordered if found.arms else ():
-        runs = found.arms[arm]
-        mean = find([*final_bpb(runs).values()], len(runs))
-        row = {"arm": arm.name, **dict(arm.factors), "lr": runs[0].lr, "seeds": mean.planned, "n": len(mean.values)}
+    for arm in found.ordered:
+        group, run = found.arms[arm], found.arms[arm].runs[0]
+        mean = find([*group.bpb.values()], len(group.runs))
+        row = {"arm": arm.name, **dict(arm.factors), "lr": run.lr, "seeds": mean.planned, "n": len(mean.values)}
         row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
-        row |= {"diverged": sum(run.diverged for run in runs), "dtype": runs[0].settings.get("dtype")}
-        row |= {name: getattr(runs[0], name) for name in ("parameters", "tokens", "flops", "step_time")}
-        if arm in found.regrets:
-            row |= {"regret": found.regrets[arm], "optimum_found": found.regrets[arm] is not None}
+        row |= {"diverged": sum(run.diverged for run in group.runs), "dtype": run.options.get("dtype")}
+        row |= {name: getattr(run, name) for name in COSTS}
+        if group.search:
+            row |= {"regret": group.regret, "optimum_found": group.regret is not None}
         rows.append(row | (found.found[arm].row if arm in found.found else {}))
     return rows
 
 
 def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
     """What report.json contains."""
-    runs = [run for each in found.arms.values() for run in each]
+    runs = found.runs
     pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in found.pairs.items()]
-    sizes = {"flops": flops_of(found)}
+    sizes = {"flops": flops_of(found.arms)}
     slopes = [{"arm": arm.name, **each.row, **sizes, "left_out": each.left_out} for arm, each in found.trends.items()]
     return {
         **dict(zip(("summary", "conditions", "resolution"), summary, strict=True)),
         "arms": arms,
         "comparisons": pairs,
         "slopes": slopes,
-        "tests": found.tests,
+        "tests": max((each.tests for each in found.pairs.values()), default=0),
         "correction": "Holm",
         "alpha": ALPHA,
         "margin": MARGIN,
-        "tuned": bool(found.regrets) and found.regrets.keys() >= found.arms.keys(),
+        "tuned": found.tuned,
         **{name: known_values(run.options.get(name) for run in runs) for name in ("data", "tokenizer", "dtype")},
         "commits": known_values(run.commit for run in runs),
         "machines": known_values(run.machine for run in runs),
@@ -455,21 +446,14 @@ def known_values(values: Iterable[str | None]) -> list[str]:
     return sorted({*filter(None, values)})
 
 
-def flops_of(found: Comparison) -> dict[str, float | None]:
-    """FLOPs of a run of the first arm of each size."""
-    return {arm.size: runs[0].flops for arm, runs in reversed(found.arms.items())}
-
-
 def seeds_of(found: Comparison) -> str:
-    seeds = sorted({run.seed for runs in found.arms.values() for run in runs})
+    seeds = sorted({run.seed for run in found.runs})
     return f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}" if seeds else "no seeds yet"
 
 
 def title_of(found: Comparison) -> str:
-    """`norm: rmsnorm, layernorm; placement: pre`."""
-    factors = chain.from_iterable(arm.factors for arm in found.arms or found.search)
-    levels = grouped(dict.fromkeys((name, value.split(",")[0] if name == SIZE else value) for name, value in factors))
-    return "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
+    names = [arm.name for arm in found.arms or found.search]
+    return ", ".join(names[:TITLE]) + (f" and {len(names) - TITLE} more" if len(names) > TITLE else "")
 
 
 def figures_of(found: Comparison) -> dict[str, "Figure"]:
@@ -480,12 +464,12 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
     if any(each.values for each in found.found.values()):
         title = f"Difference from {found.against}, {seeds}"
         if found.trends:
-            figures["ladder"] = plot_ladder(found.found, flops_of(found), title)
-        named = {arm.name: each for arm, each in found.found.items()}
-        figures["differences"] = plot_differences(named, title, styles)
-    ended = [run for arm in found.ordered for run in found.arms[arm] if run.ended and run.log] if found.arms else []
-    if ended:
-        figures["curves"] = plot_curves(ended, styles, f"Means of {seeds}")
+            plain = arm_styles(dict.fromkeys(arm.without_size for arm in found.arms))
+            figures["ladder"] = plot_ladder(found.found, flops_of(found.arms), title, plain)
+        figures["differences"] = plot_differences(found.found, title, styles)
+    ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
+    if curves := plot_curves(ended, styles, f"Means of {seeds}"):
+        figures["curves"] = curves
     logs = {run.arm.name: read_rows(run.path / "watch.jsonl") for run in ended}  # of each arm's last seed
     if watched := {name: log for name, log in logs.items() if log}:
         figures["watch"] = plot_streams(watched, styles)

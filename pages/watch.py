@@ -29,7 +29,7 @@ PANELS = {  # columns, up to a dot: what a heat map shows of them, and the scale
 def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
     """RMS of the residual stream after each sublayer, at the first step and at the last: a line for each arm."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     plot = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     first, last = plot.subplots(1, 2, sharey=True)
@@ -42,6 +42,7 @@ def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}
     for axes, name in ((first, "first step"), (last, "last step")):
         axes.set_title(name, fontsize="medium")
         axes.set(xlabel="block", yscale="log")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     first.set_ylabel("residual stream, RMS")
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
