@@ -101,6 +101,7 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
         on_device["dtype"] = started[0]["resolved"]["dtype"]
         configs = resolve_arms(arms, on_device)
     config = next(iter(configs.values()))[1]
+    on_device["dtype"] = config.dtype
     data = prepare_text(configs)
     measured = measure(configs, options, folder)
     steps: Mapping[Arm, Asked] = {arm: measured["asked"].get(arm.name, {}) for arm in configs}

@@ -147,7 +147,7 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
             if len(points) and diverged:
                 axes.plot(*points[-1], "X", color=style["color"], markeredgecolor="black", markersize=8)
         axes.set(ylabel=METRICS[metric])
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     column[-1].set_xlabel(unit)
     figure.suptitle(fill(title, LONG), fontsize="medium")

@@ -1,0 +1,121 @@
+"""The command `ablate.py`. Its cells are real runs of train.py, in processes of their own."""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ablate
+from experiments.ablation import AblationConfig
+from files import lock_file
+from runtime.run_dir import LOCK
+
+FLAGS = (
+    "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
+    "--lr 0.01 --steps 12 --norms rmsnorm layernorm:bias=false --placements pre --factor clip=0 --seeds 1 --jobs 2"
+)
+SCRIPTS = ("runs.csv", "arms.csv", "report.json")
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory, text) -> list[str]:
+    """Of a comparison of two runs."""
+    folder = tmp_path_factory.mktemp("ablation")
+    return f"{FLAGS} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'out'}".split()
+
+
+@pytest.fixture(scope="module")
+def folder(arguments) -> Path:
+    """The folder of the finished ablation."""
+    ablate.main(arguments)
+    return Path(arguments[-1])
+
+
+def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arguments):
+    with open(folder / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["norm"], row["seed"]) for row in rows] == [("rmsnorm", "0"), ("layernorm:bias=false", "0")]
+    for row in rows:
+        cell = folder / "cells" / f"{row['norm'].replace(':', '-')}-pre-clip=0-lr0.01-seed{row['seed']}"
+        last = json.loads((cell / "metrics.jsonl").read_text().splitlines()[-1])
+        assert (float(row["val_loss"]), float(row["val_bpb"])) == (last["val_loss"], last["val_bpb"])
+        run = json.loads((cell / "run.json").read_text())
+        assert run["resolved"]["norm_args"] == ({} if row["norm"] == "rmsnorm" else {"bias": False})
+        assert (int(row["parameters"]), row["steps"], row["commit"]) == (run["parameters"], "12", str(run["commit"]))
+        assert row["data"] == f"text@{run['corpus']['hash'][:12]}"
+    base, arm = (float(row["val_bpb"]) for row in rows)
+    table = (folder / "table.md").read_text()
+    assert f"| rmsnorm | – | – | – | – | {base:.4f} (1) | 0.01 | 0 of 1 | 1.00 | 1.00 |" in table
+    assert f"| layernorm:bias=false | {arm - base:+.4f} (1) | no verdict | – | – | {arm:.4f} (1) | 0.01 |" in table
+    report = json.loads((folder / "report.json").read_text())
+    assert report["summary"] == table.splitlines()[0] and report["arms"][0]["val_bpb"] == base
+    (found,) = report["comparisons"]
+    assert (found["difference"], found["verdict"], found["baseline"]) == (arm - base, "no verdict", "rmsnorm")
+    command = "python ablate.py " + " ".join(arguments)
+    assert (folder / "command.txt").read_text() == command + "\n" and command in table and ", torch " in table
+    for plot in ("curves", "differences"):
+        for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+            assert (folder / f"{plot}.{kind}").read_bytes().startswith(start)
+
+
+def test_compare_makes_the_same_files_of_the_folder_and_of_its_runs_csv_alone(folder, tmp_path, capsys, undrawn):
+    (tmp_path / "published").mkdir()
+    shutil.copy(folder / "runs.csv", tmp_path / "published")
+    for source in (folder, tmp_path / "published"):
+        ablate.main(["compare", str(source), "--out", str(tmp_path / "again")])
+        assert f"see {tmp_path / 'again'}/report.html" in capsys.readouterr().out
+        for name in SCRIPTS:
+            assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_commands_of_runs_for_other_machines(arguments, folder, capsys, monkeypatch, tmp_path):
+    """A line of shell a run that has not ended, which starts it or, repeated, resumes it. Nothing is run here."""
+    table: list[str] = []
+    monkeypatch.setattr(sys, "executable", "printenv OMP_NUM_THREADS; echo")
+    for rates, number in (("", 2), ("--lrs 0.02 0.03", 6)):  # the first seed has been run, and another selects rates
+        with pytest.raises(SystemExit) as ended:
+            ablate.main([*arguments, "--seeds", "2", "--print-commands", *rates.split()])
+        lines = capsys.readouterr().out.splitlines()
+        assert not ended.value.code and len(lines) == number
+        table = [(folder / "table.md").read_text(), *table]
+    assert table[0] == table[1], "nothing is reported at a rate before all are selected"
+    line = lines[0].replace("'printenv OMP_NUM_THREADS; echo'", "printenv OMP_NUM_THREADS; echo")
+    run = Path(re.findall(r"-e (\S+)/run.json", line)[0])
+    assert not run.exists()
+    for flag in ("--seed=1000 ", "--resume "):
+        threads, command = subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout.splitlines()
+        assert threads == "1" and flag in command and "--device=cpu" in command and command.endswith(f"--out={run}")
+        run.mkdir(exist_ok=True)
+        (run / "run.json").touch()
+    shutil.rmtree(run)
+
+
+def test_steps_of_equal_flops_are_written_down_and_printed(arguments, tmp_path, capsys):
+    more = ["--factor", "mlp=gated,plain", "--equal", "flops", "--print-commands", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        ablate.main([*arguments, *more])
+    asked = json.loads((tmp_path / "out/costs.json").read_text())["asked"]
+    assert [each["steps"] for each in asked.values()] == [12, 14] * 2
+    assert re.findall(r"; else .*? --steps=(\d+) ", capsys.readouterr().out) == ["12", "14"] * 2
+
+
+def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, arguments, ends):
+    before = (folder / "command.txt").read_text()
+    with lock_file(folder / LOCK):
+        code, error = ends(ablate.main, [*arguments, "--steps", "13"])
+    assert code == 4 and "in use" in error and error.count("\n") == 1
+    assert (folder / "command.txt").read_text() == before
+
+
+def test_flags_of_the_comparison_and_of_train_py_are_told_apart_in_any_order():
+    mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --print-commands --lrs 0.1 1e-3 --out x --placements pre post"
+    theirs = "--data a b c --no-compile --lr 0.5 --preset small --watch 3"
+    options = AblationConfig(["rmsnorm", "dyt"], ["pre", "post"], [], 2, [0.1, 1e-3], "tokens", 1, 1, True)
+    asked = {"data": ["a", "b", "c"], "compile": False, "lr": 0.5, "preset": "small", "watch": 3, "out": "x"}
+    for line in (f"{mine} {theirs}", f"{theirs} {mine}", f"--data a b c {mine} {theirs.removeprefix('--data a b c ')}"):
+        assert ablate.parse(line.split()) == (options, asked)

@@ -1,0 +1,117 @@
+"""`ablate.py compare` on run directories that the project's own writers made. `test_report` tests its sentences."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ablate
+import train
+from experiments.report import write_report
+from files import said
+from norms import KINDS, TRAITS
+from runtime.run_dir import read_run_file, write_run_file
+from tests.experiments.made import records
+
+FLAGS = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 4"
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture(scope="module")
+def template(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compare")
+    train.main(f"{FLAGS} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'run'}".split())
+    return folder / "run"
+
+
+@pytest.fixture
+def make(template, tmp_path, monkeypatch):
+    """`make("name", 2.5, seed=1, norm="dyt")` writes a run that ended with this val_bpb, or without one has not."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, bpb: float | None = None, **changed) -> str:
+        run = read_run_file(template / "run.json")
+        run["resolved"] |= changed
+        Path(name).mkdir(parents=True)
+        write_run_file(Path(name, "run.json"), run)
+        training = {"train_loss": 3.0, "tokens_per_second": 128.0, "seconds": 1.0, "tokens": 64}
+        log = [training | {"step": 4}, {"step": 4, "val_loss": 2.0, "val_bpb": bpb}] if bpb else []
+        Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+        return name
+
+    return write
+
+
+def compared(*runs: str) -> list[str]:
+    """The lines of the report's table.md that are not empty."""
+    ablate.main(["compare", *runs, "--out", "out"])
+    return [line for line in Path("out/table.md").read_text("utf-8").splitlines() if line]
+
+
+def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
+    """The baseline has a third seed. The costs of a norm that is not imported are unknown. One run has not ended."""
+    runs = [make(f"a{seed}", bpb, seed=seed) for seed, bpb in enumerate((2.0, 2.5, 9.0))]
+    runs += [make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8))]
+    page = compared(*runs, make("c", norm="dyt"))
+    assert page[0].startswith(
+        "**Partial: 5 of 6 runs have ended.** Compared with rmsnorm, at learning rate 0.015, which"
+    )
+    assert "mynorm (+0.200 ± 1.271, p = 0.59) is undecided" in page[0]
+    assert page[1] == "n = 2; 8,256 to 8,307 parameters, 0 to 512 tokens of text, float32; at different costs."
+    assert page[0] + "\n" in capsys.readouterr().out
+    assert {path.name for path in Path("out").iterdir()} >= {"runs.csv", "arms.csv", "report.json", "report.html"}
+    for name, value in {"batch_size": 4, "context": 8, "eval_tokens": 99}.items():
+        assert compared("a0", make(name, 2.5, **{name: value}))[0].startswith(
+            "Not compared, as no other arm has the sa"
+        )
+
+
+def test_all_of_a_folder_with_an_earlier_report_and_an_imported_norm(make, monkeypatch):
+    """Files beside the runs are ignored, and a run that the report has counts once, whichever is named first."""
+    Path("mine.py").write_text("import torch\nfrom norms import register\nregister('mine')(torch.nn.RMSNorm)\n")
+    runs = [make("runs/a", 2.0), make("runs/b", 2.5, norm="mine"), "runs/notes.txt"]
+    Path("runs/notes.txt").touch()
+    ablate.main(["compare", *runs, "--out", "runs/earlier"])
+    alone = compared(*runs)
+    assert compared("runs/earlier", *runs) == compared(*runs, "runs/earlier") == alone
+    monkeypatch.setattr("runtime.plugins.IMPORTED", {})
+    for table in (KINDS, TRAITS):
+        monkeypatch.setitem(table, "mine", None)
+        del table["mine"]
+    assert (
+        compared(*runs, "--import", "mine.py")[1]
+        == "n = 1; 8,256 parameters, 512 tokens of text, float32; equal tokens."
+    )
+
+
+def test_cells_that_runs_csv_has_count_as_they_are_now(make):
+    """Relative times of two folders do not compare."""
+    make("abl/cells/rmsnorm-lr0.01-seed0", 2.25)
+    make("abl/cells/orphan", 9.0)
+    write_report(Path("abl"), records({"rmsnorm": [None, 2.25], "dyt": [2.0, 2.5]}, step_time=1.5))
+    said.clear()
+    assert "| rmsnorm | – | – | – | – | 2.2500 ± 0.0000 (2) | 0.01 | 0 of 2 | 1.00 | 1.00 |" in compared("abl")
+    assert said == ["1 runs in abl/cells are left out, because runs.csv does not have them"]
+    assert any(line.endswith("| 1.00 | – |") for line in compared("abl", make("b", 2.5, norm="derf")))
+
+
+def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(make, refused):
+    Path(shutil.copytree(make("a", 2.0), "log"), "metrics.jsonl").write_text("garbage\n")
+    Path(shutil.copytree("a", "run"), "run.json").write_text("{}")
+    shutil.copytree("a", "part/cells/a")
+    Path("csv").mkdir()
+    Path("csv/runs.csv").touch()
+    wrong = {"csv": "csv/runs.csv lacks the column 'lr'", "log": "log/metrics.jsonl is d", "run": "run/run.json"}
+    wrong |= {
+        "part": "no report yet; continue it, or name runs in part/cells",
+        "./a": "a is named twice",
+        "x": "no run in",
+    }
+    for name, error in wrong.items():
+        assert error in refused(ablate.main, ["compare", "a", name, "--out", "out"])
+    assert "at least two runs, not 1" in refused(ablate.main, ["compare", "a", "--out", "out"])
+    make("b", 2.0)
+    for out in ("a", "part"):
+        assert f"--out {out} holds runs" in refused(ablate.main, ["compare", "a", "b", "--out", out])
+    assert not Path("out").exists()
