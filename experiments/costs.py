@@ -52,16 +52,16 @@ def step_times(arms: Configs, threads: int, briefly: bool) -> dict[Arm, Interval
             for arm in arms:
                 ratios[arm].append(seconds[arm] / seconds[first[arm.size]])
         found = {arm: interval(each) for arm, each in ratios.items() if number + 1 >= least}
-        late = briefly and time.monotonic() - started > BRIEFLY
-        if found and (late or all(map(precise, found.values()))):
+        if (found and all(map(precise, found.values()))) or (briefly and time.monotonic() - started > BRIEFLY):
             break
     torch.set_num_threads(before)
     steps.clear()
     if device.type != "cpu":
         torch.accelerator.empty_cache()  # the runs need the memory
-    worst = middle, low, high = max(found.values(), key=lambda each: each[2] - each[1])
-    busy = f"this machine is busy: a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
-    require(briefly or precise(worst), f"--equal time: {busy}")
+    if not briefly:
+        worst = middle, low, high = max(found.values(), key=lambda each: each[2] - each[1])
+        busy = f"a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
+        require(precise(worst), f"--equal time: this machine is busy: {busy}")
     return {arm: each for arm, each in found.items() if precise(each)}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from experiments.costs import PRECISE
 from experiments.findings import (
+    AS_GOOD,
     AT_A_RATE,
     MARGIN,
     NO_VERDICT,
@@ -49,29 +50,28 @@ MANY = 6  # more arms that are undecided for one reason are counted in the concl
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: as "
     "far as their shapes allow, each seed gives both arms the same initial weights and batches. Below zero is better. "
-    "p tests for no difference (paired t test). All p-values of this report are corrected together (Holm); each "
-    "interval is for one comparison. `detectable` is about the smallest true difference that so many seeds show in "
-    "four of five experiments, with the strictest correction; for two or three seeds it is too small, by up to a "
-    "quarter. These statistics are about chance in seeds, not about other texts.",
-    f"An arm is {VERDICTS[2]} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or "
-    f"worse if p is below {ALPHA} with at least {SEEDS} seeds: two show a true difference so seldom that most of what "
-    "they seem to show is chance. Else it is undecided, which does not mean equal. At a learning rate that was not "
-    "searched for, an arm is only better at this rate: arms that are equal at their best rates often differ at one.",
+    "p tests for no difference (paired t test), corrected for all tests of this report (Holm); an interval is for one. "
+    "`detectable` is about the smallest true difference that so many seeds show in four of five experiments, with the "
+    "strictest correction; for two or three seeds it is too small, by up to a quarter. All this is about chance in "
+    "seeds, not about other texts.",
+    f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or worse "
+    f"if p is below {ALPHA} with at least {SEEDS} seeds: most of what two seem to show is chance. Else it is undecided, "
+    "which does not mean equal. At a learning rate that was not searched for, an arm is only better at this rate: arms "
+    "that are equal at their best rates often differ at one.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged (its loss was not finite, or ended above that of a "
     "uniform prediction) or has not ended. The others may be the easy ones, so their mean has no p.",
 )
 SEARCH = (
-    f"val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses within "
+    "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses within "
     f"{WINDOW:.3f} bits per byte (0.1 nats) of the lowest, of at least {POINTS} rates. The regret is what an error of "
-    "the vertex is expected to cost: intervals are wider by it, and p-values count only what is beyond. No optimum is "
-    f"found if fewer than {POINTS} rates are that close, if the vertex is not among them, or if the {POINTS} rates "
-    "nearest to it have another. The arm is then reported at its best rate and has no p-value. The same holds if its "
-    "reported seeds end, on average, further than that from the parabola."
+    "the vertex may cost: intervals are wider by it, and p-values count only what is beyond. The optimum is not found "
+    f"if fewer than {POINTS} rates are that close, if the vertex is not among them, if the {POINTS} rates nearest to "
+    "it have another, or if the reported seeds end further than that from the parabola. Then there is no p-value."
 )
 LADDER = (
-    "The slope is that of a line through an arm's differences, for each doubling of the first arm's FLOPs. Each seed "
-    f"has its own line. A trend is shown if p is below {ALPHA} with at least {SEEDS} seeds. A size whose interval is "
-    f"more than {WIDE} times as wide as the best (*) does not count."
+    "The slope is that of a line through an arm's differences, for each doubling of the first arm's FLOPs, a line for "
+    f"each seed. A trend is shown if p is below {ALPHA} with at least {SEEDS} seeds. A size does not count (*) if its "
+    f"interval is more than {WIDE} times as wide as the best, and by more than chance."
 )
 
 
