@@ -55,7 +55,7 @@ HOW_TO_READ = (
     "strictest correction; for two or three seeds it is too small, by up to a quarter. All this is about chance in "
     "seeds, not about other texts.",
     f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or worse "
-    f"if p is below {ALPHA} with at least {SEEDS} seeds: most of what two seem to show is chance. Else it is undecided, "
+    f"if p is below {ALPHA} with at least {SEEDS} seeds: what two seem to show is mostly chance. Else it is undecided, "
     "which does not mean equal. At a learning rate that was not searched for, an arm is only better at this rate: arms "
     "that are equal at their best rates often differ at one.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged (its loss was not finite, or ended above that of a "
