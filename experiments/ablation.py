@@ -138,21 +138,20 @@ def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str
     """
     baseline, (_, config) = next(iter(configs.items()))
     here: dict[str, Any] = {"equal": options.equal, "baseline": baseline.name, "steps": config.steps}
-    known = here | {"step_time": {}, "asked": {}}
+    times: dict[str, float] = {}
     if (folder / COSTS).exists():
         there = read_json(folder / COSTS, dict)
         for name, value in here.items():
             same = there.get(name) == value or there.get("equal") == options.equal == "tokens"
             require(same, f"{folder} was made with {name} {there.get(name)}, not {value}; choose another --out")
-        known = there if there | here == there else known
+        times = there["step_time"] if there | here == there else {}
     plain = config.device == "cpu" and not any(config.compile for _, config in configs.values())
     wanted = options.equal == "time" or (plain and not options.print_commands)
-    times = known["step_time"]
     if wanted and any(arm.name not in times for arm in configs):
         found = step_times(configs, options.threads, briefly=options.equal != "time")
         times = {arm.name: round(middle, 4) for arm, (middle, *_) in found.items()} | times
     asked = {arm.name: asked for arm, asked in equal_steps(configs, options.equal, times).items()}
-    return known | {"step_time": times, "asked": asked | known["asked"]}
+    return here | {"step_time": times, "asked": asked}
 
 
 def prepare_text(configs: Configs) -> Prepared:
