@@ -93,22 +93,6 @@ def test_curves_are_means_over_the_steps_that_all_runs_logged():
     assert all(tick == int(tick) for tick in curves(short).axes[0].get_xticks())
 
 
-def test_a_ladder_is_filled_where_a_difference_is_shown_and_has_a_tick_for_each_size():
-    sizes = [("size", f"dim={dim},heads=2,steps=9") for dim in (32, 64)]
-    arms = [Arm((size, ("norm", norm))) for size in sizes for norm in ("rmsnorm", "dyt")]
-    losses = [[3.0, 3.1, 3.2], [3.4, 3.2, 3.5], [2.0, 2.1, 2.2], [2.1, 2.21, 2.29]]
-    made = records(dict(zip(arms, losses, strict=True)))
-    figures = figures_of(
-        compare_records([replace(run, flops={"dim=32": 1e9, "dim=64": 8e9}[run.arm.width]) for run in made])
-    )
-    (axes,) = figures["ladder"].axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["dim=32\n1e+09", "dim=64\n8e+09"]
-    hollow, filled = (line for line in axes.lines if line.get_marker() == "s")
-    assert hollow.get_markerfacecolor() == "none" and hollow.get_ydata() == pytest.approx([0.8 / 3, 0.1])
-    assert (filled.get_xdata(), filled.get_ydata()) == (pytest.approx([8e9]), pytest.approx([0.1]))
-    assert filled.get_color() == figures["differences"].axes[0].lines[0].get_color()
-
-
 def test_many_arms_with_long_names_overlap_nothing_and_leave_room_for_the_panels():
     norm, more = "layernorm:bias=false,eps=1e-6", {"optimizer": "adamw", "weight_decay": "0.1"}
     arms = [Arm.of(norm=norm, placement=f"mhc:streams={i}", **more) for i in range(24)]
