@@ -80,8 +80,7 @@ class Finding:
 
     @property
     def detectable(self) -> float | None:
-        known = self.complete and len(self.values) > 1
-        return detectable(self.values, self.slack, self.tests) if known else None
+        return None if self.p is None else detectable(self.values, self.slack, self.tests)
 
     @property
     def row(self) -> Row:

@@ -235,10 +235,10 @@ def equal_in(found: Comparison) -> str:
 def resolution(found: Comparison) -> str:
     """What could have been seen, and what a step costs."""
     parts = []
-    if detectable := [each.detectable for each in found.found.values() if each.detectable and each.p is not None]:
+    if detectable := [each.detectable for each in found.found.values() if each.detectable]:
         several = ", the median of all arms" if len(detectable) > 1 else ""
         parts.append(f"Four of five repetitions would show a true difference of {median(detectable):.3f}{several}")
-    if changes := [each.detectable * each.doublings for each in found.trends.values() if each.detectable and each.p]:
+    if changes := [each.detectable * each.doublings for each in found.trends.values() if each.detectable]:
         parts.append(f"the whole ladder would show a change of {median(changes):.3f}")
     for name, what in (("time", "as long"), ("FLOPs", "the FLOPs")):
         relative = relative_costs(found, name, of_a_step=True).items()
