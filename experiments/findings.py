@@ -80,7 +80,8 @@ class Finding:
 
     @property
     def detectable(self) -> float | None:
-        return None if self.p is None else detectable(self.values, self.slack, self.tests)
+        can_be_shown = self.p is not None and len(self.values) >= SEEDS
+        return detectable(self.values, self.slack, self.tests) if can_be_shown else None
 
     @property
     def row(self) -> Row:

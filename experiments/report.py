@@ -52,7 +52,7 @@ HOW_TO_READ = (
     "far as their shapes allow, each seed gives both arms the same initial weights and batches. Below zero is better. "
     "p tests for no difference (paired t test), corrected for all tests of this report (Holm); an interval is for one. "
     "`detectable` is about the smallest true difference that so many seeds show in four of five experiments, with the "
-    "strictest correction; for two or three seeds it is too small, by up to a quarter. All this is about chance in "
+    "strictest correction; for three seeds it is too small, by up to a quarter. All this is about chance in "
     "seeds, not about other texts.",
     f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or worse "
     f"if p is below {ALPHA} with at least {SEEDS} seeds: what two seem to show is mostly chance. Else it is undecided, "
