@@ -5,7 +5,8 @@ seeds, they may be the easy ones. If an arm's best learning rate was not found, 
 tuning. Neither has a p-value.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -149,33 +150,78 @@ class Group:
         return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if first.known else (first.folder,)
 
 
-def baselines_of(groups: Mapping[Arm, Group]) -> dict[Arm, Arm]:
-    """The first arm with the size and the text of each."""
-    first: dict[Any, Arm] = {}
-    return {arm: first.setdefault((arm.size, group.text), arm) for arm, group in groups.items()}
+@dataclass
+class Comparison:
+    """What is found of all arms."""
+
+    arms: dict[Arm, Group]  # empty while the search for learning rates goes on
+    search: dict[Arm, list[Record]]  # its runs
+    baselines: dict[Arm, Arm]  # what each arm is compared with: the first one with its size and text
+    flops: dict[str, float]  # of a run of the first arm of each size, the smallest first; 0 if they are not known
+    pairs: dict[Pair, Finding]
+    trends: dict[Arm, Trend]  # in a ladder
+
+    @property
+    def runs(self) -> list[Record]:
+        """All that are reported."""
+        return [run for group in self.arms.values() for run in group.runs]
+
+    @property
+    def found(self) -> dict[Arm, Finding]:
+        """The difference of each arm from its baseline, the lowest first, but not in a ladder."""
+        found = {arm: each for (arm, other), each in self.pairs.items() if other == self.baselines[arm]}
+        means = {arm: each.estimate.mean if each.estimate else math.inf for arm, each in found.items()}
+        return found if self.trends else {arm: found[arm] for arm in sorted(found, key=means.__getitem__)}
+
+    @property
+    def tuned(self) -> bool:
+        return bool(self.arms) and all(group.search for group in self.arms.values())
+
+    @property
+    def ordered(self) -> list[Arm]:
+        """Each baseline, and then the arms that are compared with it."""
+        bases = dict.fromkeys(self.baselines.values())
+        return [arm for base in bases for arm in (base, *self.found) if self.baselines[arm] == base]
+
+    @property
+    def against(self) -> str:
+        """What arms are compared with."""
+        compared = {self.baselines[arm] for arm in self.found}
+        names = {arm.without_size.name for arm in compared}
+        if len(compared) == 1:
+            return compared.pop().name
+        if len(names) == 1:
+            return f"{names.pop()} of the same size"
+        known = all(run.known for run in self.runs)
+        return "the first arm with the same text and batches" if known else "the first arm of its folder"
 
 
-def flops_of(groups: Mapping[Arm, Group]) -> dict[str, float]:
-    """FLOPs of a run of the first arm of each size, the smallest first. 0 if they are not known."""
-    sizes = {arm.size: groups[arm].runs[0].flops or 0.0 for arm in baselines_of(groups).values()}
-    return dict(sorted(sizes.items(), key=lambda item: item[1]))
+def compare(records: Iterable[Record]) -> Comparison:
+    """What is found of runs whose arms `name_arms` has named."""
+    runs = grouped(((record.search, record.arm), record) for record in records)
+    search = {arm: each for (searched, arm), each in runs.items() if searched}
+    arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
+    return compare_groups(arms, search)
 
 
-def compare(groups: Mapping[Arm, Group]) -> tuple[dict[Pair, Finding], dict[Arm, Trend]]:
+def compare_groups(arms: dict[Arm, Group], search: dict[Arm, list[Record]]) -> Comparison:
     """The differences of `pairs_of` the arms, and `trends_of` these in a ladder.
 
     Holm's method corrects all p-values together. One that is missing counts as a comparison that found nothing: which
     runs diverge is chance too, so they must not make the correction of the others milder. Arms with no seed in common
     are no comparison.
     """
-    found = {(arm, other): difference(groups[arm], groups[other]) for arm, other in pairs_of(baselines_of(groups))}
-    flops = flops_of(groups)
-    trends = trends_of(found, flops) if "" not in flops and all(flops.values()) else {}
-    everything = [each for each in (*found.values(), *trends.values()) if each.planned]
+    first: dict[Any, Arm] = {}
+    baselines = {arm: first.setdefault((arm.size, group.text), arm) for arm, group in arms.items()}
+    flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values()}
+    flops = dict(sorted(flops.items(), key=lambda item: item[1]))
+    pairs = {(arm, other): difference(arms[arm], arms[other]) for arm, other in pairs_of(baselines)}
+    trends = trends_of(pairs, flops) if "" not in flops and all(flops.values()) else {}
+    everything = [each for each in (*pairs.values(), *trends.values()) if each.planned]
     corrected = holm([1.0 if each.p is None else each.p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
         each.p, each.tests = None if each.p is None else p, len(everything)
-    return found, trends
+    return Comparison(arms, search, baselines, flops, pairs, trends)
 
 
 def difference(one: Group, other: Group) -> Finding:

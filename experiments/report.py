@@ -5,7 +5,6 @@ import io
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -21,14 +20,10 @@ from experiments.findings import (
     UNDECIDED,
     VERDICTS,
     WIDE,
+    Comparison,
     Finding,
-    Group,
-    Pair,
-    Trend,
-    baselines_of,
     compare,
     find,
-    flops_of,
 )
 from experiments.plots import arm_styles, plot_curves, plot_differences, plot_ladder
 from experiments.rates import POINTS, WINDOW
@@ -73,60 +68,6 @@ LADDER = (
     f"each seed. A trend is shown if p is below {ALPHA} with at least {SEEDS} seeds. A size does not count (*) if its "
     f"interval is more than {WIDE} times as wide as the best, and by more than chance."
 )
-
-
-# --- what is found ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Comparison:
-    """What is found of all arms."""
-
-    arms: dict[Arm, Group]  # empty while the search for learning rates goes on
-    search: dict[Arm, list[Record]]  # its runs
-    baselines: dict[Arm, Arm]  # what each arm is compared with: the first one with its size and text
-    pairs: dict[Pair, Finding]
-    found: dict[Arm, Finding]  # the difference of each arm from its baseline, the lowest first, but not in a ladder
-    trends: dict[Arm, Trend]  # in a ladder
-
-    @property
-    def runs(self) -> list[Record]:
-        """All that are reported."""
-        return [run for group in self.arms.values() for run in group.runs]
-
-    @property
-    def tuned(self) -> bool:
-        return bool(self.arms) and all(group.search for group in self.arms.values())
-
-    @property
-    def ordered(self) -> list[Arm]:
-        """Each baseline, and then the arms that are compared with it."""
-        bases = dict.fromkeys(self.baselines.values())
-        return [arm for base in bases for arm in (base, *self.found) if self.baselines[arm] == base]
-
-    @property
-    def against(self) -> str:
-        """What arms are compared with."""
-        compared = {self.baselines[arm] for arm in self.found}
-        names = {arm.without_size.name for arm in compared}
-        if len(compared) == 1:
-            return compared.pop().name
-        if len(names) == 1:
-            return f"{names.pop()} of the same size"
-        known = all(run.known for run in self.runs)
-        return "the first arm with the same text and batches" if known else "the first arm of its folder"
-
-
-def compare_records(records: list[Record]) -> Comparison:
-    """What is found of runs whose arms `name_arms` has named."""
-    search = grouped((each.arm, each) for each in records if each.search)
-    runs = grouped((each.arm, each) for each in records if not each.search)
-    arms = {arm: Group(group, search.get(arm, [])) for arm, group in runs.items()}
-    baselines, (pairs, trends) = baselines_of(arms), compare(arms)
-    found = {arm: each for (arm, other), each in pairs.items() if other == baselines[arm]}
-    if not trends:
-        found = dict(sorted(found.items(), key=lambda item: item[1].estimate.mean if item[1].estimate else math.inf))
-    return Comparison(arms, search, baselines, pairs, found, trends)
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------
@@ -312,7 +253,7 @@ def comparison_table(found: Comparison) -> str:
 
 def ladder_table(found: Comparison) -> str:
     """A row for each arm: its slope, and its difference at each size."""
-    sizes, rows = flops_of(found.arms), []
+    sizes, rows = found.flops, []
     for arm, slope in found.trends.items():
         marked = {size: f"{statistic(each)}{'*' * (size in slope.left_out)}" for size, each in slope.rungs.items()}
         rows.append([arm.name, *columns_of(slope), *(marked.get(size, NONE) for size in sizes)])
@@ -363,7 +304,7 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
     Figures that only an earlier report had are deleted. `notes` are said beside the command.
     """
     records, others = name_arms(records)
-    found, ended = compare_records(records), sum(run.ended for run in records)
+    found, ended = compare(records), sum(run.ended for run in records)
     summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs have.**", "", ""]
     if found.arms:
         summary = [verdicts(found), conditions(found, others), resolution(found)]
@@ -424,7 +365,7 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
     """What report.json contains."""
     runs = found.runs
     pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in found.pairs.items()]
-    sizes = {"flops": flops_of(found.arms)}
+    sizes = {"flops": found.flops}
     slopes = [{"arm": arm.name, **each.row, **sizes, "left_out": each.left_out} for arm, each in found.trends.items()]
     return {
         **dict(zip(("summary", "conditions", "resolution"), summary, strict=True)),
@@ -465,7 +406,7 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
         title = f"Difference from {found.against}, {seeds}"
         if found.trends:
             plain = arm_styles(dict.fromkeys(arm.without_size for arm in found.arms))
-            figures["ladder"] = plot_ladder(found.found, flops_of(found.arms), title, plain)
+            figures["ladder"] = plot_ladder(found.found, found.flops, title, plain)
         figures["differences"] = plot_differences(found.found, title, styles)
     ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
     if curves := plot_curves(ended, styles, f"Means of {seeds}"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.findings import AS_GOOD, Finding, Group, Trend, compare, find
+from experiments.findings import AS_GOOD, Finding, Group, Trend, compare_groups, find
 from experiments.rates import Optimum
 from experiments.records import Arm, Record, grouped
 from experiments.statistics import estimate
@@ -39,13 +39,14 @@ def ladder(losses: np.ndarray, effects: tuple[float, ...] = (0.0, 0.0, 0.0)) -> 
 def test_differences_are_paired_by_seed_where_neither_diverged():
     """Without all seeds, or if one of the best rates was not found or not searched for, there is no p-value."""
     runs = records({"rmsnorm": [1.0, None, 3.0], "dyt": [None, 1.0, 3.5]})
-    (found,) = compare(groups_of(runs))[0].values()
+    (found,) = compare_groups(groups_of(runs), {}).pairs.values()
     assert found.values == [0.5] and not found.complete and found.p is None
     others = [record(PLAIN[1], 9, 2.0), *records({"rmsnorm": [1.0]})]
-    assert [each.verdict[1] for each in compare(groups_of(others))[0].values()] == ["no seed is in common"]
+    (found,) = compare_groups(groups_of(others), {}).pairs.values()
+    assert found.verdict[1] == "no seed is in common"
     runs = records({"rmsnorm": [1.0, 2.0, 3.0], "dyt": [1.1, 2.2, 3.2]})
     for regret, searched in ((None, PLAIN), (0.0, PLAIN[1:])):
-        (found,) = compare(groups_of(runs, regret, tuple(searched)))[0].values()
+        (found,) = compare_groups(groups_of(runs, regret, tuple(searched)), {}).pairs.values()
         assert (found.p, found.verdict[1][:30]) == (None, "the best learning rate was not")
     assert find([], 3).row == {"p": None, "detectable": None, "verdict": "undecided", "reason": find([], 3).verdict[1]}
 
@@ -87,10 +88,10 @@ def test_a_size_that_is_imprecise_by_more_than_chance_does_not_count():
     losses = np.zeros((6, 4))
     for times, left_out in ((3.5, []), (3.92, []), (3.94, [SIZES[2]])):
         losses[1::2] = 0.01 * np.outer([1, 1, times], [-1.0, -0.5, 0.5, 1.0])
-        (slope,) = compare(groups_of(ladder(losses)))[1].values()
+        (slope,) = compare_groups(groups_of(ladder(losses)), {}).trends.values()
         assert slope.left_out == left_out and slope.doublings == pytest.approx(3 if left_out else math.log2(100))
     losses[1] = losses[0]  # equal runs are infinitely more precise
-    (slope,) = compare(groups_of(ladder(losses)))[1].values()
+    (slope,) = compare_groups(groups_of(ladder(losses)), {}).trends.values()
     assert slope.left_out == [*SIZES[1:]] and slope.verdict == ("no trend shown", "fewer than two sizes are precise")
 
 
@@ -107,17 +108,17 @@ def test_a_size_that_is_imprecise_by_more_than_chance_does_not_count():
 )
 def test_a_trend_is_the_slope_of_each_seed_over_the_logarithm_of_flops(effects, shown):
     """Against numpy's line through the effects of each seed. A size without runs leaves none."""
-    (slope,) = compare(groups_of(ladder(LOSSES, effects)))[1].values()
+    (slope,) = compare_groups(groups_of(ladder(LOSSES, effects)), {}).trends.values()
     lines = np.polyfit(np.log2([*FLOPS.values()]), LOSSES[1::2] + np.reshape(effects, (3, 1)) - LOSSES[::2], 1)
     assert slope.values == pytest.approx(lines[0])
     assert slope.ends == pytest.approx(np.polyval(lines.mean(1), np.log2([1e9, 1e11])))
     assert slope.verdict == (shown, "") and slope.words == shown + " at this rate" * (shown != "no trend shown")
-    (tuned,) = compare(groups_of(ladder(LOSSES, effects), 0.001, tuple(ARMS)))[1].values()
+    (tuned,) = compare_groups(groups_of(ladder(LOSSES, effects), 0.001, tuple(ARMS)), {}).trends.values()
     x = np.log2([*FLOPS.values()]) - np.log2([*FLOPS.values()]).mean()
     assert tuned.words == shown and tuned.slack == pytest.approx(0.002 * (abs(x) / (x @ x)).sum())
-    (alone,) = compare(groups_of(ladder(LOSSES[:, :1], effects)))[1].values()
+    (alone,) = compare_groups(groups_of(ladder(LOSSES[:, :1], effects)), {}).trends.values()
     assert alone.verdict == ("no trend shown", "a single seed")
-    missing = compare(groups_of([run for run in ladder(LOSSES, effects) if run.arm != ARMS[3]]))[1]
+    missing = compare_groups(groups_of([run for run in ladder(LOSSES, effects) if run.arm != ARMS[3]]), {}).trends
     assert [each.p for each in missing.values()] == [None] and Trend(None, 0).verdict[0] == "no trend shown"
 
 
@@ -126,6 +127,6 @@ def test_equal_arms_show_a_trend_in_at_most_six_of_a_hundred_ladders():
     for _ in range(2000):
         for group, losses in zip(groups.values(), generator.normal(0, 0.01, (6, 5)), strict=True):
             group.bpb = dict(enumerate(losses.tolist()))
-        (slope,) = compare(groups)[1].values()
+        (slope,) = compare_groups(groups, {}).trends.values()
         shown += slope.p is not None and slope.p < 0.05
     assert shown <= 0.06 * 2000

@@ -11,9 +11,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from experiments.findings import compare
 from experiments.plots import COLORS, arm_styles, plot_curves, plot_differences
 from experiments.records import Arm, Record
-from experiments.report import compare_records, figures_of
+from experiments.report import figures_of
 from pages.watch import plot_streams
 from tests.experiments.made import records
 
@@ -32,7 +33,7 @@ def runs(norm: str, *finals: float | None, losses: tuple = (5.0, 4.0, 3.0, 2.0))
 
 
 def differences(outcomes: list[Record]) -> Figure:
-    found = compare_records(outcomes)
+    found = compare(outcomes)
     return plot_differences(found.found, "title", arm_styles(found.arms))
 
 
@@ -75,7 +76,7 @@ def test_an_arm_with_a_diverged_run_says_so_and_has_no_mean():
     assert drawn(axes, "s") == [[(-0.5, 0)]] and not axes.collections
     nothing = [*runs("rmsnorm", None, losses=()), *runs("layernorm", None, losses=())]
     FigureCanvasAgg(differences(nothing)).draw()
-    assert not figures_of(compare_records(nothing))
+    assert not figures_of(compare(nothing))
 
 
 def test_curves_are_means_over_the_steps_that_all_runs_logged():

@@ -11,11 +11,10 @@ import pytest
 from scipy import optimize, stats
 
 from experiments.compare import find_records
-from experiments.findings import Finding
+from experiments.findings import Finding, compare
 from experiments.grid import Cell, Grid
 from experiments.rates import SPACING, Losses, Optimum, find_optimum, losses_of, next_runs
 from experiments.records import Arm, Record, name_arms
-from experiments.report import compare_records
 from files import ROOT
 from tests.experiments.made import record, search
 
@@ -98,7 +97,7 @@ def test_in_the_published_searches_only_gemma3_and_gemma4_with_adamw_are_unsure(
     unsure: dict[tuple[str, str], Losses] = {}
     searches = 0
     for file in sorted((ROOT / "results/study").glob("*/runs.csv")):
-        arms = compare_records(name_arms(find_records([file.parent]))[0]).search
+        arms = compare(name_arms(find_records([file.parent]))[0]).search
         searches += len(arms)
         all_losses = {(file.parent.name, arm.name): losses_of(runs) for arm, runs in arms.items()}
         unsure |= {arm: each for arm, each in all_losses.items() if find_optimum(each).unsure}
@@ -135,7 +134,7 @@ def simulate(
     grid: Any = SimpleNamespace(run=run, seeds=range(seeds), configs=configs, lrs=rates)
     optima = Grid.tune(grid)
     run([Cell(arm, optima[arm].lr, seed) for seed in range(seeds) for arm in arms])
-    return list(compare_records([*made.values()]).found.values())
+    return list(compare([*made.values()]).found.values())
 
 
 def test_a_search_tries_no_rate_below_min_lr():

@@ -13,9 +13,9 @@ import pytest
 import scipy.stats
 
 from experiments.compare import find_records
-from experiments.findings import Finding
+from experiments.findings import Finding, compare
 from experiments.records import Arm, Record, name_arms
-from experiments.report import columns_of, compare_records, figures_of, write_report
+from experiments.report import columns_of, figures_of, write_report
 from experiments.statistics import holm
 from files import ROOT
 from tests.experiments.made import KNOWN, record, records, search
@@ -160,7 +160,7 @@ def test_a_ladder_says_trends_and_what_it_could_have_shown(summarize, tmp_path):
         "(+0.500 ± 0.013, p = 3.6e-06) and dim=64 dyt (+0.100 ± 0.013, p = 0.00015) are worse at this rate."
     )
     assert "; the whole ladder would show a change of 0.04" in summary[2]
-    (axes,) = figures_of(compare_records(runs))["ladder"].axes
+    (axes,) = figures_of(compare(runs))["ladder"].axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["dim=32\n1e+09", "dim=64\n8e+09"]
     assert sum(line.get_marker() == "s" for line in axes.lines) == 2  # hollow, then filled
     (slope,) = json.loads((tmp_path / "report.json").read_text())["slopes"]
@@ -251,7 +251,7 @@ def test_published_runs_give_the_published_differences(folder):
     a cubic counts, and two arms are unsure.
     """
     published = json.loads((STUDY / folder / "report.json").read_text())["comparisons"]
-    found = compare_records(name_arms(find_records([STUDY / folder]))[0])
+    found = compare(name_arms(find_records([STUDY / folder]))[0])
     verdicts = []
     for (pair, each), old in zip(found.pairs.items(), published, strict=True):
         row, regrets = each.row, [found.arms[arm].regret for arm in pair]
