@@ -90,7 +90,7 @@ def test_arms_of_recipes_are_single_runs(resolve):
     for arm, configs in grid.configs.items():
         recipe, clip = (value for _, value in arm.factors)
         flags = f"{FLAGS} --recipe {recipe} --clip {clip} --context 16 --dtype float32"
-        single = runtime.run.fields_of(*runtime.run.resolve(read_train(flags.split()))[1:])
+        single = runtime.run.fields_of(*runtime.run.resolve(read_train(flags.split()))[1:3])
         found = runtime.run.fields_of(*configs)
         assert {name for name in single if single[name] != found[name]} == {"data", "cache_dir"}
         command = grid.command(Cell(arm, 0.01, 0))
@@ -111,7 +111,7 @@ def test_an_arm_has_the_arguments_that_its_name_says_and_the_options_of_a_run(re
     assert found == [({"alpha": 2}, 3.0), ({}, 3.0), ({}, 3.0)]
     for arm, (model, config) in grid.configs.items():  # what its command leads to
         asked = read_train(grid.command(Cell(arm, 0.07, 5))[2:])
-        _, *there = runtime.run.resolve(asked, runtime.run.read_config_file(asked))
+        _, *there, _ = runtime.run.resolve(asked, runtime.run.read_config_file(asked))
         assert there == [model, replace(config, lr=0.07, seed=5)]
 
 
