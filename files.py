@@ -47,9 +47,6 @@ def require(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def is_a(value: Any, kind: Any) -> bool:
     """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
     if kind is Any:
@@ -104,9 +101,6 @@ def warn(line: str) -> None:
     said.append(line)
 
 
-# --- writing and locking ---------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def explained(path: Path, size: int) -> Iterator[None]:
     """Make an OSError inside, usually from a full disk, name the file and its size in bytes."""
@@ -129,7 +123,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     part = path.with_name(path.name + ".part")
     try:
         with explained(path, len(data)):
-            part.unlink(missing_ok=True)  # it could be a link
             part.write_bytes(data)
             sync(part)
             part.replace(path)

@@ -28,9 +28,10 @@ from files import lock_file, read_json, require, said, warn, write_atomically
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
 MOST_HELD_OUT = 100_000_000  # bytes
-CHANGED = "the text of {} changed; run the command again, with --verify if sizes and times of its files are the same"
+CHANGED = "the text of {} changed; run the command again, and if that does not help, delete the folder of --cache-dir"
 LEFT_OUT = -1
-LONG = 0.1  # share of the validation text. Longer documents are split, shorter ones are held out whole or not at all.
+# Share of the validation text. Longer documents are split, shorter ones are held out whole or not at all.
+LONG_DOCUMENT = 0.1
 
 
 class Corpus:
@@ -46,19 +47,11 @@ class Corpus:
     tokens: the ids of each split; none unless they are token files.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        cache_dir: Path,
-        val_names: Sequence[str] = (),
-        column: str = "text",
-        verify: bool = False,
-    ):
+    def __init__(self, names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text"):
         """Find what is behind `names` (`python`, `shakespeare`, or paths), and read text unless the index has it.
 
         Downloads and the index are kept in `cache_dir`. `column` is the key or column of the text in JSON lines and
-        .parquet files. With `verify`, the text is read in any case. Raises ValueError, in one line, for text that is
-        missing, empty, damaged, or not UTF-8.
+        .parquet files. Raises ValueError, in one line, for text that is missing, empty, damaged, or not UTF-8.
         """
         self.names, self.val_names, self.column, self.cache_dir = names, val_names, column, cache_dir
         self.name = "+".join(map(short_name, names or val_names)).encode()[:80].decode(errors="ignore")
@@ -69,8 +62,6 @@ class Corpus:
             return
         self._files, self._key = self._find()
         index = cache_dir / f"{self.name}-{self._key[:12]}.index"
-        if verify:
-            index.unlink(missing_ok=True)
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Ranks and runs start together.
         with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
@@ -121,12 +112,13 @@ class Corpus:
     @cached_property
     def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray]:
         """Reads all text: what the index keeps of it, its files, and the byte at which each document is cut."""
-        corpus_hash, hashes, lengths, for_training = hashlib.sha256(RULES.encode()), array("Q"), array("q"), 0
         read: list[Path] = []
+        corpus_hash = hashlib.sha256(RULES.encode())
+        hashes, lengths, named = array("Q"), array("q"), array("b")  # one of each for a document
         with progress_bar("reading text") as bar:
             for flag, name, files in self._files:
-                first, marks, texts = len(lengths), 0, text_files(name, files, flag)
-                read += texts
+                texts = text_files(name, files, flag)
+                first, marks = len(lengths), 0
                 for document in self._documents(texts):
                     digest, length = hashlib.sha256(), 0
                     for data in map(str.encode, document):
@@ -137,12 +129,13 @@ class Corpus:
                     corpus_hash.update(flag.encode() + digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
+                    named.append(flag == "--val-data")
                 require(any(lengths[first:]), f"{flag} {name}: contains no text")
                 if marks > max(9, sum(lengths[first:]) / 50_000):
                     warn(f"{flag} {name} has <|endoftext|> {marks:,} times, which is text here and ends no document")
-                for_training += (len(lengths) - first) * (flag == "--data")
+                read += texts
         sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
-        cuts = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)
+        cuts = _named(digests, sizes, np.array(named, bool)) if self.val_names else _split(digests, sizes)
         parts = {"train": np.maximum(cuts, 0), "val": np.where(cuts == LEFT_OUT, 0, sizes - cuts)}
         split_sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
         return {"hash": corpus_hash.hexdigest(), "sizes": split_sizes}, read, cuts
@@ -160,11 +153,11 @@ def _split(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The byte where each document's training text ends and its validation text begins; see docs/python.md."""
     total = lengths.sum()
     share = min(HELD_OUT, MOST_HELD_OUT / total)
-    slack = 2 * LONG * share * total
+    slack = 2 * LONG_DOCUMENT * share * total
     # Texts in the order of their hashes.
     _, first, number, copies = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     length = lengths[first]
-    long = length > LONG * share * total
+    long = length > LONG_DOCUMENT * share * total
     for cut in (long, long | (length * copies > slack)):  # the second if whole texts are not enough
         sizes = np.where(cut, 0, length * copies)
         whole = _whole(sizes, share * sizes.sum(), slack)
@@ -186,9 +179,8 @@ def _whole(sizes: np.ndarray, wanted: float, slack: float) -> np.ndarray:
         sizes[too_much.argmax()] = 0
 
 
-def _named(hashes: np.ndarray, lengths: np.ndarray, for_training: int) -> np.ndarray:
-    """As `_split`, or LEFT_OUT, where all documents after the first `for_training` are the validation text."""
-    for_validation = np.arange(len(lengths)) >= for_training
+def _named(hashes: np.ndarray, lengths: np.ndarray, for_validation: np.ndarray) -> np.ndarray:
+    """As `_split`, or LEFT_OUT, where it is known which documents are the validation text."""
     copies = np.isin(hashes, hashes[for_validation]) & (lengths > 0) & ~for_validation
     if copies.any():
         warn(f"documents of --data left out, because --val-data has them too: {copies.sum()}")

@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from files import warn, write_atomically
+from files import require, warn, write_atomically
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
 SAMPLE_CHARS = 4096  # per sampled block
-NOTHING_LEARNED = "SentencePiece learns nothing from this text; use --tokenizer bytes"
 ENCODE_CHARS = 16384  # per call of SentencePiece, whose memory for merges grows with the length of its input
 
 # For transformers, whose ids equal ours except for two kinds of text: it takes U+2581 as a space, and a reserved piece
@@ -58,7 +57,7 @@ class Tokenizer:
     pieces: Sequence[bytes]
     prompt_start: Sequence[int] = ()
     space_in_front = False
-    files: dict[str, bytes] | None = None
+    files: Mapping[str, bytes] = {}
     token_ids: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
 
@@ -81,7 +80,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> Sequence[Ids]:
         """The ids of each text, computed on all CPUs."""
-        raise NotImplementedError
+        raise ValueError("text needs a tokenizer, and the token files came without; generate(model, ids) takes ids")
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """The ids of each text, and the byte of the text at which each of them begins."""
@@ -109,7 +108,7 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write the files from which transformers makes a tokenizer with the same ids, if it can."""
-        for name, content in (self.files or {}).items():
+        for name, content in self.files.items():
             write_atomically(directory / name, content)
 
 
@@ -192,11 +191,8 @@ class NoTokenizer(Tokenizer):
         self.pieces = [b""] * vocab_size
         self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        raise ValueError("text needs a tokenizer, and the token files came without one; generate(model, ids) takes ids")
 
-
-KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # tokenizers that need no files of others
+TOKENIZER_KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # those without files of others
 
 
 def piece_bytes(piece: str) -> bytes:
@@ -264,11 +260,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
         elif smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
             problem = f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}"
         else:
-            problem = f"{NOTHING_LEARNED} ({message})"
+            problem = f"SentencePiece learns nothing from this text ({message}); use --tokenizer bytes"
         raise ValueError(problem) from None
     tokenizer = SentencePieceTokenizer(model.getvalue())
-    if len(tokenizer.encode(" ")) > 1:  # Text of line ends, NUL and U+2585 only gives no piece, not even the space.
-        raise ValueError(NOTHING_LEARNED)
+    # Text of line ends, NUL and U+2585 only gives no piece, not even the space.
+    require(len(tokenizer.encode(" ")) == 1, "SentencePiece learns nothing from this text; use --tokenizer bytes")
     return tokenizer
 
 
