@@ -86,7 +86,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int]:
         require(right, f"{path}: {size:,} bytes are not {count:,} {dtype} ids and a header")
         return dtype, HEADER_BYTES
     require(size % 2 == 0, f"{path}: {size:,} bytes are not uint16 ids")
-    unknown = magic and not header[3:].any()
+    unknown = magic and size >= HEADER_BYTES and not header[3:].any()
     require(not unknown, f"{path}: unknown header of magic number {magic}, version {version}; save ids as .npy")
     ids = np.fromfile(path, "<u2", EDGE)
     wide = len(ids) > 99 and ids[::2].sum() > 100 * ids[1::2].sum()

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from data.batches import SPLITS, find_token_files, identify, map_tokens
 from data.sources import find_files, read_documents, short_name, text_files
-from files import lock_file, read_json, require, said, warn, write_atomically
+from files import lock_file, read_json, require, warn, warned, write_atomically
 
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
@@ -68,8 +68,8 @@ class Corpus:
             try:
                 record = read_json(index, dict)
             except ValueError:
-                before = len(said)
-                record = self._read[0] | {"said": said[before:]}
+                before = len(warned)
+                record = self._read[0] | {"said": warned[before:]}
                 write_atomically(index, json.dumps(record))
         for line in record["said"]:
             warn(line)

@@ -17,13 +17,14 @@ from data.batches import SPLITS, map_tokens
 from data.corpus import Corpus, progress_bar
 from data.pretrained import read_directory
 from data.tokenizer import TOKENIZER_KINDS, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from files import explained, lock_file, read_json, require, sha256, sync, warn, write_atomically
+from files import describe_write_error, lock_file, read_json, require, sha256, sync, warn, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
 RECORD, PROGRESS = "record.json", "progress.json"
 # Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
 WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
-BATCH_CHARS = 1 << 22  # encoded at a time, by the tokenizer's library on all CPUs; at least two windows
+BATCH_CHARS = 1 << 20  # encoded at a time, by the tokenizer's library on all CPUs; at least two windows
+SAVE_EVERY = 16  # batches; a preparation that was stopped repeats at most so many
 NO_STARTS = np.empty(0, np.int64)
 
 
@@ -103,8 +104,8 @@ def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
 def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
     for split, text in zip(SPLITS, ("training", "validation"), strict=True):
         needed = context + 1 if corpus.names else 2 * (split == "val")  # an evaluation may have shorter windows
-        problem = f"the {text} text has at most {tokens[split]} tokens, and needs {needed} with --context {context}"
-        require(tokens[split] >= needed, f"{corpus.name}: {problem}")
+        problem = f"the {text} text of {corpus.name} has at most {tokens[split]} tokens, and {needed} are needed"
+        require(tokens[split] >= needed, f"{problem}; add text or lower --context")
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:
@@ -143,9 +144,6 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
         record = read_json(folder / RECORD, dict)
         if record["tokenizer"] != tokenizer.hash:
             return None
-        lost = (
-            record.get("lost", 0.0) if tokenizer.kind in TOKENIZER_KINDS else record["lost"]
-        )  # earlier records lack it
         files = {split: folder / f"{split}.bin" for split in SPLITS}
         stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files.values())]
         if record.get("stat") != stat:
@@ -155,7 +153,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
                 write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
         train, val = (map_tokens(file, _dtype(tokenizer)) for file in files.values())
-        return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, lost)
+        return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, record["lost"])
     except (OSError, ValueError, KeyError):
         return None
 
@@ -178,7 +176,7 @@ class Piece(NamedTuple):
 
 
 def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
-    """Write `train.bin` and `val.bin`, and return `val_gzip_bpb` and `lost`.
+    """Write `train.bin` and `val.bin`, and return `val_gzip_bpb`, of at most about 10 MB, and `lost`.
 
     A document is the ids that begin a prompt (unless only its end is in this split), those of its text, and the
     end-of-document id. The ids do not depend on where an earlier process was stopped.
@@ -192,7 +190,8 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
         with open(path, "ab") as file:
             file.truncate(progress[split])
     counts = np.zeros(256)  # how often the text has each byte
-    gzip, size, compressed = zlib.compressobj(9, wbits=31), 0, 0  # bytes of validation text, and of gzip's
+    gzip, size, taken, compressed = zlib.compressobj(9, wbits=31), 0, 0, 0  # bytes of validation text; then of gzip's
+    every = corpus.sizes["val"] // 10_000_000 + 1  # gzip takes every so many of its MB
     ids = starts = NO_STARTS
     with progress_bar("encoding", sum(corpus.sizes.values())) as bar:
         for number, batch in enumerate(_batches(corpus), 1):
@@ -200,9 +199,10 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
                 data = piece.text[: None if piece.ends else WINDOW].encode()
                 counts += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
                 counts[ord(" ")] += tokenizer.space_in_front and data != b"" and not piece.offset
-                if piece.split == "val":
-                    size += len(data)
+                if piece.split == "val" and size // 1_000_000 % every == 0:
+                    taken += len(data)
                     compressed += len(gzip.compress(data))
+                size += len(data) * (piece.split == "val")
                 bar.update(len(data))
             if number >= progress["done"]:  # the last one is encoded again, for the window at its end
                 parts, ids, starts = _join(batch, tokenizer, ids, starts)
@@ -212,20 +212,22 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
             for split, path in paths.items():
                 data = np.concatenate([[], *parts[split]], dtype=dtype, casting="unsafe").tobytes()
                 progress[split] += len(data)
-                with explained(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
+                with describe_write_error(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
                     file.write(data)
-                sync(path)
             progress["done"] = number
-            write_atomically(folder / PROGRESS, json.dumps(progress))
+            if number % SAVE_EVERY == 0:
+                for path in paths.values():
+                    sync(path)
+                write_atomically(folder / PROGRESS, json.dumps(progress))
     files = [map_tokens(path, dtype) for path in paths.values()]
-    bpb = 8 * (compressed + len(gzip.flush())) / max(size, 1)
+    if taken < size:
+        warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")
+    bpb = 8 * (compressed + len(gzip.flush())) / max(taken, 1)
     return {"val_gzip_bpb": bpb, "lost": _lost(counts, files, tokenizer)}
 
 
 def _lost(text: np.ndarray, files: list[np.ndarray], tokenizer: Tokenizer) -> float:
     """The share of a text that is not in its token files, by how often the `text` has each byte."""
-    if tokenizer.kind in TOKENIZER_KINDS:
-        return 0.0  # these are lossless
     parts = [part for ids in files for part in np.array_split(ids, len(ids) // 1_000_000 + 1)]
     used = sum(np.bincount(part, minlength=len(tokenizer.pieces)) for part in parts)
     pieces = np.frombuffer(b"".join(tokenizer.pieces), np.uint8)
@@ -283,7 +285,7 @@ def _join(
         if piece.offset:
             new_starts = new_starts + piece.offset
             overlap = starts[starts >= piece.offset]
-            common = np.intersect1d(overlap, new_starts)
+            common = np.intersect1d(overlap, new_starts[new_starts <= starts.max(initial=0)])
             end = common[len(common) // 2] if len(common) else np.append(overlap, piece.offset)[0]
             first = np.searchsorted(new_starts, end)
             data = piece.text.encode()

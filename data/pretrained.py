@@ -5,6 +5,10 @@ Ids equal those of transformers, except that a special token typed as text is te
 
 import hashlib
 import json
+import math
+import os
+import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,13 +20,16 @@ import sentencepiece
 from data.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer, piece_bytes
 from files import one_line, read_json, require, warn
 
-JSON, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+JSON, TOKENIZER_CONFIG, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 # Where the end of a document may be named, as a token or an id. The first that names one counts.
-ENDS = {SETTINGS: "eos_token", "special_tokens_map.json": "eos_token"}
+ENDS = {TOKENIZER_CONFIG: "eos_token", "special_tokens_map.json": "eos_token"}
 ENDS |= {"config.json": "eos_token_id", "generation_config.json": "eos_token_id"}
-TABLES = (SETTINGS, "vocab.json", "added_tokens.json")  # of pieces and their ids
+TABLES = (TOKENIZER_CONFIG, "vocab.json", "added_tokens.json")  # of pieces and their ids
 COPIED = (JSON, PIECES, *TABLES, "special_tokens_map.json", "merges.txt", "chat_template.jinja")
 PROBE = " a  b\t\ufb01e\u0301\n \U0001f600"  # has what normalization changes, and what few vocabularies hold
+# What may make a text longer: texts that are put into it, and ByteLevel, which counts as two characters.
+PUT_IN = r'(?:"(?:content|prepend|continuing_subword_prefix|end_of_word_suffix)": "|ByteLev)([^"\\]*(?:\\.[^"\\]*)*)"'
+LOCK = threading.RLock()  # of standard error
 
 
 def read_directory(directory: Path) -> Tokenizer:
@@ -47,8 +54,8 @@ def read_files(directory: Path, vocabulary: dict[str, int] | None = None) -> dic
     files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
     with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a damaged file
         ids = {name: json.loads(files.get(name, b"{}")) for name in TABLES}
-        added = ids[SETTINGS].get("added_tokens_decoder", {})
-        ids[SETTINGS] = {token["content"]: int(number) for number, token in added.items()}
+        added = ids[TOKENIZER_CONFIG].get("added_tokens_decoder", {})
+        ids[TOKENIZER_CONFIG] = {token["content"]: int(number) for number, token in added.items()}
         if PIECES in files:
             model = sentencepiece.SentencePieceProcessor(model_proto=files[PIECES])
             ids[PIECES] = {model.id_to_piece(number): number for number in range(len(model))}
@@ -61,17 +68,23 @@ def read_files(directory: Path, vocabulary: dict[str, int] | None = None) -> dic
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Make an error of the `tokenizers` library, and one in its file, a ValueError that names the file."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
-        raise ValueError(f"{path}: {problem}") from None
-    except BaseException as error:
-        # The library raises Exception itself, and panics with a class that has no public name.
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(one_line(f"{path}: the tokenizers library fails: {error}")) from None
+    """Make an error of the `tokenizers` library a ValueError that names its file. What Rust prints is dropped."""
+    with LOCK, open(os.devnull, "w") as nowhere:
+        stderr = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
+            raise ValueError(f"{path}: {problem}") from None
+        except BaseException as error:
+            # The library raises Exception itself, and panics with a class that has no public name.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(one_line(f"{path}: the tokenizers library fails: {error}")) from None
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def _end_of_document(directory: Path) -> str | int | None:
@@ -117,9 +130,12 @@ class PretrainedTokenizer(Tokenizer):
         model, decoder = fields["model"], json.dumps(fields["decoder"])
         require(model["type"] == "BPE", f"model.type is {model['type']!r}; only BPE is supported")
         require("Byte" in decoder, f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
+        steps = [fields.get("normalizer"), fields.get("pre_tokenizer"), model | {"vocab": 0, "merges": 0}]
+        growth = math.prod(float(len(text) or 1) for text in re.findall(PUT_IN, json.dumps(steps, ensure_ascii=False)))
+        require(growth <= 8, f"it may make a text {growth:.3g} times as long; up to 8 times is supported")
         added = {token["content"]: token["id"] for token in fields["added_tokens"]}
         ends = [name for name, number in (model["vocab"] | added).items() if end in (name, number)]
-        source = f"eos_token in {SETTINGS}, or else eos_token_id in config.json"
+        source = f"eos_token in {TOKENIZER_CONFIG}, or else eos_token_id in config.json"
         require(ends, f"no end-of-document token: {source}, is {end!r}, which the vocabulary lacks")
         special = {ends[0]} | {token["content"] for token in fields["added_tokens"] if token["special"]}
         for token in fields["added_tokens"]:
@@ -132,6 +148,7 @@ class PretrainedTokenizer(Tokenizer):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         ids = tokenizer.get_vocab()  # the library may give added tokens other ids
+        require(max(ids.values()) < 2 * len(ids) + 1000, f"{len(ids):,} pieces have ids up to {max(ids.values()):,}")
         self.end_of_document = ids[ends[0]]
         start = tokenizer.encode("a")
         self.prompt_start = start.ids[: [*start.special_tokens_mask, 0].index(0)]  # what comes before the text
@@ -147,9 +164,10 @@ class PretrainedTokenizer(Tokenizer):
             self.pieces[ids[name]] = piece
         texts = [ids[name] for name in ids.keys() - special]
         self.text_vocab_size = 1 + max([*texts, self.end_of_document, *self.prompt_start])
-        for name in special - {model.get("unk_token")}:
+        for name in special & (ids.keys() - {model.get("unk_token")}):
             text = tokenizer.encode(name, add_special_tokens=False).ids
-            require(ids[name] not in text, f"{name!r} is both a special token and an ordinary piece of text")
+            ordinary = ids[name] in text or (len(name) == 1 and name in model["vocab"])
+            require(not ordinary, f"{name!r} is both a special token and an ordinary piece of text")
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         with _errors(self._path):

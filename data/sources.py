@@ -88,7 +88,7 @@ def _not_text(path: Path) -> str:
     if _stem(path).endswith((".csv", ".tsv")):
         return "CSV or TSV"
     with _open(path) as file:
-        return "binary" if b"\0" in file.read(8192) else ""
+        return "binary or UTF-16" if b"\0" in file.read(8192) else ""
 
 
 def short_name(name: str) -> str:
@@ -149,7 +149,7 @@ def _is_json_lines(path: Path) -> bool:
         lines = [file.readline(LONGEST_LINE) for _ in range(2)]
     try:
         return all(isinstance(json.loads(line), dict) for line in lines)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -191,11 +191,13 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
                 text = row[column]
                 if text is not None:
                     text.encode()
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except UnicodeEncodeError:
+                raise ValueError(f'{path}: line {number} has half of a surrogate pair under "{column}"') from None
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 problem = "is not a JSON object in UTF-8"
                 if isinstance(row, dict):
-                    keys = {key: type(value).__name__ for key, value in row.items()}
-                    problem = f'has no text in UTF-8 under "{column}", but {keys}; {OTHER_COLUMN}'
+                    keys = {key: type(value).__name__ for key, value in [*row.items()][:9]}
+                    problem = f'has no string under "{column}", but {keys}; {OTHER_COLUMN}'
                 raise ValueError(f"{path}: line {number} {problem}") from None
             yield text
 
@@ -213,7 +215,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str | None]:
                 raise ValueError(f'{path}: no column "{column}" of strings, but {columns}; {OTHER_COLUMN}')
             batches = file.iter_batches(PARQUET_ROWS, columns=[column], use_threads=False)
             yield from chain.from_iterable(batch[column].to_pylist() for batch in batches)
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError, KeyError) as error:  # a key that two columns have
         raise ValueError(f"{path}: not a valid Parquet file: {one_line(str(error))}") from None
 
 

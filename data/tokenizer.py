@@ -80,7 +80,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> Sequence[Ids]:
         """The ids of each text, computed on all CPUs."""
-        raise ValueError("text needs a tokenizer, and the token files came without; generate(model, ids) takes ids")
+        raise NotImplementedError
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """The ids of each text, and the byte of the text at which each of them begins."""
@@ -190,6 +190,9 @@ class NoTokenizer(Tokenizer):
         self.ends = set()
         self.pieces = [b""] * vocab_size
         self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        raise ValueError("text needs a tokenizer, and the token files came without one; generate(model, ids) takes ids")
 
 
 TOKENIZER_KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # those without files of others

@@ -117,7 +117,7 @@ def test_a_damaged_folder_is_rebuilt(source, damage, capsys):
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys):
     """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written."""
-    sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9}
+    sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "SAVE_EVERY": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(preparing, name, size)
     texts = [*TEXTS[:100], LONG[:100_000], *TEXTS[100:], LONG[-90_000:]]
@@ -160,8 +160,8 @@ def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capfd)
     first = prepare_from(folder)
     left_out, preparation, training = capfd.readouterr().err.splitlines()
     assert preparation == f"preparing {folders(folder)[0]} from 27 kB of text" and training.startswith("training a tok")
-    assert left_out.endswith("folder: 1 files; left out: 1 binary (image.png)")
-    files.said.clear()
+    assert left_out.endswith("folder: 1 files; left out: 1 binary or UTF-16 (image.png)")
+    files.warned.clear()
     read = Mock(side_effect=read_documents), Mock(side_effect=sha256)
     monkeypatch.setattr(splitting, "read_documents", read[0])
     monkeypatch.setattr(preparing, "sha256", read[1])
@@ -195,12 +195,21 @@ def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
     assert capfd.readouterr().err.count("preparing") == 1
 
 
+def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path, capsys):
+    """10 MB of random digits, then as many zeros: only evenly spaced parts compress like the whole."""
+    digits = np.random.default_rng(0).integers(ord("0"), ord("9"), 10_000_000, np.uint8)
+    text = digits.tobytes() + b"0" * len(digits)
+    (tmp_path / "a.txt").write_bytes(text)
+    prepared = prepare([], "bytes", 0, tmp_path, 16, val_names=[str(tmp_path / "a.txt")])
+    assert prepared.val_gzip_bpb == pytest.approx(8 * len(gzip.compress(text, 9)) / len(text), rel=0.1)
+    assert "gzip -9 has compressed 7," in capsys.readouterr().err
+
+
 def test_a_split_shorter_than_one_window_is_refused(source):
     length = len(prepare_from(source).val)
     assert prepare_from(source, context=length - 1)
-    with pytest.raises(
-        ValueError, match=rf"^code: the validation text has at most {length} tokens, and needs {length + 1}"
-    ):
+    few = f"the validation text of code has at most {length} tokens, and {length + 1} are needed"
+    with pytest.raises(ValueError, match=f"^{few}; add text or lower --context$"):
         prepare_from(source, context=length)
     assert len(prepare([], "bytes", 0, source.parent, 16, val_names=[str(source)]).val) > 10 * length
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import random
+import resource
 import shutil
 import sys
 from collections import Counter
@@ -208,7 +209,7 @@ def test_text_that_a_tokenizer_loses_is_measured_and_said(tmp_path, capsys, norm
         text, back = (Counter(b"".join(each)) for each in ([*map(str.encode, texts)], map(ours.decode_bytes, ids)))
         share = 1 - (text & back).total() / max(text.total(), back.total())
         for _ in range(2):  # the second is not encoded
-            files.said.clear()
+            files.warned.clear()
             data = prepare([], str(folder), 300, tmp_path / "cache", 16, val_names=[str(path)])
             assert data.lost == pytest.approx(share) and (data.lost > 0) == ([*map(ours.decode, ids)] != texts)
             line = f"warning: the tokenizer loses text: {100 * share:.2g}% of the text does not come back"
@@ -217,12 +218,13 @@ def test_text_that_a_tokenizer_loses_is_measured_and_said(tmp_path, capsys, norm
         assert run["tokenizer"].get("lost", 0) == data.lost
 
 
-def test_text_that_exceeds_the_limits_of_a_regular_expression_is_one_line(tmp_path):
+def test_text_that_exceeds_the_limits_of_a_regular_expression_is_one_line(tmp_path, capfd):
     step = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
     ours = read_directory(tokenizer_json(tmp_path / "theirs", None, step))
     for encode in (ours.encode_batch, ours.encode_with_starts):
         with pytest.raises(ValueError, match=r"^/.*/theirs/tokenizer\.json: the tokenizers library fails: .*limit.*$"):
             encode(["fox", "x" * 60])
+    assert capfd.readouterr().err == "", "nothing of the library's own"
 
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -248,6 +250,7 @@ def test_the_end_is_never_merged_from_its_characters(tmp_path, merges, added):
     assert ours.end_of_document == 4 and ours.encode("<s>") == [3, 2] and ours.decode([3, 4, 2]) == "<s>"
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 REFUSED: dict[str, dict[str, Any]] = {
     "model.type is 'WordPiece'; only BPE is supported": {"model": {"type": "WordPiece"}},
     "Token `q` out of vocabulary": {"model": {"merges": ["< q"]}},
@@ -255,14 +258,22 @@ REFUSED: dict[str, dict[str, Any]] = {
     "no end-of-document token: .* '9'": {"end": "9"},
     "'<' is both a special token and an ordinary piece": {"end": "<"},
     "damaged, or not a tokenizer": {"added_tokens": None},
+    r"may make a text 1e\+07 times as long": {"normalizer": {"type": "Prepend", "prepend": '"' + "b" * 10**7}},
+    r"may make a text 1\.1e\+12 times": {"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 40}},
+    r"may make a text 1e\+06 times": {"model": {"continuing_subword_prefix": "b" * 10**6}},
+    "may make a text inf times": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 5000}},
+    "6 pieces have ids up to 500,000,000": {"model": {"vocab": MERGED["vocab"] | {"a": 500_000_000}}},  # type: ignore
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_a_tokenizer_json_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, message):
     write_json(tmp_path, [SPECIAL], **REFUSED[message])
+    before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(ValueError, match=f"tokenizer.json: .*{message}") as error:
         PretrainedTokenizer(tmp_path)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < 2 and after.ru_maxrss - before.ru_maxrss < 300_000  # KiB
     assert "\n" not in str(error.value)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"tokenizer.json: needs the package `tokenizers`; run `pip install tok.*`$"):

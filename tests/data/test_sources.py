@@ -99,7 +99,7 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     os.mkfifo(tmp_path / "z/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
     assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
-    left_out = "2 hidden (.git, .hidden), 2 binary (image.png, a/old.txt), 1 broken link (link), "
+    left_out = "2 hidden (.git, .hidden), 2 binary or UTF-16 (image.png, a/old.txt), 1 broken link (link), "
     left_out += "5 CSV or TSV (x/0.csv, x/1.csv, x/2.csv, ...), 1 no regular file (z/pipe)"
     assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
 
@@ -125,7 +125,7 @@ def test_names_that_are_no_text_are_refused_with_what_to_make_of_them(tmp_path):
     write(tmp_path / "utf-16", "café".encode("utf-16"))
     problems = dict.fromkeys(("pipe", "missing"), ": no such file or folder; pass python, shakespeare or a path")
     problems |= dict.fromkeys(("a.csv", "a.TSV.gz"), " is CSV or TSV, not text in UTF-8; .* make JSON lines of a table")
-    problems["utf-16"] = " is binary, not text in UTF-8; convert it"
+    problems["utf-16"] = " is binary or UTF-16, not text in UTF-8; convert it"
     for name, problem in problems.items():
         with pytest.raises(ValueError, match=f"^--val-data {tmp_path / name}{problem}"):
             texts_behind(str(tmp_path / name), tmp_path, "--val-data")
@@ -154,20 +154,21 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
 
 PACKED = gzip.compress("".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200)).encode())
 LINE = b'{"text": "fine"}\n\n'
-NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no text in UTF-8 under "text"'
+NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no string under "text"'
 NOT_GZIP, NO_COLUMN, NO_PARQUET = "not a valid gzip file$", 'no column "text" of strings', "not a valid Parquet file"
 CHAT = LINE + b'{"id": 1, "messages": [{"role": "user", "content": "hi"}]}\n'
-NO_OBJECTS = [b"{", b"[]", b"3", b'{"text": "\xe9"}']
-NO_STRINGS = [b"{}", b'{"text": 3}', b'{"text": "\\ud800"}']
+NO_OBJECTS = [b"{", b"[]", b"3", b"[" * 100_000, b'{"text": "\xe9"}']
+NO_STRINGS = [b"{}", b'{"text": 3}']
 
 
-def parquet(**columns) -> bytes:
+def parquet(table: pyarrow.Table | None = None, **columns) -> bytes:
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    pyarrow.parquet.write_table(pyarrow.table(columns) if table is None else table, sink)
     return sink.getvalue().to_pybytes()
 
 
 NULLS = pyarrow.array([None, None], pyarrow.null())
+TWICE = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
 NOT_UTF8 = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"], pyarrow.binary()).buffers())
 WHOLE = parquet(text=["some text"] * 100)
 
@@ -177,11 +178,13 @@ WHOLE = parquet(text=["some text"] * 100)
     [
         *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NOT_AN_OBJECT) for line in NO_OBJECTS),
         *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NO_STRING) for line in NO_STRINGS),
+        ("half.jsonl", LINE + b'{"text": "\\ud800"}\n', 'line 3 has half of a surrogate pair under "text"'),
         ("short.txt.gz", PACKED[:-20], NOT_GZIP),
         ("text.txt.gz", b"plain", NOT_GZIP),
         ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ", but {'content': 'string', 'n': 'int64'}"),
         ("list.parquet", parquet(text=[["a"]]), NO_COLUMN + ".*; name one with --text-column"),
         ("chat.jsonl", CHAT, f"{NO_STRING}, but {{'id': 'int', 'messages': 'list'}}; name one with --text-column"),
+        ("two.parquet", parquet(TWICE), NO_PARQUET),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
         ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),
     ],

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from files import explained
+from files import describe_write_error
 from machine.process import NotFinite
 from runtime.run_dir import Log, open_tracker, read_rows, read_run_file, write_run_file
 
@@ -19,7 +19,7 @@ RUN = {"asked": {}, "resolved": {"dim": 16, "lr": 0.01}, "versions": {}, "commit
 
 def test_a_full_disk_is_explained_where_not_even_the_folder_can_be_made(tmp_path):
     said = r"step-1 cannot be written: full; it needs 5 bytes, and [\d,]+ are free"
-    with pytest.raises(OSError, match=said), explained(tmp_path / "checkpoints/step-1", 5):
+    with pytest.raises(OSError, match=said), describe_write_error(tmp_path / "checkpoints/step-1", 5):
         raise OSError(errno.ENOSPC, "full")
 
 
