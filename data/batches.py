@@ -52,10 +52,7 @@ def identify(paths: Iterable[Path]) -> str:
 
 
 def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
-    """The ids in a file, memory-mapped. A .bin without `dtype` is one of others, whose header says the dtype.
-
-    They are read in windows at random places, so nothing more is read ahead.
-    """
+    """The ids in a file, memory-mapped. A .bin without `dtype` is one of others, whose header says the dtype."""
     offset = 0
     if path.suffix == ".npy":
         try:
@@ -71,7 +68,7 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
             return np.empty(0, dtype)  # which cannot be mapped
         tokens = np.memmap(path, dtype, "r", offset)
     if hasattr(mmap, "MADV_RANDOM") and isinstance(tokens.base, mmap.mmap):
-        tokens.base.madvise(mmap.MADV_RANDOM)
+        tokens.base.madvise(mmap.MADV_RANDOM)  # windows are at random places: nothing is read ahead
     return tokens
 
 

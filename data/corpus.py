@@ -1,8 +1,7 @@
 """A corpus: documents from one or several sources, split into training and validation text.
 
-Text is read in chunks of about 1 MiB, so it need not fit in memory, and it is read once for its hash and its sizes,
-which an index in the cache keeps for as long as no file has another size or modification time. While text is read,
-memory grows with file paths and by 32 bytes per document.
+Text is read in chunks of about 1 MiB, so it need not fit in memory. It is read once for its hash and its sizes, which
+an index in the cache keeps for as long as no file has another size or modification time.
 """
 
 import hashlib
@@ -30,8 +29,7 @@ HELD_OUT = 0.1  # share of the bytes
 MOST_HELD_OUT = 100_000_000  # bytes
 CHANGED = "the text of {} changed; run the command again, and if that does not help, delete the folder of --cache-dir"
 LEFT_OUT = -1
-# Share of the validation text. Longer documents are split, shorter ones are held out whole or not at all.
-LONG_DOCUMENT = 0.1
+LONG_DOCUMENT = 0.1  # share of the validation text, above which a document is split
 
 
 class Corpus:
@@ -82,7 +80,7 @@ class Corpus:
         """
         record, files, cuts = self._read
         require(record["hash"] == self.hash, CHANGED.format(self.name))
-        for document, cut in zip(self._documents(files), cuts, strict=False):
+        for document, cut in zip(read_documents(files, self.column), cuts, strict=False):
             if cut != LEFT_OUT:
                 for split, divided in groupby(_divide(document, cut), itemgetter(0)):
                     yield split, split == "train" or cut == 0, map(itemgetter(1), divided)
@@ -106,20 +104,17 @@ class Corpus:
             digest.update(b"%b %d %d\n" % (file, stat.st_size, stat.st_mtime_ns))
         return found, digest.hexdigest()
 
-    def _documents(self, files: list[Path]) -> Iterator[Iterator[str]]:
-        return chain.from_iterable(read_documents(file, self.column) for file in files)
-
     @cached_property
     def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray]:
         """Reads all text: what the index keeps of it, its files, and the byte at which each document is cut."""
         read: list[Path] = []
         corpus_hash = hashlib.sha256(RULES.encode())
-        hashes, lengths, named = array("Q"), array("q"), array("b")  # one of each for a document
+        hashes, lengths, for_training = array("Q"), array("q"), 0
         with progress_bar("reading text") as bar:
             for flag, name, files in self._files:
                 texts = text_files(name, files, flag)
                 first, marks = len(lengths), 0
-                for document in self._documents(texts):
+                for document in read_documents(texts, self.column):
                     digest, length = hashlib.sha256(), 0
                     for data in map(str.encode, document):
                         digest.update(data)
@@ -129,13 +124,13 @@ class Corpus:
                     corpus_hash.update(flag.encode() + digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
-                    named.append(flag == "--val-data")
+                for_training += (len(lengths) - first) * (flag == "--data")
                 require(any(lengths[first:]), f"{flag} {name}: contains no text")
                 if marks > max(9, sum(lengths[first:]) / 50_000):
                     warn(f"{flag} {name} has <|endoftext|> {marks:,} times, which is text here and ends no document")
                 read += texts
         sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
-        cuts = _named(digests, sizes, np.array(named, bool)) if self.val_names else _split(digests, sizes)
+        cuts = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)
         parts = {"train": np.maximum(cuts, 0), "val": np.where(cuts == LEFT_OUT, 0, sizes - cuts)}
         split_sizes = {split: int(part.sum() + (part > 0).sum()) for split, part in parts.items()}
         return {"hash": corpus_hash.hexdigest(), "sizes": split_sizes}, read, cuts
@@ -179,8 +174,9 @@ def _whole(sizes: np.ndarray, wanted: float, slack: float) -> np.ndarray:
         sizes[too_much.argmax()] = 0
 
 
-def _named(hashes: np.ndarray, lengths: np.ndarray, for_validation: np.ndarray) -> np.ndarray:
-    """As `_split`, or LEFT_OUT, where it is known which documents are the validation text."""
+def _named(hashes: np.ndarray, lengths: np.ndarray, for_training: int) -> np.ndarray:
+    """As `_split`, or LEFT_OUT, where all documents after the first `for_training` are the validation text."""
+    for_validation = np.arange(len(lengths)) >= for_training
     copies = np.isin(hashes, hashes[for_validation]) & (lengths > 0) & ~for_validation
     if copies.any():
         warn(f"documents of --data left out, because --val-data has them too: {copies.sum()}")

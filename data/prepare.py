@@ -58,18 +58,16 @@ def prepare(
 ) -> Prepared:
     """Tokenize the corpus behind `names`, or reuse the token files that an earlier run left in `cache_dir`.
 
-    `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says
-    which: one of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none. Raises
-    ValueError, as for a split shorter than `context` + 1 tokens, and OSError, naming the file, if the disk is full.
+    `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says which: one
+    of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none.
     """
     tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
     corpus = Corpus(names, cache_dir, val_names, column)
     _check_lengths(corpus, corpus.sizes, context)  # early: the size of text in bytes is an upper bound on the tokens
-    if corpus.tokens:
-        if tokenizer is None:
-            raise ValueError("token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
+    if corpus.tokens and tokenizer:
         train, val = corpus.tokens
         return Prepared(train, val, None, tokenizer, corpus.name, corpus.hash)
+    require(not corpus.tokens, "token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
     if tokenizer:
         tokenizer.encode("")  # an error if it only stands for token files
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
@@ -135,10 +133,7 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared | None:
-    """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact.
-
-    Token files are hashed if they have another size or modification time than when they were hashed.
-    """
+    """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact."""
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
         record = read_json(folder / RECORD, dict)
@@ -146,7 +141,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
             return None
         files = {split: folder / f"{split}.bin" for split in SPLITS}
         stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files.values())]
-        if record.get("stat") != stat:
+        if record.get("stat") != stat:  # they are hashed once
             hashes = {split: sha256(file) for split, file in files.items()}
             if record.get("sha256", hashes) != hashes:
                 return None
@@ -182,10 +177,9 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
     end-of-document id. The ids do not depend on where an earlier process was stopped.
     """
     dtype, paths = _dtype(tokenizer), {split: folder / f"{split}.bin" for split in SPLITS}
-    try:
-        progress = read_json(folder / PROGRESS, dict[str, int])  # batches that are done, and the bytes of each file
-    except ValueError:
-        progress = dict.fromkeys(("done", *SPLITS), 0)
+    progress = dict.fromkeys(("done", *SPLITS), 0)  # batches that are done, and the bytes of each file
+    with suppress(ValueError):
+        progress = read_json(folder / PROGRESS, dict[str, int])
     for split, path in paths.items():
         with open(path, "ab") as file:
             file.truncate(progress[split])

@@ -45,7 +45,7 @@ def read_directory(directory: Path) -> Tokenizer:
     tokenizer = load_tokenizer("sentencepiece", directory)
     same = tokenizer.end_of_document in range(3) and tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
     require(same, f"{path} changes text, or has no </s>; AutoTokenizer of transformers makes a {JSON} of it")
-    tokenizer.files = read_files(directory)
+    tokenizer.files = read_files(directory) | tokenizer.files
     return tokenizer
 
 
@@ -112,7 +112,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def __init__(self, directory: Path):
         self._path = path = directory / JSON
-        require(path.is_file(), f"{directory} has no {JSON}; AutoTokenizer of transformers makes one of other files")
+        require(path.is_file(), f"{directory} holds no {JSON}; AutoTokenizer of transformers makes one of other files")
         fields, end = read_json(path, dict), _end_of_document(directory)
         with _errors(path):
             self._open(fields, end)

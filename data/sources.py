@@ -12,7 +12,7 @@ import urllib.request
 import zlib
 from codecs import BOM_UTF8
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from io import BufferedIOBase
 from itertools import chain
@@ -68,10 +68,7 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
         why = "".join(problems)
         require(taken, f"{flag} {name} is {why}, not text in UTF-8; convert it, or make JSON lines of a table")
     else:
-        left_out = []
-        for why, others in problems.items():
-            names = [str(file.relative_to(path)) for file in others[:3]] + ["..."] * (len(others) > 3)
-            left_out.append(f"{len(others)} {why} ({', '.join(names)})")
+        left_out = [f"{len(others)} {why} (such as {others[0].relative_to(path)})" for why, others in problems.items()]
         warn(one_line(f"{flag} {name}: {len(taken)} files" + "; left out: " * bool(left_out) + ", ".join(left_out)))
     if plain := [file for file in taken if _stem(file).endswith(".json") and not _is_json_lines(file)]:
         which = f"{flag} {name}: {len(plain)} .json read as one text, such as {plain[0]}"
@@ -118,27 +115,28 @@ def _download_shakespeare(cache_dir: Path) -> Path:
     return target
 
 
-def read_documents(path: Path, column: str = "text") -> Iterator[Iterator[str]]:
-    """The documents of a file, each an iterator of chunks of about 1 MiB.
+def read_documents(paths: Iterable[Path], column: str = "text") -> Iterator[Iterator[str]]:
+    """The documents of files, each an iterator of chunks of about 1 MiB.
 
     Each line of a file of JSON lines is a document, the string under the key `column`, and so is each row of a .parquet
     file; any other file is one document. A line says how many rows have no text (null). A ValueError names the file,
     and the line or the byte in the decompressed text.
     """
-    if path.suffix.lower() == ".parquet":
-        texts = _read_parquet(path, column)
-    elif _is_json_lines(path):
-        texts = _read_json_lines(path, column)
-    else:
-        yield _read_text(path)
-        return
-    empty = 0
-    for text in texts:
-        if text is not None:
-            yield _chunks(text)
-        empty += text is None
-    if empty:
-        warn(f"{path}: rows left out, because their text is null: {empty}")
+    for path in paths:
+        if path.suffix.lower() == ".parquet":
+            texts = _read_parquet(path, column)
+        elif _is_json_lines(path):
+            texts = _read_json_lines(path, column)
+        else:
+            yield _read_text(path)
+            continue
+        empty = 0
+        for text in texts:
+            if text is not None:
+                yield _chunks(text)
+            empty += text is None
+        if empty:
+            warn(f"{path}: rows left out, because their text is null: {empty}")
 
 
 def _is_json_lines(path: Path) -> bool:

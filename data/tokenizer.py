@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Tokenizer:
     end_of_document: the id after each document. No text is encoded as it.
     ends: the ids that end a sample: the end of a document and, if it came with a model, all that the model names.
     space_in_front: whether each text begins with a space that is not its own, which only `decode` removes.
-    files: those of the directory that it was read from.
+    files: what `save` writes: a directory from which transformers makes a tokenizer with the same ids, if it can.
     token_ids, generation: special tokens in that model's config.json, and its generation_config.json, to be kept.
     hash: in hex, different for tokenizers that encode differently.
     """
@@ -57,7 +57,7 @@ class Tokenizer:
     pieces: Sequence[bytes]
     prompt_start: Sequence[int] = ()
     space_in_front = False
-    files: Mapping[str, bytes] = {}
+    files: dict[str, bytes]
     token_ids: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
 
@@ -107,25 +107,19 @@ class Tokenizer:
         return b"".join([self.pieces[token] for token in ids if token < len(self.pieces)])
 
     def save(self, directory: Path) -> None:
-        """Write the files from which transformers makes a tokenizer with the same ids, if it can."""
         for name, content in self.files.items():
             write_atomically(directory / name, content)
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per byte value, and an end-of-document token."""
+    """One token per byte value, and an end-of-document token. In files it is byte-level BPE without merges."""
 
     kind = "bytes"
     end_of_document = 256
     pieces = (*(bytes([byte]) for byte in range(256)), b"")
     hash = hashlib.sha256(b"256 bytes, end of document").hexdigest()
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-    def save(self, directory: Path) -> None:
-        """As byte-level BPE without merges, in the format of the `tokenizers` library."""
-        super().save(directory)
+    def __init__(self):
         end = {"id": self.end_of_document, "content": BYTE_CONFIG["eos_token"], "special": True}
         end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -136,8 +130,10 @@ class ByteTokenizer(Tokenizer):
             "decoder": byte_level,
             "model": {"type": "BPE", "vocab": byte_level_alphabet() | {end["content"]: end["id"]}, "merges": []},
         }
-        write_atomically(directory / "tokenizer.json", json.dumps(fields, indent=1))
-        write_atomically(directory / "tokenizer_config.json", json.dumps(BYTE_CONFIG, indent=1))
+        self.files = {"tokenizer.json": _json(fields), "tokenizer_config.json": _json(BYTE_CONFIG)}
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -150,7 +146,7 @@ class SentencePieceTokenizer(Tokenizer):
     kind = "sentencepiece"
 
     def __init__(self, model: bytes):
-        self.model = model
+        self.files = {"tokenizer.model": model, "tokenizer_config.json": _json(SENTENCEPIECE_CONFIG)}
         self.hash = hashlib.sha256(model).hexdigest()
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(model)
@@ -173,12 +169,6 @@ class SentencePieceTokenizer(Tokenizer):
             ids[number] += self._u2581_ids if block == SPACE else tokens
         return ids
 
-    def save(self, directory: Path) -> None:
-        """Write `tokenizer.model`, a standard SentencePiece model file, and what transformers needs to know of it."""
-        super().save(directory)
-        write_atomically(directory / "tokenizer.model", self.model)
-        write_atomically(directory / "tokenizer_config.json", json.dumps(SENTENCEPIECE_CONFIG, indent=1))
-
 
 class NoTokenizer(Tokenizer):
     """Only a number of ids: for token files whose tokenizer is not known, with which there is no text."""
@@ -187,7 +177,7 @@ class NoTokenizer(Tokenizer):
     end_of_document: Any = None
 
     def __init__(self, vocab_size: int):
-        self.ends = set()
+        self.ends, self.files = set(), {}
         self.pieces = [b""] * vocab_size
         self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
 
@@ -196,6 +186,10 @@ class NoTokenizer(Tokenizer):
 
 
 TOKENIZER_KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # those without files of others
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1).encode()
 
 
 def piece_bytes(piece: str) -> bytes:

@@ -217,7 +217,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         tokenizer: Tokenizer = PretrainedTokenizer(directory)
     else:
         tokenizer = load_tokenizer(kind, directory, config.vocab_size)
-        tokenizer.files = read_files(directory)
+        tokenizer.files = read_files(directory) | tokenizer.files
     tokenizer.ends |= set(ends)
     tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
     tokenizer.generation = generation

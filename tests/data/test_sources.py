@@ -23,7 +23,7 @@ def texts_behind(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]
 
 
 def text_of(path: Path) -> list[str]:
-    return ["".join(document) for document in list(read_documents(path))]
+    return ["".join(document) for document in list(read_documents([path]))]
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -43,7 +43,7 @@ def test_a_text_file_is_one_document_with_every_byte_kept(tmp_path):
 @pytest.mark.parametrize("unit", ["x" * 79 + "\n", "é", "a" + "😀" * 1000, "ab\n" + "語" * (CHUNK // 2)])
 def test_long_files_are_chunked_without_splitting_characters(tmp_path, unit):
     text = unit * (3 * CHUNK // len(unit.encode()) + 1)
-    chunks = [chunk for document in read_documents(write(tmp_path / "long", text)) for chunk in document]
+    chunks = [chunk for document in read_documents([write(tmp_path / "long", text)]) for chunk in document]
     assert "".join(chunks) == text
     assert len(chunks) > 2 and max(len(chunk.encode()) for chunk in chunks) <= 2 * CHUNK
 
@@ -54,7 +54,7 @@ def test_jsonl_has_one_document_per_line_and_parquet_one_per_row(tmp_path):
     for name in ("a.JSONL", "a.ndjson", "a.jsonlines", "a.json", "a.jsonl"):
         assert text_of(write(tmp_path / name, content)) == TEXTS
     assert text_of(write(tmp_path / "a.JSON.gz", gzip.compress(b"\xef\xbb\xbf" + content))) == TEXTS
-    assert max(len(chunk) for document in read_documents(tmp_path / "a.jsonl") for chunk in document) == CHUNK
+    assert max(len(chunk) for document in read_documents([tmp_path / "a.jsonl"]) for chunk in document) == CHUNK
     strings = pyarrow.string()
     for kind in (strings, pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), strings)):
         table = pyarrow.table({"id": list(range(len(TEXTS))), "text": pyarrow.array(TEXTS, strings).cast(kind)})
@@ -69,7 +69,11 @@ def test_rows_whose_text_is_null_are_left_out_and_counted_and_the_column_can_be_
         write(tmp_path / "a.jsonl", lines),
         write(tmp_path / "a.parquet", parquet(text=[1] * len(texts), content=texts)),
     ):
-        assert ["".join(document) for document in read_documents(path, "content")] == ["one", "", *map(str, range(100))]
+        assert ["".join(document) for document in read_documents([path], "content")] == [
+            "one",
+            "",
+            *map(str, range(100)),
+        ]
         assert capsys.readouterr().err == f"{path}: rows left out, because their text is null: 2\n"
     path = write(tmp_path / "nulls.parquet", parquet(text=NULLS))
     assert text_of(path) == [] and capsys.readouterr().err.endswith("because their text is null: 2\n")
@@ -99,8 +103,8 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     os.mkfifo(tmp_path / "z/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
     assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
-    left_out = "2 hidden (.git, .hidden), 2 binary or UTF-16 (image.png, a/old.txt), 1 broken link (link), "
-    left_out += "5 CSV or TSV (x/0.csv, x/1.csv, x/2.csv, ...), 1 no regular file (z/pipe)"
+    left_out = "2 hidden (such as .git), 2 binary or UTF-16 (such as image.png), 1 broken link (such as link), "
+    left_out += "5 CSV or TSV (such as x/0.csv), 1 no regular file (such as z/pipe)"
     assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
 
 
