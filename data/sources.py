@@ -68,7 +68,10 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
         why = "".join(problems)
         require(taken, f"{flag} {name} is {why}, not text in UTF-8; convert it, or make JSON lines of a table")
     else:
-        left_out = [f"{len(others)} {why} (such as {others[0].relative_to(path)})" for why, others in problems.items()]
+        left_out = []
+        for why, others in problems.items():
+            names = [str(file.relative_to(path)) for file in others[:3]] + ["..."] * (len(others) > 3)
+            left_out.append(f"{len(others)} {why} ({', '.join(names)})")
         warn(one_line(f"{flag} {name}: {len(taken)} files" + "; left out: " * bool(left_out) + ", ".join(left_out)))
     if plain := [file for file in taken if _stem(file).endswith(".json") and not _is_json_lines(file)]:
         which = f"{flag} {name}: {len(plain)} .json read as one text, such as {plain[0]}"

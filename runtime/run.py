@@ -15,7 +15,8 @@ import torch
 from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, configure, fields_of
 from data.batches import find_token_files
 from data.corpus import Corpus
-from data.prepare import Prepared, given_tokenizer, prepare
+from data.prepare import Prepared, prepare
+from data.pretrained import read_directory
 from data.tokenizer import TOKENIZER_KINDS, NoTokenizer, Tokenizer
 from files import commit, require, warn
 from machine import distributed
@@ -218,7 +219,7 @@ def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
         return None, {"tokenizer": NoTokenizer.kind}
     kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
-    own = None if kind in TOKENIZER_KINDS else given_tokenizer(kind, MAX_SIZE)
+    own = None if kind in TOKENIZER_KINDS else read_directory(Path(kind))
     return own, {"vocab_size": own.vocab_size} if own else {}
 
 

@@ -70,13 +70,8 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
 
 
-def test_large_vocabularies_use_uint32(source, monkeypatch):
-    monkeypatch.setattr(ByteTokenizer, "vocab_size", 70_000)
-    assert prepare_from(source, "bytes").val.dtype == np.uint32
-
-
-def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
-    """A given tokenizer is not trained, and its tokens are reused."""
+def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd, monkeypatch):
+    """A given tokenizer is not trained, and its tokens are reused. Ids of a large vocabulary are uint32."""
     names, cache = [str(source)], source.parent / "cache"
     given, other = (train_tokenizer(TEXTS[:count], 350) for count in (50, 100))
     assert given.hash != other.hash
@@ -91,6 +86,8 @@ def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
     changed = prepare_from(source)
     assert len({changed.tokenizer.hash, *hashes}) == 3 and len(folders(source)) == 5
     assert "yield" in changed.tokenizer.decode(changed.val)
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", 70_000)
+    assert prepare_from(source, "bytes").val.dtype == np.uint32
 
 
 @pytest.mark.parametrize(
@@ -160,7 +157,7 @@ def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capfd)
     first = prepare_from(folder)
     left_out, preparation, training = capfd.readouterr().err.splitlines()
     assert preparation == f"preparing {folders(folder)[0]} from 27 kB of text" and training.startswith("training a tok")
-    assert left_out.endswith("folder: 1 files; left out: 1 binary or UTF-16 (such as image.png)")
+    assert left_out.endswith("folder: 1 files; left out: 1 binary or UTF-16 (image.png)")
     files.warned.clear()
     read = Mock(side_effect=read_documents), Mock(side_effect=sha256)
     monkeypatch.setattr(splitting, "read_documents", read[0])

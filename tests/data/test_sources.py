@@ -79,9 +79,10 @@ def test_rows_whose_text_is_null_are_left_out_and_counted_and_the_column_can_be_
     assert text_of(path) == [] and capsys.readouterr().err.endswith("because their text is null: 2\n")
 
 
-@pytest.mark.parametrize(
-    "content", ['{"a": 1}', '{\n"a": 1}\n', '[{"text": "a"},\n{"text": "b"}]', "[\n  {", "", "{}\n[]\n", "{}{}"]
-)
+OTHER_JSON = ['{"a": 1}', '{\n"a": 1}\n', '[{"text": "a"},\n{"text": "b"}]', "[\n  {", "", "{}\n[]\n", "{}{}"]
+
+
+@pytest.mark.parametrize("content", [*OTHER_JSON, pytest.param("[" * 100_000, id="deep")])
 def test_other_json_is_text(tmp_path, content, capsys):
     path = write(tmp_path / "a.json", content)
     write(tmp_path / "lines.json", '{"text": "a"}\n{"text": "b"}\n')
@@ -103,8 +104,8 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     os.mkfifo(tmp_path / "z/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
     assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
-    left_out = "2 hidden (such as .git), 2 binary or UTF-16 (such as image.png), 1 broken link (such as link), "
-    left_out += "5 CSV or TSV (such as x/0.csv), 1 no regular file (such as z/pipe)"
+    left_out = "2 hidden (.git, .hidden), 2 binary or UTF-16 (image.png, a/old.txt), 1 broken link (link), "
+    left_out += "5 CSV or TSV (x/0.csv, x/1.csv, x/2.csv, ...), 1 no regular file (z/pipe)"
     assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
 
 
@@ -133,6 +134,7 @@ def test_names_that_are_no_text_are_refused_with_what_to_make_of_them(tmp_path):
     for name, problem in problems.items():
         with pytest.raises(ValueError, match=f"^--val-data {tmp_path / name}{problem}"):
             texts_behind(str(tmp_path / name), tmp_path, "--val-data")
+    assert texts_behind(str(write(tmp_path / ".notes", "a")), tmp_path), "hidden, but named"
 
 
 def test_short_names_are_safe_in_folder_names(tmp_path, monkeypatch):
@@ -217,28 +219,20 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
         text_of(path)
 
 
-@pytest.fixture
-def website(tmp_path, monkeypatch) -> Path:
-    """What the URL leads to, which has the right SHA-256."""
-    page = write(tmp_path / "page", b"To be, or not to be.\n" * 20_000)
+def test_shakespeare_is_downloaded_once_and_a_failure_says_what_to_do(tmp_path, monkeypatch, capfd):
+    page, cache = write(tmp_path / "page", b"To be, or not to be.\n" * 20_000), tmp_path / "cache"
     monkeypatch.setattr(sources, "SHAKESPEARE_URL", page.as_uri())
     monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(page.read_bytes()).hexdigest())
-    return page
-
-
-def test_shakespeare_is_downloaded_once_unless_it_is_damaged(tmp_path, website, capfd):
     for _ in range(2):
-        (path,) = find_files("shakespeare", tmp_path / "cache")
-        assert path.read_bytes() == website.read_bytes()
-    assert capfd.readouterr().err == f"downloading {website.as_uri()}\n"
-    path.write_bytes(website.read_bytes()[:-1])
-    assert find_files("shakespeare", tmp_path / "cache")[0].read_bytes() == website.read_bytes()
-
-
-@pytest.mark.parametrize(("page", "reason"), [(b"TO BE", "not tiny Shakespeare"), (None, "No such file")])
-def test_a_failed_download_says_what_to_do_and_leaves_no_text(tmp_path, website, page, reason):
-    website.write_bytes(page) if page else website.unlink()
-    with pytest.raises(ValueError, match=rf"^--data shakespeare: .*{reason}.* and pass --data FILE, or .*$") as error:
-        find_files("shakespeare", tmp_path / "cache")
-    assert website.as_uri() in str(error.value) and "\n" not in str(error.value)
-    assert not list((tmp_path / "cache").glob("*.txt*"))
+        (path,) = find_files("shakespeare", cache)
+        assert path.read_bytes() == page.read_bytes()
+    assert capfd.readouterr().err == f"downloading {page.as_uri()}\n"
+    path.write_bytes(page.read_bytes()[:-1])
+    assert find_files("shakespeare", cache)[0].read_bytes() == page.read_bytes(), "a damaged file is not used"
+    for content, reason in ((b"TO BE", "not tiny Shakespeare"), (None, "No such file")):
+        path.unlink(missing_ok=True)
+        page.write_bytes(content) if content else page.unlink()
+        advice = f"download {page.as_uri()} yourself and pass --data FILE, or use --data python$"
+        with pytest.raises(ValueError, match=rf"^--data shakespeare: the download failed \(.*{reason}.*\); {advice}"):
+            find_files("shakespeare", cache)
+        assert not list(cache.glob("*.txt*"))
