@@ -95,8 +95,8 @@ def prepare(
 def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
     for split, text in zip(SPLITS, ("training", "validation"), strict=True):
         needed = context + 1 if corpus.names else 2 * (split == "val")  # an evaluation may have shorter windows
-        problem = f"the {text} text of {corpus.name} has at most {tokens[split]} tokens, and {needed} are needed"
-        require(tokens[split] >= needed, f"{problem}; add text or lower --context")
+        problem = f"the {text} text has at most {tokens[split]} tokens, and {needed} are needed"
+        require(tokens[split] >= needed, f"{corpus.name}: {problem}; add text or lower --context")
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:

@@ -205,7 +205,7 @@ def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path,
 def test_a_split_shorter_than_one_window_is_refused(source):
     length = len(prepare_from(source).val)
     assert prepare_from(source, context=length - 1)
-    few = f"the validation text of code has at most {length} tokens, and {length + 1} are needed"
+    few = f"code: the validation text has at most {length} tokens, and {length + 1} are needed"
     with pytest.raises(ValueError, match=f"^{few}; add text or lower --context$"):
         prepare_from(source, context=length)
     assert len(prepare([], "bytes", 0, source.parent, 16, val_names=[str(source)]).val) > 10 * length
