@@ -29,7 +29,7 @@ COPIED = (JSON, PIECES, *TABLES, "special_tokens_map.json", "merges.txt", "chat_
 PROBE = " a  b\t\ufb01e\u0301\n \U0001f600"  # has what normalization changes, and what few vocabularies hold
 # What may make a text longer: texts that are put into it, and ByteLevel, which counts as two characters.
 PUT_IN = r'(?:"(?:content|prepend|continuing_subword_prefix|end_of_word_suffix)": "|ByteLev)([^"\\]*(?:\\.[^"\\]*)*)"'
-LOCK = threading.RLock()  # of standard error
+STDERR_LOCK = threading.RLock()
 
 
 def read_directory(directory: Path) -> Tokenizer:
@@ -69,7 +69,7 @@ def read_files(directory: Path, vocabulary: dict[str, int] | None = None) -> dic
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
     """Make an error of the `tokenizers` library a ValueError that names its file. What Rust prints is dropped."""
-    with LOCK, open(os.devnull, "w") as nowhere:
+    with STDERR_LOCK, open(os.devnull, "w") as nowhere:
         stderr = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
         try:
