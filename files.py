@@ -123,6 +123,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     part = path.with_name(path.name + ".part")
     try:
         with describe_write_error(path, len(data)):
+            part.unlink(missing_ok=True)  # it could be a link
             part.write_bytes(data)
             sync(part)
             part.replace(path)
