@@ -48,8 +48,7 @@ class Corpus:
     def __init__(self, names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text"):
         """Find what is behind `names` (`python`, `shakespeare`, or paths), and read text unless the index has it.
 
-        Downloads and the index are kept in `cache_dir`. `column` is the key or column of the text in JSON lines and
-        .parquet files. Raises ValueError, in one line, for text that is missing, empty, damaged, or not UTF-8.
+        Downloads and the index are kept in `cache_dir`. `column` has the text in JSON lines and .parquet files.
         """
         self.names, self.val_names, self.column, self.cache_dir = names, val_names, column, cache_dir
         self.name = "+".join(map(short_name, names or val_names)).encode()[:80].decode(errors="ignore")
@@ -91,10 +90,7 @@ class Corpus:
         return chain.from_iterable(chunks for part, _, chunks in self.parts() if part == split)
 
     def _find(self) -> tuple[list[tuple[str, str, list[Path]]], str]:
-        """Flag, name and files of each source, and the key of all of them in the index.
-
-        The key is the SHA-256 of the rules, and of the path, size and modification time of each file.
-        """
+        """Flag, name and files of each source, and a hash of the rules and of all paths, sizes and modification times."""
         named = [("--data", name) for name in self.names] + [("--val-data", name) for name in self.val_names]
         found = [(flag, name, find_files(name, self.cache_dir, flag)) for flag, name in named]
         rules = RULES, self.column, [(flag, name, len(files)) for flag, name, files in found]

@@ -100,10 +100,7 @@ def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:
-    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
-
-    What a process that was stopped has finished is in that folder too, and is not done again.
-    """
+    """Write to a temporary folder, where a process that was stopped is continued, and rename it when it is complete."""
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e3:,.0f} kB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir(exist_ok=True)

@@ -33,10 +33,7 @@ STDERR_LOCK = threading.RLock()
 
 
 def read_directory(directory: Path) -> Tokenizer:
-    """The tokenizer of any directory: Hugging Face's tokenizer.json, or a tokenizer.model of SentencePiece.
-
-    Raises ValueError for one that is missing, damaged or not supported.
-    """
+    """The tokenizer of any directory: Hugging Face's tokenizer.json, or a tokenizer.model of SentencePiece."""
     if (directory / JSON).is_file():
         return PretrainedTokenizer(directory)
     path = directory / PIECES

@@ -32,10 +32,7 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 
 def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
-    """The files behind `python`, `shakespeare` or a path, in an order that is deterministic. None of them is opened.
-
-    A folder is searched recursively, links included. Raises ValueError, naming the `flag`, if there is no such file.
-    """
+    """The files behind `python`, `shakespeare` or a path, in an order that is deterministic. None of them is opened."""
     if name == "python":  # source and documentation of the standard library, without its tests
         found = _walk(Path(sysconfig.get_path("stdlib")), SKIPPED_FOLDERS)
         sources = (file for file in found if file.suffix in (".py", ".txt", ".rst") and file.is_file())
@@ -52,10 +49,7 @@ def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
 
 
 def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]:
-    """Those of the files behind `name` that are text.
-
-    A line says what is left out of a folder. Raises ValueError, naming the `flag`, if a single file is not text.
-    """
+    """Those of the files behind `name` that are text. A line says what is left out of a folder."""
     if name in ("python", "shakespeare"):
         return files
     path = Path(name)

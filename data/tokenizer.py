@@ -220,10 +220,7 @@ def load_tokenizer(kind: str, directory: Path, vocab_size: int = 0) -> Tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
-    """Train SentencePiece BPE on at most 8 MB sampled evenly from `texts`. The same text gives the same tokenizer.
-
-    Raises ValueError if `vocab_size` is too large for this text, or too small for its characters.
-    """
+    """Train SentencePiece BPE on at most 8 MB sampled evenly from `texts`. The same text gives the same tokenizer."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
