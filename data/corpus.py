@@ -90,7 +90,7 @@ class Corpus:
         return chain.from_iterable(chunks for part, _, chunks in self.parts() if part == split)
 
     def _find(self) -> tuple[list[tuple[str, str, list[Path]]], str]:
-        """Flag, name and files of each source, and a hash of the rules and of all paths, sizes and modification times."""
+        """Flag, name and files of each source, and a hash of the rules, all paths, sizes and modification times."""
         named = [("--data", name) for name in self.names] + [("--val-data", name) for name in self.val_names]
         found = [(flag, name, find_files(name, self.cache_dir, flag)) for flag, name in named]
         rules = RULES, self.column, [(flag, name, len(files)) for flag, name, files in found]

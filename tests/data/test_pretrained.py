@@ -124,7 +124,11 @@ def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_
 
 def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path):
     for name in ("byte-level", "llama", "bytes", "sentencepiece"):
-        assert read_directory(directories[name]).encode("a b")
+        folder = shutil.copytree(directories[name], tmp_path / name)
+        (folder / "chat_template.jinja").write_text("kept")
+        assert read_directory(folder).encode("a b")
+        read_directory(folder).save(shutil.copytree(directories[name], tmp_path / f"{name}-saved"))
+        assert (tmp_path / f"{name}-saved/chat_template.jinja").read_text() == "kept"
     write(tmp_path / "config.json", model_type="gpt2", eos_token_id=[0])
     shutil.copy(directories["byte-level"] / "tokenizer.json", tmp_path)
     assert read_directory(tmp_path).end_of_document == 0, "from config.json, of whatever model"
