@@ -269,7 +269,7 @@ def _join(
         if piece.offset:
             new_starts = new_starts + piece.offset
             overlap = starts[starts >= piece.offset]
-            # Only the overlap is compared: to sort all starts takes four times as long as all the rest.
+            # Only the overlap is compared: to sort all starts would take eight times as long as all the rest.
             common = np.intersect1d(overlap, new_starts[new_starts <= starts.max(initial=0)])
             end = common[len(common) // 2] if len(common) else np.append(overlap, piece.offset)[0]
             first = np.searchsorted(new_starts, end)
