@@ -47,9 +47,6 @@ def require(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def is_a(value: Any, kind: Any) -> bool:
     """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
     if kind is Any:
@@ -94,21 +91,18 @@ def one_line(message: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
 
 
-said: list[str] = []  # every line of `warn`, in order
+warned: list[str] = []  # every line of `warn`, in order
 
 
 def warn(line: str) -> None:
     """Print a line on standard error, once and on rank 0."""
-    if line not in said and os.environ.get("RANK", "0") == "0":
+    if line not in warned and os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
-    said.append(line)
-
-
-# --- writing and locking ---------------------------------------------------------------------------------------------
+    warned.append(line)
 
 
 @contextmanager
-def explained(path: Path, size: int) -> Iterator[None]:
+def describe_write_error(path: Path, size: int) -> Iterator[None]:
     """Make an OSError inside, usually from a full disk, name the file and its size in bytes."""
     try:
         yield
@@ -123,12 +117,12 @@ def explained(path: Path, size: int) -> Iterator[None]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file that is never seen half written, not even after a power failure.
 
-    What UTF-8 cannot encode, as in file names, is escaped. Raises OSError like `explained`.
+    What UTF-8 cannot encode, as in file names, is escaped. Raises OSError like `describe_write_error`.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     part = path.with_name(path.name + ".part")
     try:
-        with explained(path, len(data)):
+        with describe_write_error(path, len(data)):
             part.unlink(missing_ok=True)  # it could be a link
             part.write_bytes(data)
             sync(part)

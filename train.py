@@ -413,7 +413,7 @@ def train(**options: Any) -> Trained:
     if missing := missing_packages():  # such as matplotlib, which draws at the end
         raise BadInput(missing)
     set_up_cpu()
-    others = {"preset": str, "recipe": str, "config": str, "resume": bool, "verify": bool, "import": list[str]}
+    others = {"preset": str, "recipe": str, "config": str, "resume": bool, "import": list[str]}
     asked = read_keywords(options, others)
     import_files(asked.pop("import", ()))
     with distributed.process_group():

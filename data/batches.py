@@ -31,9 +31,8 @@ def find_token_files(names: Sequence[str]) -> list[Path]:
         paths = [folder / f"{split}{end}" for split in SPLITS for end in SUFFIXES]
         if found := [path for path in paths if path.is_file()]:
             require(len(names) == 1, f"{folder} holds token files, which are not mixed with other data; name it alone")
-            stems = [path.stem for path in found]
-            for split in SPLITS:
-                require(stems.count(split) == 1, f"{folder} needs either {split}.bin or {split}.npy")
+            one_of_each = [path.stem for path in found] == [*SPLITS]
+            require(one_of_each, f"{folder} needs one train.bin or train.npy, and one val.bin or val.npy")
             return found
         shards = [path for path in folder.glob("*_train_[0-9]*") if path.suffix in SUFFIXES]
         require(not shards, f"{folder} holds shards: rename two to train.bin and val.bin, or join each split as .npy")
@@ -53,11 +52,8 @@ def identify(paths: Iterable[Path]) -> str:
 
 
 def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
-    """The ids in a file, memory-mapped. A .bin without `dtype` has that of its header, or uint16.
-
-    They are read in windows at random places, so nothing more is read ahead.
-    """
-    offset, size = 0, path.stat().st_size
+    """The ids in a file, memory-mapped. A .bin without `dtype` is one of others, whose header says the dtype."""
+    offset = 0
     if path.suffix == ".npy":
         try:
             tokens: np.ndarray = np.lib.format.open_memmap(path, mode="r")
@@ -67,21 +63,32 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
         require(row, f"{path}: ids are a row of integers, not {tokens.dtype} of shape {tokens.shape}")
     else:
         if dtype is None:
-            header, start = np.fromfile(path, "<i4", HEADER_BYTES // 4), np.fromfile(path, "<u2", EDGE)
-            magic, version, count = [*header.tolist(), 0, 0, 0][:3]
-            offset = HEADER_BYTES * ((magic, version) in HEADERS)
-            dtype = np.dtype(HEADERS.get((magic, version), "<u2"))
-            count = count if offset else size // dtype.itemsize
-            right = size == offset + count * dtype.itemsize
-            require(right, f"{path}: {size:,} bytes are not {count:,} {dtype} ids" + " and a header" * bool(offset))
-            unknown = magic and not offset and len(header) == HEADER_BYTES // 4 and not header[3:].any()
-            require(not unknown, f"{path}: unknown header of magic number {magic}, version {version}; save ids as .npy")
-            wide = not offset and len(start) > 99 and start[::2].sum() > 100 * start[1::2].sum()
-            require(not wide, f"{path}: ids without a header are uint16, and these look wider; save them as .npy")
-        tokens = np.memmap(path, dtype, "r", offset) if size > offset else np.empty(0, dtype)
+            dtype, offset = _read_header(path)
+        if path.stat().st_size == offset:
+            return np.empty(0, dtype)  # which cannot be mapped
+        tokens = np.memmap(path, dtype, "r", offset)
     if hasattr(mmap, "MADV_RANDOM") and isinstance(tokens.base, mmap.mmap):
-        tokens.base.madvise(mmap.MADV_RANDOM)
+        tokens.base.madvise(mmap.MADV_RANDOM)  # windows are at random places: nothing is read ahead
     return tokens
+
+
+def _read_header(path: Path) -> tuple[np.dtype, int]:
+    """The dtype of the ids in a .bin of others, which is uint16 without a header, and the byte where they begin."""
+    size = path.stat().st_size
+    header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    magic, version, count = [*header.tolist(), 0, 0, 0][:3]
+    if (magic, version) in HEADERS:
+        dtype = np.dtype(HEADERS[magic, version])
+        right = size == HEADER_BYTES + count * dtype.itemsize
+        require(right, f"{path}: {size:,} bytes are not {count:,} {dtype} ids and a header")
+        return dtype, HEADER_BYTES
+    require(size % 2 == 0, f"{path}: {size:,} bytes are not uint16 ids")
+    unknown = magic and size >= HEADER_BYTES and not header[3:].any()
+    require(not unknown, f"{path}: unknown header of magic number {magic}, version {version}; save ids as .npy")
+    ids = np.fromfile(path, "<u2", EDGE)
+    wide = len(ids) > 99 and ids[::2].sum() > 100 * ids[1::2].sum()
+    require(not wide, f"{path}: ids without a header are uint16, and these look wider; save them as .npy")
+    return np.dtype("<u2"), 0
 
 
 def training_batch(

@@ -1,8 +1,7 @@
 """A corpus: documents from one or several sources, split into training and validation text.
 
-Text is read in chunks of about 1 MiB, so it need not fit in memory, and it is read once for its hash and its sizes,
-which an index in the cache keeps for as long as no file has another size or modification time. While text is read,
-memory grows with file paths and by 32 bytes per document.
+Text is read in chunks of about 1 MiB, so it need not fit in memory. It is read once for its hash and its sizes, which
+an index in the cache keeps for as long as no file has another size or modification time.
 """
 
 import hashlib
@@ -23,14 +22,14 @@ from tqdm import tqdm
 
 from data.batches import SPLITS, find_token_files, identify, map_tokens
 from data.sources import find_files, read_documents, short_name, text_files
-from files import lock_file, read_json, require, said, warn, write_atomically
+from files import lock_file, read_json, require, warn, warned, write_atomically
 
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
 MOST_HELD_OUT = 100_000_000  # bytes
-CHANGED = "the text of {} changed; run the command again, with --verify if sizes and times of its files are the same"
+CHANGED = "the text of {} changed; run the command again, and if that does not help, delete the folder of --cache-dir"
 LEFT_OUT = -1
-LONG = 0.1  # share of the validation text. Longer documents are split, shorter ones are held out whole or not at all.
+LONG_DOCUMENT = 0.1  # share of the validation text, above which a document is split
 
 
 class Corpus:
@@ -46,19 +45,10 @@ class Corpus:
     tokens: the ids of each split; none unless they are token files.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        cache_dir: Path,
-        val_names: Sequence[str] = (),
-        column: str = "text",
-        verify: bool = False,
-    ):
+    def __init__(self, names: list[str], cache_dir: Path, val_names: Sequence[str] = (), column: str = "text"):
         """Find what is behind `names` (`python`, `shakespeare`, or paths), and read text unless the index has it.
 
-        Downloads and the index are kept in `cache_dir`. `column` is the key or column of the text in JSON lines and
-        .parquet files. With `verify`, the text is read in any case. Raises ValueError, in one line, for text that is
-        missing, empty, damaged, or not UTF-8.
+        Downloads and the index are kept in `cache_dir`. `column` has the text in JSON lines and .parquet files.
         """
         self.names, self.val_names, self.column, self.cache_dir = names, val_names, column, cache_dir
         self.name = "+".join(map(short_name, names or val_names)).encode()[:80].decode(errors="ignore")
@@ -69,16 +59,14 @@ class Corpus:
             return
         self._files, self._key = self._find()
         index = cache_dir / f"{self.name}-{self._key[:12]}.index"
-        if verify:
-            index.unlink(missing_ok=True)
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Ranks and runs start together.
         with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
             try:
                 record = read_json(index, dict)
             except ValueError:
-                before = len(said)
-                record = self._read[0] | {"said": said[before:]}
+                before = len(warned)
+                record = self._read[0] | {"said": warned[before:]}
                 write_atomically(index, json.dumps(record))
         for line in record["said"]:
             warn(line)
@@ -91,7 +79,7 @@ class Corpus:
         """
         record, files, cuts = self._read
         require(record["hash"] == self.hash, CHANGED.format(self.name))
-        for document, cut in zip(self._documents(files), cuts, strict=False):
+        for document, cut in zip(read_documents(files, self.column), cuts, strict=False):
             if cut != LEFT_OUT:
                 for split, divided in groupby(_divide(document, cut), itemgetter(0)):
                     yield split, split == "train" or cut == 0, map(itemgetter(1), divided)
@@ -102,10 +90,7 @@ class Corpus:
         return chain.from_iterable(chunks for part, _, chunks in self.parts() if part == split)
 
     def _find(self) -> tuple[list[tuple[str, str, list[Path]]], str]:
-        """Flag, name and files of each source, and the key of all of them in the index.
-
-        The key is the SHA-256 of the rules, and of the path, size and modification time of each file.
-        """
+        """Flag, name and files of each source, and a hash of the rules, all paths, sizes and modification times."""
         named = [("--data", name) for name in self.names] + [("--val-data", name) for name in self.val_names]
         found = [(flag, name, find_files(name, self.cache_dir, flag)) for flag, name in named]
         rules = RULES, self.column, [(flag, name, len(files)) for flag, name, files in found]
@@ -115,19 +100,17 @@ class Corpus:
             digest.update(b"%b %d %d\n" % (file, stat.st_size, stat.st_mtime_ns))
         return found, digest.hexdigest()
 
-    def _documents(self, files: list[Path]) -> Iterator[Iterator[str]]:
-        return chain.from_iterable(read_documents(file, self.column) for file in files)
-
     @cached_property
     def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray]:
         """Reads all text: what the index keeps of it, its files, and the byte at which each document is cut."""
-        corpus_hash, hashes, lengths, for_training = hashlib.sha256(RULES.encode()), array("Q"), array("q"), 0
         read: list[Path] = []
+        corpus_hash = hashlib.sha256(RULES.encode())
+        hashes, lengths, for_training = array("Q"), array("q"), 0
         with progress_bar("reading text") as bar:
             for flag, name, files in self._files:
-                first, marks, texts = len(lengths), 0, text_files(name, files, flag)
-                read += texts
-                for document in self._documents(texts):
+                texts = text_files(name, files, flag)
+                first, marks = len(lengths), 0
+                for document in read_documents(texts, self.column):
                     digest, length = hashlib.sha256(), 0
                     for data in map(str.encode, document):
                         digest.update(data)
@@ -137,10 +120,11 @@ class Corpus:
                     corpus_hash.update(flag.encode() + digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
+                for_training += (len(lengths) - first) * (flag == "--data")
                 require(any(lengths[first:]), f"{flag} {name}: contains no text")
                 if marks > max(9, sum(lengths[first:]) / 50_000):
                     warn(f"{flag} {name} has <|endoftext|> {marks:,} times, which is text here and ends no document")
-                for_training += (len(lengths) - first) * (flag == "--data")
+                read += texts
         sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
         cuts = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)
         parts = {"train": np.maximum(cuts, 0), "val": np.where(cuts == LEFT_OUT, 0, sizes - cuts)}
@@ -160,11 +144,11 @@ def _split(hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The byte where each document's training text ends and its validation text begins; see docs/python.md."""
     total = lengths.sum()
     share = min(HELD_OUT, MOST_HELD_OUT / total)
-    slack = 2 * LONG * share * total
+    slack = 2 * LONG_DOCUMENT * share * total
     # Texts in the order of their hashes.
     _, first, number, copies = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     length = lengths[first]
-    long = length > LONG * share * total
+    long = length > LONG_DOCUMENT * share * total
     for cut in (long, long | (length * copies > slack)):  # the second if whole texts are not enough
         sizes = np.where(cut, 0, length * copies)
         whole = _whole(sizes, share * sizes.sum(), slack)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 import sys
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,15 +16,15 @@ import numpy as np
 from data.batches import SPLITS, map_tokens
 from data.corpus import Corpus, progress_bar
 from data.pretrained import read_directory
-from data.tokenizer import KINDS, ByteTokenizer, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from files import explained, lock_file, read_json, require, sha256, sync, warn, write_atomically
+from data.tokenizer import TOKENIZER_KINDS, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from files import describe_write_error, lock_file, read_json, require, sha256, sync, warn, write_atomically
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
 RECORD, PROGRESS = "record.json", "progress.json"
 # Characters. A document of up to WHOLE is encoded as one text, a longer one in windows that overlap.
 WHOLE, WINDOW, OVERLAP = 1 << 24, 1 << 18, 1 << 13
 BATCH_CHARS = 1 << 20  # encoded at a time, by the tokenizer's library on all CPUs; at least two windows
-SAVE_EVERY = 30  # seconds between records of what is done
+SAVE_EVERY = 16  # batches; a preparation that was stopped repeats at most so many
 NO_STARTS = np.empty(0, np.int64)
 
 
@@ -56,29 +55,31 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     val_names: Sequence[str] = (),
     column: str = "text",
-    verify: bool = False,
 ) -> Prepared:
     """Tokenize the corpus behind `names`, or reuse the token files that an earlier run left in `cache_dir`.
 
-    `val_names`, `column` and `verify` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says
-    which: one of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none. Raises
-    ValueError, as for a split shorter than `context` + 1 tokens, and OSError, naming the file, if the disk is full.
+    `val_names` and `column` are those of `Corpus`. A `tokenizer` is used as it is. Otherwise its `kind` says which: one
+    of `vocab_size` ids is trained, or there are bytes, a directory that holds one, or none.
     """
-    tokenizer = tokenizer or given_tokenizer(kind, vocab_size)
-    corpus = Corpus(names, cache_dir, val_names, column, verify)
-    if tokenizer and not corpus.tokens:
-        tokenizer.encode("")  # an error if it only stands for token files
+    if tokenizer is None and kind not in TOKENIZER_KINDS:
+        tokenizer = read_directory(Path(kind))
+        needed = tokenizer.text_vocab_size
+        require(needed <= vocab_size, f"--vocab-size {vocab_size} is too small: --tokenizer {kind} has {needed} ids")
+    elif tokenizer is None and kind != SentencePieceTokenizer.kind:
+        tokenizer = load_tokenizer(kind, Path(), vocab_size)
+    corpus = Corpus(names, cache_dir, val_names, column)
     _check_lengths(corpus, corpus.sizes, context)  # early: the size of text in bytes is an upper bound on the tokens
     if corpus.tokens and tokenizer:
         train, val = corpus.tokens
         return Prepared(train, val, None, tokenizer, corpus.name, corpus.hash)
     require(not corpus.tokens, "token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
     if tokenizer:
+        tokenizer.encode("")  # an error if it only stands for token files
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
     made_from = (FORMAT_VERSION, corpus.hash, kind, vocab_size, tokenizer and tokenizer.hash)
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
     folder = cache_dir / f"{corpus.name}-{kind}-{vocab_size}-{key[:12]}"
-    prepared = _open(folder, corpus, tokenizer, verify)
+    prepared = _open(folder, corpus, tokenizer)
     if prepared is None:
         with lock_file(folder.with_name(f"{folder.name}.lock"), wait=True):
             # Another process may have built it while this one waited.
@@ -91,35 +92,15 @@ def prepare(
     return prepared
 
 
-def given_tokenizer(kind: str, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of this kind, or in this directory. None for sentencepiece, which is trained on the text."""
-    if kind == SentencePieceTokenizer.kind:
-        return None
-    if kind in KINDS:
-        return load_tokenizer(kind, Path(), vocab_size)
-    tokenizer = read_directory(Path(kind))
-    needed = tokenizer.text_vocab_size
-    require(needed <= vocab_size, f"--vocab-size {vocab_size} is too small: --tokenizer {kind} has {needed} ids")
-    return tokenizer
-
-
 def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
-    if not corpus.names:  # text to evaluate on; shorter windows are enough
-        require(tokens["val"] > 1, f"--data {' '.join(corpus.val_names)}: an evaluation needs at least 2 tokens")
-        return
     for split, text in zip(SPLITS, ("training", "validation"), strict=True):
-        own = split == "val" and corpus.val_names
-        source = " ".join(["--val-data", *corpus.val_names] if own else ["--data", *corpus.names])
-        advice = f"--context {context} needs {context + 1}; add text or lower --context"
-        problem = f"{source}: the {text} text has at most {tokens[split]} tokens, but {advice}"
-        require(tokens[split] > context, problem)
+        needed = context + 1 if corpus.names else 2 * (split == "val")  # an evaluation may have shorter windows
+        problem = f"the {text} text has at most {tokens[split]} tokens, and {needed} are needed"
+        require(tokens[split] >= needed, f"{corpus.name}: {problem}; add text or lower --context")
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:
-    """Write to a temporary folder, then rename it, so `folder` is complete as soon as it exists.
-
-    What a process that was stopped has finished is in that folder too, and is not done again.
-    """
+    """Write to a temporary folder, where a process that was stopped is continued, and rename it when it is complete."""
     print(f"preparing {folder} from {sum(corpus.sizes.values()) / 1e3:,.0f} kB of text", file=sys.stderr)
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir(exist_ok=True)
@@ -141,27 +122,23 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     return _open(folder, corpus, tokenizer)
 
 
-def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None, verify: bool = False) -> Prepared | None:
-    """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact.
-
-    Token files are hashed if `verify`, and if they have another size or modification time than when they were hashed.
-    """
+def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared | None:
+    """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact."""
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
         record = read_json(folder / RECORD, dict)
         if record["tokenizer"] != tokenizer.hash:
             return None
-        lost = record.get("lost", 0.0) if tokenizer.kind in KINDS else record["lost"]  # earlier records lack it
         files = {split: folder / f"{split}.bin" for split in SPLITS}
         stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files.values())]
-        if verify or record.get("stat") != stat:
+        if record.get("stat") != stat:  # they are hashed once
             hashes = {split: sha256(file) for split, file in files.items()}
             if record.get("sha256", hashes) != hashes:
                 return None
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
                 write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
         train, val = (map_tokens(file, _dtype(tokenizer)) for file in files.values())
-        return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, lost)
+        return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, record["lost"])
     except (OSError, ValueError, KeyError):
         return None
 
@@ -189,30 +166,28 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
     A document is the ids that begin a prompt (unless only its end is in this split), those of its text, and the
     end-of-document id. The ids do not depend on where an earlier process was stopped.
     """
-    dtype, ids, starts = _dtype(tokenizer), NO_STARTS, NO_STARTS
-    gzip, size, taken, compressed = zlib.compressobj(9, wbits=31), 0, 0, 0  # bytes of validation text; then of gzip's
-    every = corpus.sizes["val"] // 10_000_000 + 1  # gzip takes every so many of its MB
-    text = np.zeros(256)  # how often it has each byte
-    paths = {split: folder / f"{split}.bin" for split in SPLITS}
-    try:
-        progress = read_json(folder / PROGRESS, dict[str, int])  # batches that are done, and the bytes of each file
-    except ValueError:
-        progress = dict.fromkeys(("done", *SPLITS), 0)
+    dtype, paths = _dtype(tokenizer), {split: folder / f"{split}.bin" for split in SPLITS}
+    progress = dict.fromkeys(("done", *SPLITS), 0)  # batches that are done, and the bytes of each file
+    with suppress(ValueError):
+        progress = read_json(folder / PROGRESS, dict[str, int])
     for split, path in paths.items():
         with open(path, "ab") as file:
             file.truncate(progress[split])
-    saved = time.monotonic()
+    counts = np.zeros(256)  # how often the text has each byte
+    gzip, size, taken, compressed = zlib.compressobj(9, wbits=31), 0, 0, 0  # bytes of validation text; then of gzip's
+    every = corpus.sizes["val"] // 10_000_000 + 1  # gzip takes every so many of its MB
+    ids = starts = NO_STARTS
     with progress_bar("encoding", sum(corpus.sizes.values())) as bar:
         for number, batch in enumerate(_batches(corpus), 1):
             for piece in batch:
                 data = piece.text[: None if piece.ends else WINDOW].encode()
-                bar.update(len(data))
+                counts += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+                counts[ord(" ")] += tokenizer.space_in_front and data != b"" and not piece.offset
                 if piece.split == "val" and size // 1_000_000 % every == 0:
                     taken += len(data)
                     compressed += len(gzip.compress(data))
                 size += len(data) * (piece.split == "val")
-                text += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
-                text[ord(" ")] += tokenizer.space_in_front and data != b"" and not piece.offset
+                bar.update(len(data))
             if number >= progress["done"]:  # the last one is encoded again, for the window at its end
                 parts, ids, starts = _join(batch, tokenizer, ids, starts)
             if number <= progress["done"]:
@@ -221,19 +196,18 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
             for split, path in paths.items():
                 data = np.concatenate([[], *parts[split]], dtype=dtype, casting="unsafe").tobytes()
                 progress[split] += len(data)
-                with explained(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
+                with describe_write_error(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
                     file.write(data)
             progress["done"] = number
-            if time.monotonic() - saved >= SAVE_EVERY:
+            if number % SAVE_EVERY == 0:
                 for path in paths.values():
                     sync(path)
                 write_atomically(folder / PROGRESS, json.dumps(progress))
-                saved = time.monotonic()
+    files = [map_tokens(path, dtype) for path in paths.values()]
     if taken < size:
         warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")
-    files = [map_tokens(path, dtype) for path in paths.values()]
-    lost = 0.0 if tokenizer.kind == ByteTokenizer.kind else _lost(text, files, tokenizer)
-    return {"val_gzip_bpb": 8 * (compressed + len(gzip.flush())) / max(taken, 1), "lost": lost}
+    bpb = 8 * (compressed + len(gzip.flush())) / max(taken, 1)
+    return {"val_gzip_bpb": bpb, "lost": _lost(counts, files, tokenizer)}
 
 
 def _lost(text: np.ndarray, files: list[np.ndarray], tokenizer: Tokenizer) -> float:
@@ -295,6 +269,7 @@ def _join(
         if piece.offset:
             new_starts = new_starts + piece.offset
             overlap = starts[starts >= piece.offset]
+            # Only the overlap is compared: to sort all starts would take eight times as long as all the rest.
             common = np.intersect1d(overlap, new_starts[new_starts <= starts.max(initial=0)])
             end = common[len(common) // 2] if len(common) else np.append(overlap, piece.offset)[0]
             first = np.searchsorted(new_starts, end)

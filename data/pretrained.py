@@ -20,60 +20,63 @@ import sentencepiece
 from data.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer, piece_bytes
 from files import one_line, read_json, require, warn
 
-JSON, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-MODEL, PIECES = "config.json", "tokenizer.model"
+JSON, TOKENIZER_CONFIG, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+# Where the end of a document may be named, as a token or an id. The first that names one counts.
+ENDS = {TOKENIZER_CONFIG: "eos_token", "special_tokens_map.json": "eos_token"}
+ENDS |= {"config.json": "eos_token_id", "generation_config.json": "eos_token_id"}
+TABLES = (TOKENIZER_CONFIG, "vocab.json", "added_tokens.json")  # of pieces and their ids
+COPIED = (JSON, PIECES, *TABLES, "special_tokens_map.json", "merges.txt", "chat_template.jinja")
 PROBE = " a  b\t\ufb01e\u0301\n \U0001f600"  # has what normalization changes, and what few vocabularies hold
-COPIED = (JSON, CONFIG, SPECIAL, PIECES, "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
 # What may make a text longer: texts that are put into it, and ByteLevel, which counts as two characters.
 PUT_IN = r'(?:"(?:content|prepend|continuing_subword_prefix|end_of_word_suffix)": "|ByteLev)([^"\\]*(?:\\.[^"\\]*)*)"'
-LOCK = threading.RLock()  # of standard error
+STDERR_LOCK = threading.RLock()
 
 
 def read_directory(directory: Path) -> Tokenizer:
-    """The tokenizer of any directory: Hugging Face's tokenizer.json, or a tokenizer.model of SentencePiece.
-
-    Raises ValueError for one that is missing, damaged or not supported.
-    """
+    """The tokenizer of any directory: Hugging Face's tokenizer.json, or a tokenizer.model of SentencePiece."""
     if (directory / JSON).is_file():
-        end: Any = read_json(directory / MODEL, dict).get("eos_token_id") if (directory / MODEL).is_file() else None
-        return PretrainedTokenizer(directory, end[0] if isinstance(end, list) and end else end)
+        return PretrainedTokenizer(directory)
     path = directory / PIECES
-    other = f"--tokenizer {directory}: no folder with {JSON} or tokenizer.model; or choose sentencepiece or bytes"
+    other = f"--tokenizer {directory}: no folder with {JSON} or {PIECES}; or choose sentencepiece or bytes"
     require(path.is_file(), other)
     tokenizer = load_tokenizer("sentencepiece", directory)
     same = tokenizer.end_of_document in range(3) and tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
     require(same, f"{path} changes text, or has no </s>; AutoTokenizer of transformers makes a {JSON} of it")
-    tokenizer.files = read_files(directory)
+    tokenizer.files = read_files(directory) | tokenizer.files
     return tokenizer
 
 
 def read_files(directory: Path, vocabulary: dict[str, int] | None = None) -> dict[str, bytes]:
     """All files of a tokenizer. A line names one that differs from `vocabulary`, or else from tokenizer.model."""
     files = {name: (directory / name).read_bytes() for name in COPIED if (directory / name).is_file()}
-    with suppress(AttributeError, KeyError, RecursionError, RuntimeError, TypeError, ValueError):  # a damaged file
-        ids = {name: json.loads(files.get(name, b"{}")) for name in (CONFIG, "vocab.json", "added_tokens.json")}
-        added = ids[CONFIG].get("added_tokens_decoder", {})
-        ids[CONFIG] = {token["content"]: int(number) for number, token in added.items()}
+    with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a damaged file
+        ids = {name: json.loads(files.get(name, b"{}")) for name in TABLES}
+        added = ids[TOKENIZER_CONFIG].get("added_tokens_decoder", {})
+        ids[TOKENIZER_CONFIG] = {token["content"]: int(number) for number, token in added.items()}
         if PIECES in files:
             model = sentencepiece.SentencePieceProcessor(model_proto=files[PIECES])
             ids[PIECES] = {model.id_to_piece(number): number for number in range(len(model))}
-        for name in ids:
-            different = ids[name].items() - (vocabulary or ids[PIECES]).items()
+        for name, found in ids.items():
+            different = found.items() - (vocabulary or ids[PIECES]).items()
             for piece, number in [*different][:1]:
                 warn(one_line(f"{directory / name} differs from the tokenizer in use: {piece!r} is {number} there"))
     return files
 
 
 @contextmanager
-def _panics(path: Path) -> Iterator[None]:
-    """Make a panic of the `tokenizers` library, which is no Exception, a ValueError. What Rust prints is dropped."""
-    with LOCK, open(os.devnull, "w") as nowhere:
+def _errors(path: Path) -> Iterator[None]:
+    """Make an error of the `tokenizers` library a ValueError that names its file. What Rust prints is dropped."""
+    with STDERR_LOCK, open(os.devnull, "w") as nowhere:
         stderr = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
         try:
             yield
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
+            raise ValueError(f"{path}: {problem}") from None
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # the class has no public name
+            # The library raises Exception itself, and panics with a class that has no public name.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(one_line(f"{path}: the tokenizers library fails: {error}")) from None
         finally:
@@ -81,100 +84,95 @@ def _panics(path: Path) -> Iterator[None]:
             os.close(stderr)
 
 
+def _end_of_document(directory: Path) -> str | int | None:
+    """The token that ends a document, or its id, from the first file that names one."""
+    for name, key in ENDS.items():
+        token = read_json(directory / name, dict).get(key) if (directory / name).is_file() else None
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, list):
+            token = next(iter(token), None)
+        if token is not None:
+            return token
+    return None
+
+
 class PretrainedTokenizer(Tokenizer):
     """The tokenizer of a Hugging Face directory. No text is encoded as a special token or as the end of a document.
 
     Some models normalize the text, or know no token for a character, so that it does not decode to itself. The hash is
-    the SHA-256 of `tokenizer.json` and the end-of-document id.
+    the SHA-256 of `tokenizer.json` and the end-of-document id. A ValueError names an unusable file.
     """
 
     kind = "pretrained"
     _tokenizer: Any
 
-    def __init__(self, directory: Path, end: str | int | None = None):
-        """The end of a document is `eos_token` of tokenizer_config.json, or of special_tokens_map.json, or else `end`.
-
-        A ValueError names an unusable file.
-        """
+    def __init__(self, directory: Path):
         self._path = path = directory / JSON
-        if not path.is_file():
-            raise ValueError(f"{directory} holds no {JSON}; AutoTokenizer of transformers makes one from other files")
-        for name in (SPECIAL, CONFIG):
-            token = read_json(directory / name, dict).get("eos_token") if (directory / name).is_file() else None
-            end = (token.get("content") if isinstance(token, dict) else token) or end
-        with _panics(path):
-            try:
-                self._open(path.read_bytes(), end)
-            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-                problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
-                raise ValueError(f"{path}: {problem}") from None
+        require(path.is_file(), f"{directory} holds no {JSON}; AutoTokenizer of transformers makes one of other files")
+        fields, end = read_json(path, dict), _end_of_document(directory)
+        with _errors(path):
+            self._open(fields, end)
         self.files = read_files(directory, self._tokenizer.get_vocab())
         self.hash = hashlib.sha256(f"{JSON} {self.end_of_document} ".encode() + self.files[JSON]).hexdigest()
         self.space_in_front = self.decode_bytes(self.encode("a")) == b" a"
         self.token_bytes[self.end_of_document] -= self.space_in_front  # the space in front is not text
 
-    def _open(self, content: bytes, end: str | int | None) -> None:
+    def _open(self, fields: dict[str, Any], end: str | int | None) -> None:
         """A file of the `tokenizers` library, changed so that special tokens typed as text stay text."""
         try:
             import tokenizers
         except ImportError:
             raise ValueError("needs the package `tokenizers`; run `pip install tokenizers`") from None
-        fields = json.loads(content)
-        model, added, decoder = fields["model"], fields["added_tokens"], json.dumps(fields["decoder"])
+        model, decoder = fields["model"], json.dumps(fields["decoder"])
         require(model["type"] == "BPE", f"model.type is {model['type']!r}; only BPE is supported")
         require("Byte" in decoder, f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
         steps = [fields.get("normalizer"), fields.get("pre_tokenizer"), model | {"vocab": 0, "merges": 0}]
         growth = math.prod(float(len(text) or 1) for text in re.findall(PUT_IN, json.dumps(steps, ensure_ascii=False)))
         require(growth <= 8, f"it may make a text {growth:.3g} times as long; up to 8 times is supported")
-        vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
-        self.end_of_document = vocabulary.get(end, end)  # by its name, or its id
-        if self.end_of_document not in vocabulary.values():
-            source = f"eos_token in {CONFIG}, or else eos_token_id in config.json"
-            problem = "are missing" if end is None else f"is {end!r}, which the vocabulary lacks"
-            raise ValueError(f"no end-of-document token: {source}, {problem}")
-        special = {name for name, token in vocabulary.items() if token == self.end_of_document}
-        name_of_end = min(special)
-        special |= {token["content"] for token in added if token["special"]}
-        for token in added:
+        added = {token["content"]: token["id"] for token in fields["added_tokens"]}
+        ends = [name for name, number in (model["vocab"] | added).items() if end in (name, number)]
+        source = f"eos_token in {TOKENIZER_CONFIG}, or else eos_token_id in config.json"
+        require(ends, f"no end-of-document token: {source}, is {end!r}, which the vocabulary lacks")
+        special = {ends[0]} | {token["content"] for token in fields["added_tokens"] if token["special"]}
+        for token in fields["added_tokens"]:
             token["special"] = token["content"] in special
         # Otherwise a special token that is also in the vocabulary could be merged from its characters.
         model["merges"] = [merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in special]
         model["dropout"] = None  # it makes ids random
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
-        except Exception as error:  # the library raises no other class
-            raise ValueError(str(error).partition("\n")[0]) from None
+        self._tokenizer = tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer, vocabulary = tokenizer, tokenizer.get_vocab()  # the library may give added tokens other ids
-        self.end_of_document, largest = vocabulary[name_of_end], max(vocabulary.values())
-        require(largest < 2 * len(vocabulary) + 1000, f"{len(vocabulary):,} pieces have ids up to {largest:,}")
+        ids = tokenizer.get_vocab()  # the library may give added tokens other ids
+        require(max(ids.values()) < 2 * len(ids) + 1000, f"{len(ids):,} pieces have ids up to {max(ids.values()):,}")
+        self.end_of_document = ids[ends[0]]
         start = tokenizer.encode("a")
         self.prompt_start = start.ids[: [*start.special_tokens_mask, 0].index(0)]  # what comes before the text
         alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
-        self.pieces = pieces = [b""] * (largest + 1)
-        for name, number in model["vocab"].items():
-            in_alphabet = alphabet.keys() >= set(name)
-            pieces[number] = bytes(alphabet[char] for char in name) if in_alphabet else piece_bytes(name)
-        for name in vocabulary.keys() & {token["content"] for token in added}:
-            pieces[vocabulary[name]] = name.encode()
-        texts = [number for name, number in vocabulary.items() if name not in special]
+        self.pieces = [b""] * (1 + max(ids.values()))
+        for name in ids.keys() - special:
+            if name in added:
+                piece = name.encode()
+            elif alphabet.keys() >= set(name):
+                piece = bytes(alphabet[char] for char in name)
+            else:
+                piece = piece_bytes(name)
+            self.pieces[ids[name]] = piece
+        texts = [ids[name] for name in ids.keys() - special]
         self.text_vocab_size = 1 + max([*texts, self.end_of_document, *self.prompt_start])
-        for name in special & vocabulary.keys():
-            pieces[vocabulary[name]] = b""
-            ids = tokenizer.encode(name, add_special_tokens=False).ids
-            piece = vocabulary[name] in ids or (len(name) == 1 and name in model["vocab"])
-            only = not piece or name == model.get("unk_token")
-            require(only, f"{name!r} is both a special token and an ordinary piece of text")
+        for name in special & (ids.keys() - {model.get("unk_token")}):
+            text = tokenizer.encode(name, add_special_tokens=False).ids
+            ordinary = ids[name] in text or (len(name) == 1 and name in model["vocab"])
+            require(not ordinary, f"{name!r} is both a special token and an ordinary piece of text")
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        with _panics(self._path):
+        with _errors(self._path):
             return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         found = []
-        with _panics(self._path):
+        with _errors(self._path):
             encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         for text, one in zip(texts, encoded, strict=True):
             codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)

@@ -10,9 +10,9 @@ import sys
 import sysconfig
 import urllib.request
 import zlib
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from io import BufferedIOBase
 from itertools import chain
@@ -26,56 +26,51 @@ PARQUET_ROWS = 64  # rows held in memory at a time
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-NAMED = 3  # files that are named of those left out for one reason
 LONGEST_LINE = 1 << 24  # bytes
 OTHER_COLUMN = "name one with --text-column; a list of messages must first be joined into one string"
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def find_files(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]:
-    """The files behind `python`, `shakespeare` or a path, in an order that is deterministic. None of them is opened.
-
-    A folder is searched recursively, links included. Raises ValueError, naming the `flag`, if there is no such file.
-    """
-    if name == "python":
-        return _standard_library()
+    """The files behind `python`, `shakespeare` or a path, in an order that is deterministic. None of them is opened."""
+    if name == "python":  # source and documentation of the standard library, without its tests
+        found = _walk(Path(sysconfig.get_path("stdlib")), SKIPPED_FOLDERS)
+        sources = (file for file in found if file.suffix in (".py", ".txt", ".rst") and file.is_file())
+        # _sysconfigdata depends on the build of the interpreter.
+        return [file for file in sources if not file.name.startswith((".", "_sysconfigdata"))]
     if name == "shakespeare":
         return [_download_shakespeare(cache_dir)]
     path = Path(name)
     if path.is_dir():
         return [*_walk(path)]
-    if not path.is_file():  # the text may be read again, which a pipe cannot
-        raise ValueError(f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
+    # A pipe is refused, because the text may be read again.
+    require(path.is_file(), f"{flag} {name}: no such file or folder; pass python, shakespeare or a path")
     return [path]
 
 
 def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]:
-    """Those of the files behind `name` that are text.
-
-    A line says what is left out of a folder. Raises ValueError, naming the `flag`, if a file is not text.
-    """
-    path, taken = Path(name), files
+    """Those of the files behind `name` that are text. A line says what is left out of a folder."""
     if name in ("python", "shakespeare"):
         return files
-    if path.is_dir():
-        taken = []
-        left_out: dict[str, list[Path]] = defaultdict(list)
-        for file in files:
-            problem = "hidden" if file.name.startswith(".") else _not_text(file)
-            (left_out[problem] if problem else taken).append(file)
-        parts = [f"{len(paths)} {why} ({_first(path, paths)})" for why, paths in left_out.items()]
-        warn(one_line(f"{flag} {path}: {len(taken)} files" + (f"; left out: {', '.join(parts)}" if parts else "")))
-    elif (problem := _not_text(path)) not in ("", "binary"):
-        raise ValueError(f"{flag} {name} is {problem}, not text in UTF-8; convert it, or make JSON lines of a table")
+    path = Path(name)
+    problems: dict[str, list[Path]] = defaultdict(list)
+    for file in files:
+        hidden = file.name.startswith(".") and file != path
+        problems["hidden" if hidden else _not_text(file)].append(file)
+    taken = problems.pop("", [])
+    if path.is_file():
+        why = "".join(problems)
+        require(taken, f"{flag} {name} is {why}, not text in UTF-8; convert it, or make JSON lines of a table")
+    else:
+        left_out = []
+        for why, others in problems.items():
+            names = [str(file.relative_to(path)) for file in others[:3]] + ["..."] * (len(others) > 3)
+            left_out.append(f"{len(others)} {why} ({', '.join(names)})")
+        warn(one_line(f"{flag} {name}: {len(taken)} files" + "; left out: " * bool(left_out) + ", ".join(left_out)))
     if plain := [file for file in taken if _stem(file).endswith(".json") and not _is_json_lines(file)]:
-        which = name if plain == files else f"{name}: each of {len(plain)} JSON files ({_first(path, plain)})"
-        warn(one_line(f"{flag} {which} is read as one text: its first two lines are not JSON objects, one a line"))
+        which = f"{flag} {name}: {len(plain)} .json read as one text, such as {plain[0]}"
+        warn(one_line(f"{which}: the first two lines are not JSON objects, one a line"))
     return taken
-
-
-def _first(root: Path, paths: list[Path]) -> str:
-    names = [str(path.relative_to(root)) for path in paths]
-    return ", ".join(names[:NAMED] + [f"{len(names) - NAMED} more"] * (len(names) > NAMED))
 
 
 def _not_text(path: Path) -> str:
@@ -85,13 +80,9 @@ def _not_text(path: Path) -> str:
     if path.suffix.lower() == ".parquet":
         return ""
     if _stem(path).endswith((".csv", ".tsv")):
-        return _stem(path)[-3:].upper()
+        return "CSV or TSV"
     with _open(path) as file:
-        start = file.read(8192)
-    half = len(start) > 1 and any(start[::2]) != any(start[1::2])  # all NUL in UTF-16 of Latin letters
-    if half or start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        return "UTF-16"
-    return "binary" if b"\0" in start else ""
+        return "binary or UTF-16" if b"\0" in file.read(8192) else ""
 
 
 def short_name(name: str) -> str:
@@ -99,16 +90,6 @@ def short_name(name: str) -> str:
     file = "tinyshakespeare" if name == "shakespeare" else Path(name).resolve().name
     stem = re.sub(r"(\.txt|\.jsonl|\.json|\.ndjson|\.parquet)?(\.gz)?$", "", file, flags=re.IGNORECASE)
     return re.sub(r"[^\w-]+", "_", stem) or "text"
-
-
-def _standard_library() -> list[Path]:
-    """The source and documentation of the running interpreter's standard library, without its tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    found = (file for file in _walk(root, SKIPPED_FOLDERS) if file.suffix in (".py", ".txt", ".rst"))
-    sources = (file for file in found if file.is_file() and not file.name.startswith("."))
-    files = [file for file in sources if not file.name.startswith("_sysconfigdata")]  # This file depends on the build.
-    require(files, f"--data python: no standard library source in {root}; pass --data FILE instead")
-    return files
 
 
 def _download_shakespeare(cache_dir: Path) -> Path:
@@ -122,8 +103,8 @@ def _download_shakespeare(cache_dir: Path) -> Path:
         try:
             with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
                 text = response.read()
-            if hashlib.sha256(text).hexdigest() != SHAKESPEARE_SHA256:
-                raise ValueError("SHA-256 mismatch: not tiny Shakespeare, or incomplete")
+            right = hashlib.sha256(text).hexdigest() == SHAKESPEARE_SHA256
+            require(right, "SHA-256 mismatch: not tiny Shakespeare, or incomplete")
         except (OSError, ValueError, http.client.HTTPException) as error:
             advice = f"download {SHAKESPEARE_URL} yourself and pass --data FILE, or use --data python"
             raise ValueError(f"--data shakespeare: the download failed ({one_line(str(error))}); {advice}") from None
@@ -131,24 +112,28 @@ def _download_shakespeare(cache_dir: Path) -> Path:
     return target
 
 
-def read_documents(path: Path, column: str = "text") -> Iterator[Iterator[str]]:
-    """The documents of a file, each an iterator of chunks of about 1 MiB.
+def read_documents(paths: Iterable[Path], column: str = "text") -> Iterator[Iterator[str]]:
+    """The documents of files, each an iterator of chunks of about 1 MiB.
 
     Each line of a file of JSON lines is a document, the string under the key `column`, and so is each row of a .parquet
-    file, the string in that column; any other file is one document. A line says how many rows have no text (null).
-    Raises ValueError that names the file and the line, the row or the byte offset of the error, counted in the
-    decompressed text.
+    file; any other file is one document. A line says how many rows have no text (null). A ValueError names the file,
+    and the line or the byte in the decompressed text.
     """
-    parquet, empty = path.suffix.lower() == ".parquet", 0
-    if not parquet and not _is_json_lines(path):
-        yield _read_text(path)
-        return
-    for text in _read_parquet(path, column) if parquet else _read_json_lines(path, column):
-        if text is not None:
-            yield _chunks(text)
-        empty += text is None
-    if empty:
-        warn(f"{path}: rows left out, because their text is null: {empty}")
+    for path in paths:
+        if path.suffix.lower() == ".parquet":
+            texts = _read_parquet(path, column)
+        elif _is_json_lines(path):
+            texts = _read_json_lines(path, column)
+        else:
+            yield _read_text(path)
+            continue
+        empty = 0
+        for text in texts:
+            if text is not None:
+                yield _chunks(text)
+            empty += text is None
+        if empty:
+            warn(f"{path}: rows left out, because their text is null: {empty}")
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -201,14 +186,14 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
                 text = row[column]
                 if text is not None:
                     text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f'{path}: line {number} has half of a surrogate pair under "{column}"') from None
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                problem = f"line {number} is not a JSON object in UTF-8"
+                problem = "is not a JSON object in UTF-8"
                 if isinstance(row, dict):
-                    keys = ", ".join(f"{key} ({type(value).__name__})" for key, value in [*row.items()][:9])
-                    problem = f'line {number} has no string under "{column}", but {keys}; {OTHER_COLUMN}'
-                    if isinstance(row.get(column), str):
-                        problem = f'line {number} has half of a surrogate pair under "{column}"'
-                raise ValueError(f"{path}: {problem}") from None
+                    keys = {key: type(value).__name__ for key, value in [*row.items()][:9]}
+                    problem = f'has no string under "{column}", but {keys}; {OTHER_COLUMN}'
+                raise ValueError(f"{path}: line {number} {problem}") from None
             yield text
 
 

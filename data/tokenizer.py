@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from files import warn, write_atomically
+from files import require, warn, write_atomically
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
 SAMPLE_CHARS = 4096  # per sampled block
-NOTHING_LEARNED = "SentencePiece learns nothing from this text; use --tokenizer bytes"
 ENCODE_CHARS = 16384  # per call of SentencePiece, whose memory for merges grows with the length of its input
 
 # For transformers, whose ids equal ours except for two kinds of text: it takes U+2581 as a space, and a reserved piece
@@ -47,7 +46,7 @@ class Tokenizer:
     end_of_document: the id after each document. No text is encoded as it.
     ends: the ids that end a sample: the end of a document and, if it came with a model, all that the model names.
     space_in_front: whether each text begins with a space that is not its own, which only `decode` removes.
-    files: those of the directory that it was read from.
+    files: what `save` writes: a directory from which transformers makes a tokenizer with the same ids, if it can.
     token_ids, generation: special tokens in that model's config.json, and its generation_config.json, to be kept.
     hash: in hex, different for tokenizers that encode differently.
     """
@@ -58,7 +57,7 @@ class Tokenizer:
     pieces: Sequence[bytes]
     prompt_start: Sequence[int] = ()
     space_in_front = False
-    files: dict[str, bytes] | None = None
+    files: dict[str, bytes]
     token_ids: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
 
@@ -108,25 +107,19 @@ class Tokenizer:
         return b"".join([self.pieces[token] for token in ids if token < len(self.pieces)])
 
     def save(self, directory: Path) -> None:
-        """Write the files from which transformers makes a tokenizer with the same ids, if it can."""
-        for name, content in (self.files or {}).items():
+        for name, content in self.files.items():
             write_atomically(directory / name, content)
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per byte value, and an end-of-document token."""
+    """One token per byte value, and an end-of-document token. In files it is byte-level BPE without merges."""
 
     kind = "bytes"
     end_of_document = 256
     pieces = (*(bytes([byte]) for byte in range(256)), b"")
     hash = hashlib.sha256(b"256 bytes, end of document").hexdigest()
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-    def save(self, directory: Path) -> None:
-        """As byte-level BPE without merges, in the format of the `tokenizers` library."""
-        super().save(directory)
+    def __init__(self):
         end = {"id": self.end_of_document, "content": BYTE_CONFIG["eos_token"], "special": True}
         end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -137,8 +130,10 @@ class ByteTokenizer(Tokenizer):
             "decoder": byte_level,
             "model": {"type": "BPE", "vocab": byte_level_alphabet() | {end["content"]: end["id"]}, "merges": []},
         }
-        write_atomically(directory / "tokenizer.json", json.dumps(fields, indent=1))
-        write_atomically(directory / "tokenizer_config.json", json.dumps(BYTE_CONFIG, indent=1))
+        self.files = {"tokenizer.json": _json(fields), "tokenizer_config.json": _json(BYTE_CONFIG)}
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -151,7 +146,7 @@ class SentencePieceTokenizer(Tokenizer):
     kind = "sentencepiece"
 
     def __init__(self, model: bytes):
-        self.model = model
+        self.files = {"tokenizer.model": model, "tokenizer_config.json": _json(SENTENCEPIECE_CONFIG)}
         self.hash = hashlib.sha256(model).hexdigest()
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(model)
@@ -174,12 +169,6 @@ class SentencePieceTokenizer(Tokenizer):
             ids[number] += self._u2581_ids if block == SPACE else tokens
         return ids
 
-    def save(self, directory: Path) -> None:
-        """Write `tokenizer.model`, a standard SentencePiece model file, and what transformers needs to know of it."""
-        super().save(directory)
-        write_atomically(directory / "tokenizer.model", self.model)
-        write_atomically(directory / "tokenizer_config.json", json.dumps(SENTENCEPIECE_CONFIG, indent=1))
-
 
 class NoTokenizer(Tokenizer):
     """Only a number of ids: for token files whose tokenizer is not known, with which there is no text."""
@@ -188,7 +177,7 @@ class NoTokenizer(Tokenizer):
     end_of_document: Any = None
 
     def __init__(self, vocab_size: int):
-        self.ends = set()
+        self.ends, self.files = set(), {}
         self.pieces = [b""] * vocab_size
         self.hash = hashlib.sha256(b"%d ids" % vocab_size).hexdigest()
 
@@ -196,7 +185,11 @@ class NoTokenizer(Tokenizer):
         raise ValueError("text needs a tokenizer, and the token files came without one; generate(model, ids) takes ids")
 
 
-KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # tokenizers that need no files of others
+TOKENIZER_KINDS = (ByteTokenizer.kind, SentencePieceTokenizer.kind, NoTokenizer.kind)  # those without files of others
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1).encode()
 
 
 def piece_bytes(piece: str) -> bytes:
@@ -227,10 +220,7 @@ def load_tokenizer(kind: str, directory: Path, vocab_size: int = 0) -> Tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
-    """Train SentencePiece BPE on at most 8 MB sampled evenly from `texts`. The same text gives the same tokenizer.
-
-    Raises ValueError if `vocab_size` is too large for this text, or too small for its characters.
-    """
+    """Train SentencePiece BPE on at most 8 MB sampled evenly from `texts`. The same text gives the same tokenizer."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -264,11 +254,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
         elif smallest := re.search(r"smaller than required_chars.* vs (\d+)", message):
             problem = f"--vocab-size {vocab_size} cannot hold every byte and character; use at least {smallest[1]}"
         else:
-            problem = f"{NOTHING_LEARNED} ({message})"
+            problem = f"SentencePiece learns nothing from this text ({message}); use --tokenizer bytes"
         raise ValueError(problem) from None
     tokenizer = SentencePieceTokenizer(model.getvalue())
-    if len(tokenizer.encode(" ")) > 1:  # Text of line ends, NUL and U+2585 only gives no piece, not even the space.
-        raise ValueError(NOTHING_LEARNED)
+    # Text of line ends, NUL and U+2585 only gives no piece, not even the space.
+    require(len(tokenizer.encode(" ")) == 1, "SentencePiece learns nothing from this text; use --tokenizer bytes")
     return tokenizer
 
 

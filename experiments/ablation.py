@@ -17,7 +17,7 @@ from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import SEARCH, Arm, compared
 from experiments.report import write_report
-from files import digest, read_json, require, said, write_atomically
+from files import digest, read_json, require, warned, write_atomically
 from norms.placement import PLACEMENTS
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
 
@@ -182,6 +182,6 @@ def run_ablation(grid: Grid, command: str) -> list[str]:
         cells = dict.fromkeys([*grid.reported(optima), *grid.asked])
         records = [grid.record(cell) for cell in cells]
         if any(record.ended for record in records):
-            notes = [f"{line}." for line in dict.fromkeys(said) if line.startswith("skipped: ")]
+            notes = [f"{line}." for line in dict.fromkeys(warned) if line.startswith("skipped: ")]
             summary = write_report(grid.folder, records, command, notes)
     return summary

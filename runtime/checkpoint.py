@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data.tokenizer import Tokenizer
-from files import explained, read_json, require, sha256, sync
+from files import describe_write_error, read_json, require, sha256, sync
 from machine import distributed
 from model import Llama
 from runtime.huggingface.directory import CONFIG, open_model, read_model, read_tokenizer, stored_state, write_model
@@ -71,7 +71,7 @@ def _write(
     unfinished = checkpoints / f".{finished.name}-unfinished"
     earlier = [path for path in list_checkpoints(run) if _step(path) < _step(finished)]
     try:
-        with explained(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
+        with describe_write_error(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
             checkpoints.mkdir(exist_ok=True)  # not the run's folder, which may have been moved
             unfinished.mkdir()
             write_model(unfinished, model, weights, tokenizer)
@@ -129,7 +129,7 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
     try:
-        with explained(directory, sum(tensor.nbytes for tensor in state.values())):
+        with describe_write_error(directory, sum(tensor.nbytes for tensor in state.values())):
             write_model(unfinished, model, state, tokenizer)
             read_tokenizer(unfinished)
             for stored in open_model(unfinished)[1].values():

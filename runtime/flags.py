@@ -89,7 +89,6 @@ def read_train(arguments: list[str] | None) -> Asked:
         help="only evaluate the newest checkpoint of the run in --out (default: the newest run), or the model in "
         "--init-from; on all of --data or --val-data if you pass other text, or on the val.bin of token files",
     )
-    parser.add_argument("--verify", action="store_true", help="read text and token files although they look unchanged")
     add_flags(parser)
     import_first(parser, arguments)
     return parser.read(arguments)

@@ -15,8 +15,9 @@ import torch
 from config import DEFAULTS, MAX_SIZE, Asked, ModelConfig, TrainConfig, changed_options, combine, configure, fields_of
 from data.batches import find_token_files
 from data.corpus import Corpus
-from data.prepare import Prepared, given_tokenizer, prepare
-from data.tokenizer import KINDS, NoTokenizer, Tokenizer
+from data.prepare import Prepared, prepare
+from data.pretrained import read_directory
+from data.tokenizer import TOKENIZER_KINDS, NoTokenizer, Tokenizer
 from files import commit, require, warn
 from machine import distributed
 from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
@@ -102,7 +103,7 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
         if any(path == each or path in each.parents or each in path.parents for each in trained):
             warn(f"warning: the run was trained on text of {path}")
     saved = None
-    if earlier and folder and (config.init_from or other_text or config.tokenizer not in KINDS):
+    if earlier and folder and (config.init_from or other_text or config.tokenizer not in TOKENIZER_KINDS):
         saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
     if not tokenizer and (saved or config.init_from or other_text):
         tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or folder))
@@ -110,8 +111,8 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if other_text:
         names, val_names = [], other_text
         config = replace(config, eval_tokens=asked.get("eval_tokens", MAX_SIZE))
-    verify, size = asked.get("verify", False), model.vocab_size
-    data = prepare(names, config.tokenizer, size, cache, model.context, tokenizer, val_names, column, verify)
+    size = model.vocab_size
+    data = prepare(names, config.tokenizer, size, cache, model.context, tokenizer, val_names, column)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         known = not earlier or other_text or earlier[name]["hash"] == here
         require(known, f"the run in {folder} was trained with another {name}; start a new run for this one")
@@ -219,7 +220,7 @@ def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
         return None, {"tokenizer": NoTokenizer.kind}
     kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
-    own = None if kind in KINDS else given_tokenizer(kind, MAX_SIZE)
+    own = None if kind in TOKENIZER_KINDS else read_directory(Path(kind))
     return own, {"vocab_size": own.vocab_size} if own else {}
 
 

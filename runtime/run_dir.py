@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from config import check_fields
-from files import digest, explained, is_a, lock_file, read_json, require, warn, write_atomically
+from files import describe_write_error, digest, is_a, lock_file, read_json, require, warn, write_atomically
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # only one process at a time may write to a folder that has it
@@ -122,7 +122,7 @@ class Log:
 def append(path: Path, text: str) -> None:
     """Add `text` to a file. Raises OSError, naming the file, if the disk is full."""
     data = text.encode()
-    with explained(path, len(data)), path.open("ab") as file:
+    with describe_write_error(path, len(data)), path.open("ab") as file:
         file.write(data)
 
 

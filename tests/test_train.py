@@ -21,7 +21,7 @@ from torch import Tensor
 import train
 from config import TrainConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from files import ROOT, said
+from files import ROOT, warned
 from machine import distributed
 from machine.process import NotFinite
 from model import Llama
@@ -136,11 +136,11 @@ def test_val_bpb_matches_float64_log_probabilities(command):
 
 def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said.clear()
+    warned.clear()
     run = command("--steps 1 --norm batchnorm --micro-batch-size 4")
     config = f"--config {run / 'run.json'}"
     for flags in (f"--resume --out {run}", config, f"{config} --norm rmsnorm", f"{config} --micro-batch-size 8"):
-        said.clear()
+        warned.clear()
         opened(flags)
     line = "warning: --norm batchnorm computes its statistics over each micro-batch of 4, not over the batch of 8"
     assert capsys.readouterr().err.count(line) == 3  # not with RMSNorm, and not with the whole batch
@@ -412,7 +412,7 @@ def test_evaluation_on_training_text_says_so(command, capsys, text, tmp_path):
     part, whole = Path(shutil.move(text, tmp_path / "texts/part.txt")), tmp_path / "texts"
     (whole / "more.txt").write_text("a bird hears the dog. " * 99)
     for trained, flag, data in ((part, "--val-data", part), (part, "--data", whole), (whole, "--data", part)):
-        said.clear()  # a line comes once
+        warned.clear()  # a line comes once
         run = command("--steps 1", f"{trained.name}{flag}", data=trained)
         train.main(f"--eval-only --out {run} {flag} {data} --cache-dir {tmp_path / 'cache'}".split())
         assert f"warning: the run was trained on text of {data}\n" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config import ModelConfig, check_fields
 from data.pretrained import PretrainedTokenizer, read_files
-from data.tokenizer import KINDS, ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER_KINDS, ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json, require, warn
 from machine import distributed
 from model import Llama
@@ -30,7 +30,7 @@ DTYPES = ("F32", "BF16", "F16")
 TENSORS_PER_LAYER = 6  # at least: the matrices of attention and of a plain MLP
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
-TOKENIZERS = (*KINDS, PRETRAINED)
+TOKENIZERS = (*TOKENIZER_KINDS, PRETRAINED)
 SETTING = bool | int | float | str
 OF_TRAINING = {"training", "recompute", "p"}  # attributes of modules that change nothing afterwards; p is of dropout
 
@@ -214,10 +214,10 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         require(is_a(ids, list[int]), f"{directory / name}: eos_token_id must be a token id or a list of them")
         ends += ids
     if kind == PRETRAINED:
-        tokenizer: Tokenizer = PretrainedTokenizer(directory, ends[0] if ends else None)
+        tokenizer: Tokenizer = PretrainedTokenizer(directory)
     else:
         tokenizer = load_tokenizer(kind, directory, config.vocab_size)
-        tokenizer.files = read_files(directory)
+        tokenizer.files = read_files(directory) | tokenizer.files
     tokenizer.ends |= set(ends)
     tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
     tokenizer.generation = generation

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data import corpus as splitting
+from data import sources
 from data.corpus import Corpus
 
 TEXTS = [f"document {number} é\n" * (number % 7 + 1) for number in range(900)]
@@ -37,13 +38,12 @@ def test_whole_documents_are_held_out_in_the_order_of_their_hashes_with_their_co
 
 
 def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
+    (tmp_path / "folder").mkdir()
     for number, text in enumerate(TEXTS):
-        (folder / f"{number:03}").write_text(text)
+        (tmp_path / f"folder/{number:03}").write_text(text)
     one = Corpus([jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path)
     backwards = Corpus([jsonl(tmp_path / "b.jsonl", TEXTS[::-1])], tmp_path)
-    files = Corpus([str(folder)], tmp_path)
+    files = Corpus([str(tmp_path / "folder")], tmp_path)
     two = Corpus([jsonl(tmp_path / "c.jsonl", TEXTS[:100]), jsonl(tmp_path / "d.jsonl", TEXTS[100:])], tmp_path)
     for split in ("train", "val"):
         expected = texts_of(one, split)
@@ -55,8 +55,9 @@ def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
 
 
 @pytest.mark.parametrize("unit", ["a", "é", "😀語a\n", "one line\n"])
-@pytest.mark.parametrize("units", [10, 1009, 125_000, 300_000])  # the third is cut in the first of its two chunks
-def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, unit, units):
+@pytest.mark.parametrize("units", [10, 122, 123, 124, 1009])  # of 9 bytes, the second is cut in its first chunk
+def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path, monkeypatch, unit, units):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 10)
     text = unit * units
     (tmp_path / "a.txt").write_text(text, newline="")
     corpus = Corpus([str(tmp_path / "a.txt")], tmp_path)
@@ -82,21 +83,17 @@ def test_a_long_document_gives_its_last_tenth_and_short_ones_are_whole(tmp_path)
     assert 0 <= sum(map(len, held_out[2:])) - sum(map(len, short)) / 10 <= 1000
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        {(100, 250): 40, (500, 1): 1}, {(1000, 100): 30, (1000, 1): 100}, {(2000, 3): 40, (741, 1): 1},  # backups
+def test_a_tenth_is_held_out_of_texts_with_many_copies():
+    """The numbers of texts, by their length and their copies. The first three are like backups."""
+    for texts in (
+        {(100, 250): 40, (500, 1): 1}, {(1000, 100): 30, (1000, 1): 100}, {(2000, 3): 40, (741, 1): 1},
         {(10, 7000): 14}, {(20, 3): 1}, {(1000, 83): 12}, {(1000, 91): 11}, {(20, 5000): 1, (3, 1): 9},
-    ],
-)  # fmt: skip
-def test_a_tenth_is_held_out_of_texts_with_many_copies(texts):
-    """`texts` are their numbers, by length and number of copies."""
-    draw, kinds = np.random.default_rng(0), [kind for kind, count in texts.items() for _ in range(count)]
-    lengths, copies = np.array(kinds).T
-    hashes = np.repeat(draw.integers(2**64 - 1, size=len(kinds), dtype=np.uint64), copies)
-    lengths = np.repeat(lengths, copies)
-    cuts = splitting._split(hashes, lengths)
-    assert 0.08 <= (lengths - cuts).sum() / lengths.sum() <= 0.12
+    ):  # fmt: skip
+        lengths, copies = np.repeat([*texts], [*texts.values()], axis=0).T
+        hashes = np.random.default_rng(0).integers(2**64 - 1, size=len(lengths), dtype=np.uint64)
+        lengths = np.repeat(lengths, copies)
+        held_out = lengths - splitting._split(np.repeat(hashes, copies), lengths)
+        assert 0.08 <= held_out.sum() / lengths.sum() <= 0.12, texts
 
 
 def test_a_tenth_of_the_bytes_is_held_out_of_any_corpus():
@@ -142,9 +139,8 @@ def test_text_that_marks_the_ends_of_its_documents_is_said(tmp_path, count, size
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n', '{"text": null}\n'])
 def test_a_source_without_text_is_refused(tmp_path, content):
-    (tmp_path / "empty.jsonl").write_text(content)
-    (tmp_path / "full.txt").write_text("text")
-    full, empty = str(tmp_path / "full.txt"), str(tmp_path / "empty.jsonl")
+    full, empty = jsonl(tmp_path / "full.jsonl", ["text"]), jsonl(tmp_path / "empty.jsonl", [])
+    Path(empty).write_text(content)
     for flag, names, val_names in (("--data", [full, empty], []), ("--val-data", [full], [empty])):
         with pytest.raises(ValueError, match=f"^{flag} .*empty.jsonl: contains no text$"):
             Corpus(names, tmp_path, val_names)

@@ -3,11 +3,11 @@
 import gzip
 import json
 import os
+import shutil
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -70,13 +70,8 @@ def test_token_files_contain_each_document_and_an_end_token(source, monkeypatch,
     assert (prepared.corpus_name, prepared.corpus_hash) == ("code", corpus.hash)
 
 
-def test_large_vocabularies_use_uint32(source, monkeypatch):
-    monkeypatch.setattr(ByteTokenizer, "vocab_size", 70_000)
-    assert prepare_from(source, "bytes").val.dtype == np.uint32
-
-
-def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
-    """A given tokenizer is not trained, and its tokens are reused."""
+def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd, monkeypatch):
+    """A given tokenizer is not trained, and its tokens are reused. Ids of a large vocabulary are uint32."""
     names, cache = [str(source)], source.parent / "cache"
     given, other = (train_tokenizer(TEXTS[:count], 350) for count in (50, 100))
     assert given.hash != other.hash
@@ -91,6 +86,8 @@ def test_each_text_and_each_tokenizer_gets_its_own_folder(source, capfd):
     changed = prepare_from(source)
     assert len({changed.tokenizer.hash, *hashes}) == 3 and len(folders(source)) == 5
     assert "yield" in changed.tokenizer.decode(changed.val)
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", 70_000)
+    assert prepare_from(source, "bytes").val.dtype == np.uint32
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_a_damaged_folder_is_rebuilt(source, damage, capsys):
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys):
     """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written."""
-    sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "SAVE_EVERY": 0}
+    sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "SAVE_EVERY": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(preparing, name, size)
     texts = [*TEXTS[:100], LONG[:100_000], *TEXTS[100:], LONG[-90_000:]]
@@ -152,7 +149,7 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
 
 
 def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capfd):
-    """But what was said of it is said again. `verify` reads it, and so does another modification time."""
+    """But what was said of it is said again. Another size or modification time is seen, and only these are."""
     folder = source.parent / "folder"
     folder.mkdir()
     source = source.rename(folder / source.name)
@@ -160,33 +157,31 @@ def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capfd)
     first = prepare_from(folder)
     left_out, preparation, training = capfd.readouterr().err.splitlines()
     assert preparation == f"preparing {folders(folder)[0]} from 27 kB of text" and training.startswith("training a tok")
-    assert left_out.endswith("folder: 1 files; left out: 1 binary (image.png)")
-    files.said.clear()
+    assert left_out.endswith("folder: 1 files; left out: 1 binary or UTF-16 (image.png)")
+    files.warned.clear()
     read = Mock(side_effect=read_documents), Mock(side_effect=sha256)
     monkeypatch.setattr(splitting, "read_documents", read[0])
     monkeypatch.setattr(preparing, "sha256", read[1])
 
-    def counts_of(corpus_hash: str, **options: Any) -> list[int]:
+    def counts() -> list[int]:
         for mock in read:
             mock.reset_mock()
-        prepared = prepare([str(folder)], "sentencepiece", 350, folder.parent / "cache", 32, **options)
-        assert prepared.corpus_hash == corpus_hash and prepared.val_gzip_bpb
+        assert prepare_from(folder).corpus_hash == first.corpus_hash
         return [mock.call_count for mock in read]
 
-    assert counts_of(first.corpus_hash) == [0, 0] and capfd.readouterr().err == left_out + "\n"
+    assert counts() == [0, 0] and capfd.readouterr().err == left_out + "\n"
     os.utime(source)
-    assert counts_of(first.corpus_hash) == [1, 0]
+    assert counts() == [1, 0]
     os.utime(next(folders(folder)[0].glob("train.bin")))
-    assert counts_of(first.corpus_hash) == [0, 2] and counts_of(first.corpus_hash) == [0, 0], "hashed once"
-    assert counts_of(first.corpus_hash, verify=True) == [1, 2]
-    stat, text = source.stat(), source.read_text()
-    source.write_text(text.replace("return", "delete"))
+    assert counts() == [0, 2] and counts() == [0, 0], "hashed once"
+    stat = source.stat()
+    source.write_text(source.read_text().replace("return", "delete"))
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert counts_of(first.corpus_hash) == [0, 0], "this is not seen"
-    with pytest.raises(ValueError, match=r"^the text of folder changed; run the command again, with --verify if sizes"):
+    assert counts() == [0, 0], "this is not seen"
+    with pytest.raises(ValueError, match=r"^the text of folder changed; .* delete the folder of --cache-dir$"):
         prepare_from(folder, vocab_size=351)
-    changed = prepare([str(folder)], "sentencepiece", 350, folder.parent / "cache", 16, verify=True)
-    assert "delete" in changed.tokenizer.decode(changed.train) and counts_of(changed.corpus_hash) == [0, 0]
+    shutil.rmtree(source.parents[1] / "cache")
+    assert "delete" in prepare_from(folder).tokenizer.decode(prepare_from(folder).train)
 
 
 def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
@@ -210,11 +205,9 @@ def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path,
 def test_a_split_shorter_than_one_window_is_refused(source):
     length = len(prepare_from(source).val)
     assert prepare_from(source, context=length - 1)
-    with pytest.raises(ValueError, match=rf"^--data {source}: the validation text .* --context {length} needs .*"):
+    few = f"code: the validation text has at most {length} tokens, and {length + 1} are needed"
+    with pytest.raises(ValueError, match=f"^{few}; add text or lower --context$"):
         prepare_from(source, context=length)
-    (source.parent / "val.txt").write_text("short")
-    with pytest.raises(ValueError, match=rf"^--val-data {source.parent}/val.txt: the validation text has at most 6 "):
-        prepare([str(source)], "bytes", 0, source.parent, 16, val_names=[str(source.parent / "val.txt")])
     assert len(prepare([], "bytes", 0, source.parent, 16, val_names=[str(source)]).val) > 10 * length
 
 
@@ -228,7 +221,7 @@ def test_what_cannot_be_prepared_leaves_no_folder(source, monkeypatch):
         return train_tokenizer(*arguments)
 
     monkeypatch.setattr(preparing, "train_tokenizer", grow)
-    with pytest.raises(ValueError, match=r"^the text of code changed; run the command again, with --verify if"):
+    with pytest.raises(ValueError, match=r"^the text of code changed; run the command again, and if"):
         prepare_from(source)
     assert not folders(source)
 

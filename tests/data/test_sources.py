@@ -23,7 +23,7 @@ def texts_behind(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]
 
 
 def text_of(path: Path) -> list[str]:
-    return ["".join(document) for document in list(read_documents(path))]
+    return ["".join(document) for document in list(read_documents([path]))]
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -43,7 +43,7 @@ def test_a_text_file_is_one_document_with_every_byte_kept(tmp_path):
 @pytest.mark.parametrize("unit", ["x" * 79 + "\n", "é", "a" + "😀" * 1000, "ab\n" + "語" * (CHUNK // 2)])
 def test_long_files_are_chunked_without_splitting_characters(tmp_path, unit):
     text = unit * (3 * CHUNK // len(unit.encode()) + 1)
-    chunks = [chunk for document in read_documents(write(tmp_path / "long", text)) for chunk in document]
+    chunks = [chunk for document in read_documents([write(tmp_path / "long", text)]) for chunk in document]
     assert "".join(chunks) == text
     assert len(chunks) > 2 and max(len(chunk.encode()) for chunk in chunks) <= 2 * CHUNK
 
@@ -54,7 +54,7 @@ def test_jsonl_has_one_document_per_line_and_parquet_one_per_row(tmp_path):
     for name in ("a.JSONL", "a.ndjson", "a.jsonlines", "a.json", "a.jsonl"):
         assert text_of(write(tmp_path / name, content)) == TEXTS
     assert text_of(write(tmp_path / "a.JSON.gz", gzip.compress(b"\xef\xbb\xbf" + content))) == TEXTS
-    assert max(len(chunk) for document in read_documents(tmp_path / "a.jsonl") for chunk in document) == CHUNK
+    assert max(len(chunk) for document in read_documents([tmp_path / "a.jsonl"]) for chunk in document) == CHUNK
     strings = pyarrow.string()
     for kind in (strings, pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), strings)):
         table = pyarrow.table({"id": list(range(len(TEXTS))), "text": pyarrow.array(TEXTS, strings).cast(kind)})
@@ -69,23 +69,27 @@ def test_rows_whose_text_is_null_are_left_out_and_counted_and_the_column_can_be_
         write(tmp_path / "a.jsonl", lines),
         write(tmp_path / "a.parquet", parquet(text=[1] * len(texts), content=texts)),
     ):
-        assert ["".join(document) for document in read_documents(path, "content")] == ["one", "", *map(str, range(100))]
+        assert ["".join(document) for document in read_documents([path], "content")] == [
+            "one",
+            "",
+            *map(str, range(100)),
+        ]
         assert capsys.readouterr().err == f"{path}: rows left out, because their text is null: 2\n"
     path = write(tmp_path / "nulls.parquet", parquet(text=NULLS))
     assert text_of(path) == [] and capsys.readouterr().err.endswith("because their text is null: 2\n")
 
 
-@pytest.mark.parametrize(
-    "content", ['{"a": 1}', '{\n"a": 1}\n', '[{"text": "a"},\n{"text": "b"}]', "[\n  {", "", "{}\n[]\n", "{}{}"]
-)
+OTHER_JSON = ['{"a": 1}', '{\n"a": 1}\n', '[{"text": "a"},\n{"text": "b"}]', "[\n  {", "", "{}\n[]\n", "{}{}"]
+
+
+@pytest.mark.parametrize("content", [*OTHER_JSON, pytest.param("[" * 100_000, id="deep")])
 def test_other_json_is_text(tmp_path, content, capsys):
     path = write(tmp_path / "a.json", content)
-    assert text_of(path) == [content]
-    assert texts_behind(str(path), tmp_path) == [path]
-    assert f"--data {path} is read as one text" in capsys.readouterr().err
     write(tmp_path / "lines.json", '{"text": "a"}\n{"text": "b"}\n')
-    assert len(texts_behind(str(tmp_path), tmp_path)) == 2
-    assert f"{tmp_path}: each of 1 JSON files (a.json) is read as one text: its first two" in capsys.readouterr().err
+    assert text_of(path) == [content]
+    for name, count in ((path, 1), (tmp_path, 2)):
+        assert len(texts_behind(str(name), tmp_path)) == count
+        assert f"--data {name}: 1 .json read as one text, such as {path}: the first two" in capsys.readouterr().err
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
@@ -95,15 +99,13 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
         write(tmp_path / name, content)
     for number in range(5):
         write(tmp_path / f"x/{number}.csv", "a,b\n1,2\n")
-    write(tmp_path / "a/old.txt", "語".encode("utf-16"))
-    write(tmp_path / "a/be.txt", b"\xfe\xff" + "text".encode("utf-16-be"))
+    write(tmp_path / "a/old.txt", "text".encode("utf-16"))
     (tmp_path / "link").symlink_to("missing")
     os.mkfifo(tmp_path / "z/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
-    taken = ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
-    assert found == taken
-    left_out = "2 hidden (.git, .hidden), 1 binary (image.png), 1 broken link (link), 2 UTF-16 (a/be.txt, a/old.txt), "
-    left_out += "5 CSV (x/0.csv, x/1.csv, x/2.csv, 2 more), 1 no regular file (z/pipe)"
+    assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
+    left_out = "2 hidden (.git, .hidden), 2 binary or UTF-16 (image.png, a/old.txt), 1 broken link (link), "
+    left_out += "5 CSV or TSV (x/0.csv, x/1.csv, x/2.csv, ...), 1 no regular file (z/pipe)"
     assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
 
 
@@ -121,27 +123,18 @@ def test_links_are_followed_and_each_real_folder_is_taken_once(tmp_path, capsys)
     assert len(texts_behind(str(tmp_path / "through"), tmp_path)) == 3
 
 
-def test_names_that_are_no_text_are_refused(tmp_path):
+def test_names_that_are_no_text_are_refused_with_what_to_make_of_them(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "x"):
-        with pytest.raises(ValueError, match=f"^--data {tmp_path / name}: no such file"):
-            find_files(str(tmp_path / name), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "kind"),
-    [
-        ("a.csv", b"text,id\nfirst,1\n", "CSV"),
-        ("a.TSV.gz", gzip.compress(b"text\tid\nfirst\t1\n"), "TSV"),
-        *((f"a.{name}", "café".encode(name), "UTF-16") for name in ("utf-16", "utf-16-le", "utf-16-be")),
-    ],
-)
-def test_tables_and_utf_16_are_refused_with_what_to_make_of_them(tmp_path, name, content, kind):
-    path = write(tmp_path / name, content)
-    with pytest.raises(ValueError, match=f"^--val-data {path} is {kind}, not text in UTF-8; .*JSON lines of a table$"):
-        texts_behind(str(path), tmp_path, "--val-data")
-    (tmp_path / "nul").write_bytes(b"\0" * 100)
-    assert texts_behind(str(tmp_path / "nul"), tmp_path), "NUL alone is no UTF-16"
+    write(tmp_path / "a.csv", "text,id\nfirst,1\n")
+    write(tmp_path / "a.TSV.gz", gzip.compress(b"text\tid\nfirst\t1\n"))
+    write(tmp_path / "utf-16", "café".encode("utf-16"))
+    problems = dict.fromkeys(("pipe", "missing"), ": no such file or folder; pass python, shakespeare or a path")
+    problems |= dict.fromkeys(("a.csv", "a.TSV.gz"), " is CSV or TSV, not text in UTF-8; .* make JSON lines of a table")
+    problems["utf-16"] = " is binary or UTF-16, not text in UTF-8; convert it"
+    for name, problem in problems.items():
+        with pytest.raises(ValueError, match=f"^--val-data {tmp_path / name}{problem}"):
+            texts_behind(str(tmp_path / name), tmp_path, "--val-data")
+    assert texts_behind(str(write(tmp_path / ".notes", "a")), tmp_path), "hidden, but named"
 
 
 def test_short_names_are_safe_in_folder_names(tmp_path, monkeypatch):
@@ -196,7 +189,7 @@ WHOLE = parquet(text=["some text"] * 100)
         ("text.txt.gz", b"plain", NOT_GZIP),
         ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ", but {'content': 'string', 'n': 'int64'}"),
         ("list.parquet", parquet(text=[["a"]]), NO_COLUMN + ".*; name one with --text-column"),
-        ("chat.jsonl", CHAT, rf"{NO_STRING}, but id \(int\), messages \(list\); name one with --text-column"),
+        ("chat.jsonl", CHAT, f"{NO_STRING}, but {{'id': 'int', 'messages': 'list'}}; name one with --text-column"),
         ("two.parquet", parquet(TWICE), NO_PARQUET),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
         ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),
@@ -226,28 +219,20 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
         text_of(path)
 
 
-@pytest.fixture
-def website(tmp_path, monkeypatch) -> Path:
-    """What the URL leads to, which has the right SHA-256."""
-    page = write(tmp_path / "page", b"To be, or not to be.\n" * 20_000)
+def test_shakespeare_is_downloaded_once_and_a_failure_says_what_to_do(tmp_path, monkeypatch, capfd):
+    page, cache = write(tmp_path / "page", b"To be, or not to be.\n" * 20_000), tmp_path / "cache"
     monkeypatch.setattr(sources, "SHAKESPEARE_URL", page.as_uri())
     monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(page.read_bytes()).hexdigest())
-    return page
-
-
-def test_shakespeare_is_downloaded_once_unless_it_is_damaged(tmp_path, website, capfd):
     for _ in range(2):
-        (path,) = find_files("shakespeare", tmp_path / "cache")
-        assert path.read_bytes() == website.read_bytes()
-    assert capfd.readouterr().err == f"downloading {website.as_uri()}\n"
-    path.write_bytes(website.read_bytes()[:-1])
-    assert find_files("shakespeare", tmp_path / "cache")[0].read_bytes() == website.read_bytes()
-
-
-@pytest.mark.parametrize(("page", "reason"), [(b"TO BE", "not tiny Shakespeare"), (None, "No such file")])
-def test_a_failed_download_says_what_to_do_and_leaves_no_text(tmp_path, website, page, reason):
-    website.write_bytes(page) if page else website.unlink()
-    with pytest.raises(ValueError, match=rf"^--data shakespeare: .*{reason}.* and pass --data FILE, or .*$") as error:
-        find_files("shakespeare", tmp_path / "cache")
-    assert website.as_uri() in str(error.value) and "\n" not in str(error.value)
-    assert not list((tmp_path / "cache").glob("*.txt*"))
+        (path,) = find_files("shakespeare", cache)
+        assert path.read_bytes() == page.read_bytes()
+    assert capfd.readouterr().err == f"downloading {page.as_uri()}\n"
+    path.write_bytes(page.read_bytes()[:-1])
+    assert find_files("shakespeare", cache)[0].read_bytes() == page.read_bytes(), "a damaged file is not used"
+    for content, reason in ((b"TO BE", "not tiny Shakespeare"), (None, "No such file")):
+        path.unlink(missing_ok=True)
+        page.write_bytes(content) if content else page.unlink()
+        advice = f"download {page.as_uri()} yourself and pass --data FILE, or use --data python$"
+        with pytest.raises(ValueError, match=rf"^--data shakespeare: the download failed \(.*{reason}.*\); {advice}"):
+            find_files("shakespeare", cache)
+        assert not list(cache.glob("*.txt*"))

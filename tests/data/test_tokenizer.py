@@ -16,9 +16,8 @@ LIBRARY = Path(sysconfig.get_path("stdlib"))
 RESERVED = ["<unk>", "<s>", "</s>", "<0x41>", "<0x0A>", "<pad>", "⁇", " ⁇ "]
 AWKWARD = [*"\0\x85\xa0é\u212b\u2028\u2581\ufb01\ufeff\ufffd\U0010ffff", "\u2581\u2581a", " \u2581 ", "\r\n", "\n\r"]
 AWKWARD += ["\t\t \t", "   ", "\n\n    ", "e\u0301", "\U0001f469\u200d\U0001f467"]
-PIECES = st.one_of(
-    st.text(), st.sampled_from(RESERVED + AWKWARD), st.text(alphabet=" \n\t\r\u2581<>/s0x41def:", min_size=1)
-)
+LIKE_RESERVED = st.text(alphabet=" \n\t\r\u2581<>/s0x41def:", min_size=1)
+PIECES = st.one_of(st.text(), st.sampled_from(RESERVED + AWKWARD), LIKE_RESERVED)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +57,15 @@ ODD += ["\ufeffabc", "\ufffd x", "a\xa0b", "CC(=O)OC1=CC\n", "<0x0A><s></s>", " 
 
 @pytest.mark.parametrize("unit", [unit for unit in ODD if unit != "\u2585"])
 def test_a_tokenizer_of_any_text_is_lossless(unit):
-    """Of any text that it can be trained on, at the smallest and the largest vocabulary."""
-    for size in (1, 60_000):
-        with pytest.raises(ValueError, match=r"use at (least|most) \d+$") as error:
+    """Of any text that it can be trained on, at the smallest and the largest vocabulary, which errors name."""
+    for size, past, problem in ((1, -1, "cannot hold .*; use at least"), (60_000, 1, "is too large .*; use at most")):
+        with pytest.raises(ValueError, match=rf"^--vocab-size {size} {problem} \d+$") as error:
             train_tokenizer([unit * 3000], size)
-        tokenizer = train_tokenizer([unit * 3000], int(str(error.value).split()[-1]))
+        limit = int(str(error.value).split()[-1])
+        with pytest.raises(ValueError, match=f" {limit}$"):
+            train_tokenizer([unit * 3000], limit + past)
+        tokenizer = train_tokenizer([unit * 3000], limit)
+        assert tokenizer.vocab_size == limit
         for text in ["A B", unit * 3, *ODD, *RESERVED, *AWKWARD]:
             for around in ("{}", " {}  ", "a{}b", "\n{}\n"):
                 assert_lossless(tokenizer, around.format(text))
@@ -96,19 +99,10 @@ def test_a_model_that_cannot_be_read_is_refused(tmp_path):
             load_tokenizer("sentencepiece", directory)
 
 
-@pytest.mark.parametrize("size", [1, 3, 260, 2048])
-def test_an_impossible_vocabulary_size_is_refused_with_one_that_works(size):
-    texts = ["the cat sat on the mat\n", "a dog and a frog\n"] * 3
-    problem = "is too large for this text; use at most" if size > 1000 else "cannot hold .* use at least"
-    with pytest.raises(ValueError, match=rf"^--vocab-size {size} {problem} \d+$") as error:
-        train_tokenizer(texts, size)
-    advised = int(str(error.value).split()[-1])
-    assert train_tokenizer(texts, advised).vocab_size == advised
-    with pytest.raises(ValueError, match=f" {advised}$"):
-        train_tokenizer(texts, advised + (1 if size > 1000 else -1))
-    for text in ("\0", "\u2585", "\u2585\u2585\n", "\n", "\r\n", "a\n\n"[1:]):
-        with pytest.raises(ValueError, match=r"^SentencePiece learns nothing from this text; use --tokenizer bytes"):
-            train_tokenizer([text * 2000], 261)
+@pytest.mark.parametrize("text", ["\0", "\u2585\u2585\n", "\r\n"])
+def test_a_text_of_which_nothing_is_learned_is_refused(text):
+    with pytest.raises(ValueError, match=r"^SentencePiece learns nothing from this text.*; use --tokenizer bytes$"):
+        train_tokenizer([text * 2000], 261)
 
 
 def test_the_sample_is_bounded_and_spread_evenly(monkeypatch):

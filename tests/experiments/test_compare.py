@@ -9,7 +9,7 @@ import pytest
 import ablate
 import train
 from experiments.report import write_report
-from files import said
+from files import warned
 from norms import KINDS, TRAITS
 from runtime.run_dir import read_run_file, write_run_file
 from tests.experiments.made import records
@@ -90,9 +90,9 @@ def test_cells_that_runs_csv_has_count_as_they_are_now(make):
     make("abl/cells/rmsnorm-lr0.01-seed0", 2.25)
     make("abl/cells/orphan", 9.0)
     write_report(Path("abl"), records({"rmsnorm": [None, 2.25], "dyt": [2.0, 2.5]}, step_time=1.5))
-    said.clear()
+    warned.clear()
     assert "| rmsnorm | – | – | – | – | 2.2500 ± 0.0000 (2) | 0.01 | 0 of 2 | 1.00 | 1.00 |" in compared("abl")
-    assert said == ["1 runs in abl/cells are left out, because runs.csv does not have them"]
+    assert warned == ["1 runs in abl/cells are left out, because runs.csv does not have them"]
     assert any(line.endswith("| 1.00 | – |") for line in compared("abl", make("b", 2.5, norm="derf")))
 
 

@@ -22,7 +22,7 @@ from experiments.arms import ladder, resolve_arms
 from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import RESUMED_WITH, Arm
-from files import InUse, said
+from files import InUse, warned
 from machine.process import Stopped, exit_codes
 from model import Llama
 from runtime.flags import read_train
@@ -129,7 +129,7 @@ def test_unsupported_arms_are_skipped_with_the_reason():
     wanted = [Arm.of(norm=norm, placement=place) for norm in ("rmsnorm", "none") for place in ("post", "mix")]
     found = resolve_arms(wanted, {"device": "cpu", "dtype": "float32"})
     assert list(found) == wanted[:2]
-    assert [line[:22] for line in said[-2:]] == ["skipped: none post, as", "skipped: none mix, as "]
+    assert [line[:22] for line in warned[-2:]] == ["skipped: none post, as", "skipped: none mix, as "]
     with pytest.raises(ValueError, match=r"^the first arm, none post, is the baseline .*; choose pre or rezero"):
         resolve_arms(wanted[2:], {"device": "cpu", "dtype": "float32"})
 

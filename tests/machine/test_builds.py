@@ -35,7 +35,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    files.said.clear()
+    files.warned.clear()
     return add
 
 
@@ -165,7 +165,7 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     flags, line = f"--device {device} --dtype float32 --preset small", "not compiled: torch.compile needs "
 
     def resolved(steps: int) -> tuple[bool | None, str]:
-        files.said.clear()
+        files.warned.clear()
         asked = read_train(f"{flags} --steps {steps}".split())
         return run.resolve(asked).training.compile, capsys.readouterr().err
 

@@ -173,6 +173,9 @@ def test_tokens_that_were_added_to_ours_and_all_its_files_are_kept(tmp_path, kin
     ours = ByteTokenizer() if kind == "bytes" else train_tokenizer(["hello you, and me\n"] * 99, 290)
     model = Llama(dataclasses.replace(LLAMA, vocab_size=ours.vocab_size + 1))
     save_pretrained(tmp_path / "ours", model, ours)
+    (tmp_path / "ours/chat_template.jinja").write_text("kept")
+    save_pretrained(tmp_path / "same", model, load_pretrained(tmp_path / "ours")[1])
+    assert (tmp_path / "same/chat_template.jinja").read_text() == "kept"
     theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
     theirs.add_tokens(["lo y"])
     theirs.save_pretrained(tmp_path / "ours")

@@ -66,7 +66,7 @@ def forget() -> None:
     for module in [name for name in sys.modules if name.startswith("imported_")]:
         del sys.modules[module]
     plugins.IMPORTED.clear()
-    files.said.clear()
+    files.warned.clear()
 
 
 def call(command: str) -> None:
