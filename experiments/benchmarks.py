@@ -45,12 +45,8 @@ class RoundsConfig:
 
 
 @dataclass(frozen=True)
-class DeviceConfig(RoundsConfig):
+class NormsConfig(RoundsConfig):
     device: str = option("auto", DEVICES, metavar="DEVICE")
-
-
-@dataclass(frozen=True)
-class NormsConfig(DeviceConfig):
     rows: int = option(8192, "number of tokens")
     dim: int = option(768, "features per token")
     compile: bool = option(False, "also measure RMSNorm and LayerNorm under torch.compile")
