@@ -89,10 +89,12 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
     configs = resolve_arms(arms, on_device)
-    folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{digest_of(configs, options.equal)}")
+    settings = [(arm.factors, compared(fields_of(*each))) for arm, each in configs.items()]
+    name = f"ablation-{digest([options.equal, *settings])[:8]}"  # the same with more seeds or learning rates
+    folder = Path(asked.get("out") or RUNS_FOLDER / name)
     check_not_in_use(folder)
-    ours = (folder / "cells").is_dir() or not (folder.is_file() or any(folder.glob("*")))
-    require(ours, f"--out {folder} is a file, or not empty; choose another folder")
+    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(free or (folder / "cells").is_dir(), f"--out {folder} is a file, or not empty; choose another folder")
     data = prepare_text(configs)
     measured = measure(configs, options, folder)
     steps = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
@@ -151,12 +153,6 @@ def prepare_text(configs: Configs) -> Prepared:
     context = max(model.context for model, _ in configs.values())
     cache, val_names, column = Path(config.cache_dir), config.val_data, config.text_column
     return prepare(config.data, config.tokenizer, model.vocab_size, cache, context, val_names=val_names, column=column)
-
-
-def digest_of(configs: Configs, equal: str) -> str:
-    """Short hash of the compared settings. More seeds or learning rates do not change it."""
-    arms: list[Any] = [(arm.factors, compared(fields_of(*each))) for arm, each in configs.items()]
-    return digest(arms if equal == "tokens" else [*arms, equal])[:8]
 
 
 def run_ablation(grid: Grid, command: str) -> list[str]:

@@ -186,20 +186,15 @@ class Comparison:
 
 
 def compare(records: Iterable[Record]) -> Comparison:
-    """What is found of runs whose arms `name_arms` has named."""
-    runs = grouped(((record.search, record.arm), record) for record in records)
-    search = {arm: each for (searched, arm), each in runs.items() if searched}
-    arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
-    return compare_groups(arms, search)
-
-
-def compare_groups(arms: dict[Arm, Group], search: dict[Arm, list[Record]]) -> Comparison:
-    """The differences of `pairs_of` the arms, and `trends_of` these in a ladder.
+    """What is found of runs whose arms `name_arms` has named: `pairs_of` arms, and `trends_of` these in a ladder.
 
     Holm's method corrects all p-values together. One that is missing counts as a comparison that found nothing: which
     runs diverge is chance too, so they must not make the correction of the others milder. Arms with no seed in common
     are no comparison.
     """
+    runs = grouped(((record.search, record.arm), record) for record in records)
+    search = {arm: each for (searched, arm), each in runs.items() if searched}
+    arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
     first: dict[Any, Arm] = {}
     baselines = {arm: first.setdefault((arm.size, group.text), arm) for arm, group in arms.items()}
     flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values()}
@@ -218,12 +213,11 @@ def difference(one: Group, other: Group) -> Finding:
     seeds = sorted(one.bpb.keys() & other.bpb.keys())
     planned = {run.seed for run in one.runs} & {run.seed for run in other.runs}
     regrets = one.regret, other.regret
-    searched = one.search or other.search
     return Finding(
         values=[one.bpb[seed] - other.bpb[seed] for seed in seeds],
         planned=len(planned),
         slack=sum(regret or 0.0 for regret in regrets),
-        tuned=None not in regrets if searched else None,
+        tuned=None not in regrets if one.search or other.search else None,
     )
 
 

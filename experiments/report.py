@@ -111,10 +111,11 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
     counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
     if sizes := [run.parameters for run in found.runs if run.parameters]:
-        texts, dtypes = (values_of(found, name) for name in ("data", "dtype"))
-        tokens = f"{span([run.tokens or 0 for run in found.runs])} tokens"
-        tokens = " of ".join([tokens, *filter(None, [listed(texts)])])
-        parts += [", ".join([f"{span(sizes)} parameters", tokens, *dtypes]), equal_in(found)]
+        parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs])} tokens"]
+        if all(run.known for run in found.runs):
+            texts, dtypes = ({run.options[name].partition("@")[0] for run in found.runs} for name in ("data", "dtype"))
+            parts[-1] += f" of {listed(sorted(texts))}, {', '.join(sorted(dtypes))}"
+        parts.append(equal_in(found))
     lossy = {arm.name: 100 * group.runs[0].lost for arm, group in found.arms.items() if group.runs[0].lost}
     if lossy:
         whose = listed([*lossy]) if len(lossy) < len(found.arms) else "all arms"
@@ -122,12 +123,6 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
     if others:
         parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return "; ".join(parts) + "." if parts else ""
-
-
-def values_of(found: Comparison, name: str) -> list[str]:
-    """The values of an option, without hashes, if those of all runs are known."""
-    values = {run.options.get(name, "").partition("@")[0] for run in found.runs}
-    return [] if "" in values else sorted(values)
 
 
 def millions(value: float) -> str:

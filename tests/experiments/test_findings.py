@@ -1,13 +1,14 @@
 """Verdicts, trends and the rules around them. `test_report` compares differences and p-values with scipy."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from experiments.findings import AS_GOOD, Finding, Group, compare_groups
+from experiments.findings import AS_GOOD, Finding, Group, compare
 from experiments.rates import Optimum
-from experiments.records import Arm, Record, grouped
+from experiments.records import Arm, Record
 from tests.experiments.made import record, records
 
 PLAIN = [Arm.of(norm="rmsnorm"), Arm.of(norm="dyt")]
@@ -16,13 +17,15 @@ ARMS = [Arm((("size", size), *arm.factors)) for size in FLOPS for arm in PLAIN]
 LOSSES = np.random.default_rng(0).normal(0, 0.01, (6, 4))  # six arms, four seeds
 
 
-def groups_of(runs: list[Record], regret: float | None = None, searched: tuple[Arm, ...] = ()) -> dict[Arm, Group]:
-    """The arms `searched` for their learning rate have this regret."""
-    arms = grouped((run.arm, run) for run in runs)
-    groups = {arm: Group(each, each if arm in searched else []) for arm, each in arms.items()}
-    for arm in searched:
-        groups[arm].regret = regret
-    return groups
+@pytest.fixture
+def regrets(monkeypatch) -> Callable:
+    """`regrets(runs, 0.001)`: the runs and, of each arm or of those named, a search with this regret."""
+
+    def add(runs: list[Record], regret: float | None, *arms: Arm) -> list[Record]:
+        monkeypatch.setattr(Group, "regret", property(lambda group: regret if group.search else None))
+        return [*runs, *(record(arm, 1000, 2.0, search=True) for arm in arms or {run.arm for run in runs})]
+
+    return add
 
 
 def ladder(losses: np.ndarray, effects: tuple[float, ...] = (0.0, 0.0, 0.0)) -> list[Record]:
@@ -33,16 +36,15 @@ def ladder(losses: np.ndarray, effects: tuple[float, ...] = (0.0, 0.0, 0.0)) -> 
     return [replace(run, flops=FLOPS[run.arm.size]) for run in runs]
 
 
-def test_differences_are_paired_by_seed_where_neither_diverged():
+def test_differences_are_paired_by_seed_where_neither_diverged(regrets):
     """Without all seeds, or if one of the best rates was not found or not searched for, there is no p-value."""
-    runs = records({"rmsnorm": [1.0, None, 3.0], "dyt": [None, 1.0, 3.5]})
-    (found,) = compare_groups(groups_of(runs), {}).pairs.values()
+    (found,) = compare(records({"rmsnorm": [1.0, None, 3.0], "dyt": [None, 1.0, 3.5]})).pairs.values()
     assert found.values == [0.5] and not found.complete and found.p is None
-    (found,) = compare_groups(groups_of([*records({"rmsnorm": [1.0]}), record(PLAIN[1], 9, 2.0)]), {}).pairs.values()
+    (found,) = compare([*records({"rmsnorm": [1.0]}), record(PLAIN[1], 9, 2.0)]).pairs.values()
     assert found.verdict[1] == "no seed is in common"
     runs = records({"rmsnorm": [1.0, 2.0, 3.0], "dyt": [1.1, 2.2, 3.2]})
-    for regret, searched in ((None, PLAIN), (0.0, PLAIN[1:])):
-        (found,) = compare_groups(groups_of(runs, regret, tuple(searched)), {}).pairs.values()
+    for regret, arms in ((None, PLAIN), (0.0, PLAIN[1:])):
+        (found,) = compare(regrets(runs, regret, *arms)).pairs.values()
         assert (found.p, found.verdict[1][:30]) == (None, "the best learning rate was not")
 
 
@@ -83,28 +85,29 @@ def test_a_regret_is_of_the_rate_that_was_used_and_of_runs_near_the_parabola():
         ((0.2, 0.2, 0.2), "no trend shown"),
     ],
 )
-def test_a_trend_is_the_slope_of_each_seed_over_the_logarithm_of_flops(effects, shown):
+def test_a_trend_is_the_slope_of_each_seed_over_the_logarithm_of_flops(effects, shown, regrets):
     """Against numpy's line through the effects of each seed. There is none if a size lacks runs or has fewer seeds."""
-    (slope,) = compare_groups(groups_of(runs := ladder(LOSSES, effects)), {}).trends.values()
+    (slope,) = compare(runs := ladder(LOSSES, effects)).trends.values()
     x = np.log2([*FLOPS.values()])
     lines = np.polyfit(x, LOSSES[1::2] + np.reshape(effects, (3, 1)) - LOSSES[::2], 1)
     assert slope.values == pytest.approx(lines[0]) and slope.doublings == pytest.approx(np.log2(100))
     assert slope.verdict == (shown, "") and slope.words == shown + " at this rate" * (shown != "no trend shown")
-    (tuned,) = compare_groups(groups_of(runs, 0.001, tuple(ARMS)), {}).trends.values()
+    (alone,) = compare(ladder(LOSSES[:, :1], effects)).trends.values()
+    assert alone.verdict == ("no trend shown", "a single seed")
+    for missing in (
+        [run for run in runs if run.arm != ARMS[3]],
+        [run for run in runs if run.seed or run.arm != ARMS[3]],
+    ):
+        (slope,) = compare(missing).trends.values()
+        assert slope.p is None and slope.verdict[0] == "no trend shown"
+    (tuned,) = compare(regrets(runs, 0.001)).trends.values()
     x -= x.mean()
     assert tuned.words == shown and tuned.slack == pytest.approx(0.002 * (abs(x) / (x @ x)).sum())
-    (alone,) = compare_groups(groups_of(ladder(LOSSES[:, :1], effects)), {}).trends.values()
-    assert alone.verdict == ("no trend shown", "a single seed")
-    for fewer in ([run for run in runs if run.arm != ARMS[3]], [run for run in runs if run.seed or run.arm != ARMS[3]]):
-        (slope,) = compare_groups(groups_of(fewer), {}).trends.values()
-        assert slope.p is None and slope.verdict[0] == "no trend shown"
 
 
 def test_equal_arms_show_a_trend_in_at_most_six_of_a_hundred_ladders():
-    generator, shown, groups = np.random.default_rng(1), 0, groups_of(ladder(np.zeros((6, 5))))
-    for _ in range(2000):
-        for group, losses in zip(groups.values(), generator.normal(0, 0.01, (6, 5)), strict=True):
-            group.bpb = dict(enumerate(losses.tolist()))
-        (slope,) = compare_groups(groups, {}).trends.values()
+    generator, shown = np.random.default_rng(1), 0
+    for _ in range(1000):
+        (slope,) = compare(ladder(generator.normal(0, 0.01, (6, 5)))).trends.values()
         shown += slope.p is not None and slope.p < 0.05
-    assert shown <= 0.06 * 2000
+    assert shown <= 0.06 * 1000
