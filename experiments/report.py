@@ -80,11 +80,10 @@ def verdicts(found: Comparison) -> str:
         parts.append(f"With compute, {'; '.join(said)}.")
     if found.found:
         parts.append(f"Compared with {found.against}, {rates}: {by_verdict(found.found)}.")
-    if len(found.arms) == 1:
-        ((arm, group),) = found.arms.items()
-        parts.append(f"One arm, {arm.name}: val_bpb {mean_of(group.runs)}.")
-    elif alone := [arm.name for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]:
-        parts.append(f"Not compared, as no other arm has the same text and batches: {listed(alone)}.")
+    alone = [arm for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]
+    if alone:
+        means = listed([f"{arm.name} (val_bpb {mean_of(found.arms[arm].runs)})" for arm in alone])
+        parts.append(f"Not compared, as no other arm has the same text and batches: {means}.")
     text = " ".join(parts)
     return text.replace(AT_A_RATE, " at these rates") if len(lrs) > 1 else text
 
