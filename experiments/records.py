@@ -15,7 +15,7 @@ from runtime.run_dir import Row, RunFile
 
 BySeed = Mapping[int, float]
 SIZE = "size"  # the factor of --ladder: "dim=64,heads=4,steps=400"
-LOSSY = "lossy"  # an arm whose tokenizer loses text is called so
+LOSSY = "lossy"  # the factor of arms whose tokenizer loses text
 SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are fewer reported ones
 # Options that change no result. A run that is continued gets those of the command that continues it.
 RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
@@ -249,7 +249,7 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
 
     Factors of an ablation that do are kept. Runs that differ in nothing but their seed are an arm. A learning rate
     counts, unless it was searched for, and so does a folder, if runs of two have the same options and seed, or if the
-    options of one are not known. Options that follow from a recipe or a size are not returned.
+    options of one are not known. Options that follow from a recipe, a tokenizer or a size are not returned.
     """
     searched = {record.folder for record in records if record.search}
     given = [record.options | {"lr": "best" if record.folder in searched else spelled(record.lr)} for record in records]
@@ -268,18 +268,18 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
         return len(set(values(*names)))
 
     factors = dict.fromkeys(name for record in records for name, _ in record.arm.factors)
-    order = dict.fromkeys(["recipe", "norm", "placement", *FIELDS, *chain.from_iterable(given)])
+    order = dict.fromkeys(["recipe", "norm", "placement", "tokenizer", *FIELDS, *chain.from_iterable(given)])
     differing = [name for name in order if count(name) > 1]
     names = [name for name in {**factors, "folder": None} if name in differing]
     while count(*names) < count(*differing):
         names.append(max(differing, key=lambda name: count(*names, name)))
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
-    leading = [name for name in ("recipe", SIZE) if name in names]
+    leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
     others = [name for name in differing if name not in (*names, "lr", "folder")]
     others = [name for name in others if not unknown and count(*leading, name) > count(*leading)]
     if len({record.lost > 0 for record in records}) > 1:
         for each, record in zip(given, records, strict=True):
-            each[LOSSY] = LOSSY if record.lost else ""
+            each[LOSSY] = f"lossy ({100 * record.lost:.2g}%)" if record.lost else ""
         names = [*(name for name in names if name != LOSSY), LOSSY]
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others

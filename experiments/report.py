@@ -16,6 +16,7 @@ from experiments.findings import (
     MARGIN,
     NO_VERDICT,
     SEEDS,
+    UNDECIDED,
     VERDICTS,
     Comparison,
     Finding,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 FEW = 3  # compared arms; the conclusion has no numbers of more
+MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: "
     "each seed gives both arms the same batches and, as far as shapes allow, the same initial weights. Below zero is "
@@ -89,8 +91,11 @@ def verdicts(found: Comparison) -> str:
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
-    """`a and b are better; c is undecided`, with numbers if these are few."""
-    parts = []
+    """`a and b are better; c is undecided`, with numbers if these are few. Many undecided arms are only counted.
+
+    In a ladder: `a (dim=32, dim=64) is better`.
+    """
+    few, parts = len(found) <= FEW, []
     groups = grouped(((each.words, *each.verdict), arm) for arm, each in found.items())
     order = [*VERDICTS, NO_VERDICT]
     for words, verdict, reason in sorted(groups, key=lambda key: order.index(key[1])):
@@ -99,9 +104,14 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
             differences = ", ".join(f"{arm.name} {signed(found[arm])}" for arm in arms)
             parts.append(f"one seed, so no verdict: {differences}")
             continue
-        names = [f"{arm.name}{numbers(found[arm]) if len(found) <= FEW else ''}" for arm in arms]
-        are = "are" if len(names) > 1 else "is"
-        parts.append(f"{listed(names)} {are} {words}" + (f", as {reason}" if reason else ""))
+        names = [f"{arm.name}{numbers(found[arm]) if few else ''}" for arm in arms]
+        if arms[0].size and not few:
+            at = grouped((arm.without_size.name, arm.size.split(",")[0]) for arm in arms)
+            names = [f"{name} ({', '.join(widths)})" for name, widths in at.items()]
+        are = f"{listed(names)} {'are' if len(names) > 1 else 'is'}"
+        if verdict == UNDECIDED and len(arms) > MANY:
+            are = f"{len(arms)} of {len(found)} are"
+        parts.append(f"{are} {words}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)
 
 
@@ -115,10 +125,9 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
             texts, dtypes = ({run.options[name].partition("@")[0] for run in found.runs} for name in ("data", "dtype"))
             parts[-1] += f" of {listed(sorted(texts))}, {', '.join(sorted(dtypes))}"
         parts.append(equal_in(found))
-    lossy = {arm.name: 100 * group.runs[0].lost for arm, group in found.arms.items() if group.runs[0].lost}
-    if lossy:
-        whose = listed([*lossy]) if len(lossy) < len(found.arms) else "all arms"
-        parts.append(f"lossy: the tokenizer of {whose} loses {span([*lossy.values()], '{:.2g}%'.format)} of the text")
+    if lost := [100 * run.lost for run in found.runs if run.lost]:
+        whose = "some" if len(lost) < len(found.runs) else "all"
+        parts.append(f"lossy: the tokenizer of {whose} arms loses {span(lost, '{:.2g}%'.format)} of the text")
     if others:
         parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return "; ".join(parts) + "." if parts else ""

@@ -32,6 +32,7 @@ def make(template, tmp_path, monkeypatch):
 
     def write(name: str, bpb: float | None = None, **changed) -> str:
         run = read_run_file(template / "run.json")
+        run["tokenizer"] |= {name: changed.pop(name) for name in ("lost", "hash") if name in changed}
         run["resolved"] |= changed
         Path(name).mkdir(parents=True)
         write_run_file(Path(name, "run.json"), run)
@@ -50,7 +51,10 @@ def compared(*runs: str) -> list[str]:
 
 
 def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
-    """The baseline has a third seed. The costs of a norm that is not imported are unknown. One run has not ended."""
+    """The baseline has a third seed. The costs of a norm that is not imported are unknown. One run has not ended.
+
+    One has another tokenizer, which loses text.
+    """
     runs = [make(f"a{seed}", bpb, seed=seed) for seed, bpb in enumerate((2.0, 2.5, 9.0))]
     runs += [make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8))]
     page = compared(*runs, make("c", norm="dyt"))
@@ -59,6 +63,7 @@ def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
     assert page[1] == "n = 2; 8,256 to 8,307 parameters, 0 to 512 tokens of text, float32; at different costs."
     assert page[0] + "\n" in capsys.readouterr().out
     assert {path.name for path in Path("out").iterdir()} >= {"runs.csv", "arms.csv", "report.json", "report.html"}
+    assert "tokenizer=bytes@ab lossy (25%) (val_bpb 2.5000" in compared("a0", make("d", 2.5, hash="ab", lost=0.25))[0]
     for name, value in {"batch_size": 4, "context": 8, "eval_tokens": 99}.items():
         assert compared("a0", make(name, 2.5, **{name: value}))[0].startswith("Not compared, as no other arm has ")
 

@@ -120,7 +120,11 @@ STAR = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"momentum": "0.5"}]  # no 
     "runs, names, others",
     [
         ([{}, {"seed": 1}], ["rmsnorm pre"] * 2, []),
-        ([{}, {"tokenizer": "hf@a", "lost": 0.1}], [f"tokenizer={KNOWN['tokenizer']}", "tokenizer=hf@a lossy"], []),
+        (
+            [{}, {"tokenizer": "hf@a", "vocab_size": "9", "lost": 0.1}],
+            [f"tokenizer={KNOWN['tokenizer']}", "tokenizer=hf@a lossy (10%)"],
+            [],
+        ),
         ([{"lost": 0.1}, {"clip": "0", "lost": 0.1}], ["clip=1", "clip=0"], []),
         ([{}, {"norm": "dyt:alpha=1"}], ["rmsnorm", "dyt:alpha=1"], []),
         ([{}, {"steps": "1000", "warmup": "50"}], ["steps=20", "steps=1000"], ["warmup"]),
