@@ -24,7 +24,7 @@ from files import InUse, said
 from machine.process import Stopped, exit_codes
 from model import Llama
 from runtime.flags import read_train
-from runtime.run_dir import read_rows, write_run_file
+from runtime.run_dir import write_run_file
 
 FLAGS = "--dim 16 --layers 2 --heads 2 --batch-size 4 --tokenizer bytes --device cpu --lr 0.01 --steps 4"
 ARM, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt"))
@@ -48,11 +48,11 @@ def resolve(tmp_path, monkeypatch):
 
 
 def finish(grid: Grid, cell: Cell, bpb: float) -> None:
-    """Write the log of a run that has ended."""
+    """Write the log of a run that has ended, or diverged."""
     folder = grid.cell_folder(cell)
     folder.mkdir(parents=True)
-    training = {"train_loss": 2.0, "tokens_per_second": 1.0, "seconds": 1.0, "tokens": 640}
-    rows = [{"step": grid.configs[cell.arm][1].steps} | row for row in (training, {"val_loss": 2.0, "val_bpb": bpb})]
+    last = {"val_loss": 2.0, "val_bpb": bpb} if bpb < math.inf else {"not_finite": True}
+    rows = [{"step": grid.configs[cell.arm][1].steps} | row for row in ({"train_loss": 2.0, "seconds": 1.0}, last)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -231,29 +231,30 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, m
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bits(resolve, in_process, undrawn):
-    """With a large --watch: what happens in each run at its first and its last step."""
-    grid = resolve("--seed 3 --seeds 2 --dropout 0.5 --watch 99")
-    start = Grid.start
+def test_a_stopped_ablation_reports_what_has_ended_and_continues(resolve, undrawn, monkeypatch):
+    """A run that diverged has ended."""
+    started: list[int] = []
 
-    def stop_after(*arguments: Any) -> Any:
-        process = start(*arguments)
+    def start(grid: Grid, cell: Cell, device: str) -> SimpleNamespace:
+        started.append(cell.seed)
+        finish(grid, cell, math.inf if cell.seed == 3 else 2.0)
         signal.raise_signal(signal.SIGTERM)
-        return process
+        return SimpleNamespace(terminate=lambda: None, wait=lambda: None)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match="the same command"):
-        patch.setattr(Grid, "start", stop_after)
-        run_ablation(replace(grid, jobs=1), "command")
-    assert (grid.folder / "table.md").read_text().startswith("**Partial: 1 of 2 runs have ended.**")
-    del in_process[:]
-    run_ablation(grid, "command")
-    assert [cell.seed for cell, _ in in_process] == [4]
-    assert [run.seed for run in read_csv(grid.folder / "runs.csv")] == [3, 4]
-    rows = read_rows(grid.cell_folder(Cell(ARM, 0.01, 4)) / "watch.jsonl")
-    assert {row["step"] for row in rows} == {1, grid.configs[ARM][1].steps}
-    for _ in range(2):  # a diverged run is not trained again
-        run_ablation(resolve(f"--seeds 1 --lr 1e30 --out {grid.folder}2"), "command")
-    assert len(in_process) == 2
+    monkeypatch.setattr(Grid, "start", start)
+    grid = resolve("--seed 3 --seeds 3 --jobs 1")
+    for partial in ("1 of 3", "2 of 3"):
+        with pytest.raises(Stopped, match="the same command"):
+            run_ablation(grid, "command")
+        assert (grid.folder / "table.md").read_text().startswith(f"**Partial: {partial} runs have ended.**")
+    assert started == [3, 4]
+    finish(grid, Cell(ARM, 0.01, 5), 2.0)
+    assert "Partial" not in run_ablation(grid, "command")[0]
+    assert [(run.seed, run.diverged) for run in read_csv(grid.folder / "runs.csv")] == [
+        (3, True),
+        (4, False),
+        (5, False),
+    ]
 
 
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
