@@ -57,9 +57,10 @@ def find_records(folders: list[Path]) -> list[Record]:
             warn(f"{len(others)} runs in {folder}/cells are left out, because runs.csv does not have them")
         for record in records:
             if (record.path / "run.json").exists():
-                found[record.path.resolve()] = read_run(record.path, record)
-            else:
-                found[record.folder, record.run] = record
+                record = read_run(record.path, record)
+            same = Path(record.run).name, record.step, record.seconds, record.val_bpb, record.ended or record.folder
+            if same not in found or record.log:
+                found[same] = record
     require(len(found) > 1, f"compare needs at least two runs, not {len(found)}")
     one = len({record.folder for record in found.values()}) == 1  # relative times of two ablations do not compare
     return [record if one else replace(record, step_time=None) for record in found.values()]

@@ -77,9 +77,9 @@ def verdicts(found: Comparison) -> str:
         rates = "each at its own best learning rate" if found.tuned else "at learning rates that were not all tuned"
     parts = []
     if found.trends:
-        groups = grouped(((slope.words, slope.verdict[1]), arm.name) for arm, slope in found.trends.items())
-        said = [f"{trend} for {listed(arms)}" + (f", as {why}" if why else "") for (trend, why), arms in groups.items()]
-        parts.append(f"With compute, {'; '.join(said)}.")
+        groups = grouped((slope.words, arm.name) for arm, slope in found.trends.items())
+        trends = [f"{trend} for {listed(arms)}" for trend, arms in groups.items()]
+        parts.append(f"With compute, {'; '.join(trends)}.")
     if found.found:
         parts.append(f"Compared with {found.against}, {rates}: {by_verdict(found.found)}.")
     alone = [arm for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]

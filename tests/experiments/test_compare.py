@@ -92,6 +92,8 @@ def test_cells_that_runs_csv_has_count_as_they_are_now(make):
     assert "| rmsnorm | – | – | – | – | 2.2500 ± 0.0000 (2) | 0.01 | 0 of 2 | 1.00 | 1.00 |" in compared("abl")
     assert said == ["1 runs in abl/cells are left out, because runs.csv does not have them"]
     assert any(line.endswith("| 1.00 | – |") for line in compared("abl", make("b", 2.5, norm="derf")))
+    ablate.main(["compare", "abl", "--out", "earlier"])
+    assert compared("abl", "earlier") == compared("abl")
 
 
 def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(make, refused):
