@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import ablate
-from experiments.ablation import AblationConfig
 from files import lock_file
 from runtime.run_dir import LOCK
 
@@ -105,12 +104,3 @@ def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, argu
         code, error = ends(ablate.main, [*arguments, "--seeds", "9"])
     assert code == 4 and "in use" in error and error.count("\n") == 1
     assert "--seeds 9" not in (folder / "command.txt").read_text()
-
-
-def test_flags_of_the_comparison_and_of_train_py_are_told_apart_in_any_order():
-    mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --print-commands --lrs 0.1 1e-3 --out x --placements pre post"
-    theirs = "--data a b c --no-compile --lr 0.5 --preset small --watch 3"
-    options = AblationConfig(["rmsnorm", "dyt"], ["pre", "post"], [], 2, [0.1, 1e-3], "tokens", 1, 1, True)
-    asked = {"data": ["a", "b", "c"], "compile": False, "lr": 0.5, "preset": "small", "watch": 3, "out": "x"}
-    for line in (f"{mine} {theirs}", f"{theirs} {mine}"):
-        assert ablate.parse(line.split()) == (options, asked)

@@ -19,11 +19,11 @@ LOSSES = np.random.default_rng(0).normal(0, 0.01, (6, 4))  # six arms, four seed
 
 @pytest.fixture
 def regrets(monkeypatch) -> Callable:
-    """`regrets(runs, 0.001)`: the runs and, of each arm or of those named, a search with this regret."""
+    """`regrets(runs, 0.001)`: the runs and, of each arm, a search with this regret."""
 
-    def add(runs: list[Record], regret: float | None, *arms: Arm) -> list[Record]:
-        monkeypatch.setattr(Group, "regret", property(lambda group: regret if group.search else None))
-        return [*runs, *(record(arm, 1000, 2.0, search=True) for arm in arms or {run.arm for run in runs})]
+    def add(runs: list[Record], regret: float) -> list[Record]:
+        monkeypatch.setattr(Group, "regret", regret)
+        return [*runs, *(record(arm, 1000, 2.0, search=True) for arm in {run.arm for run in runs})]
 
     return add
 
@@ -36,16 +36,12 @@ def ladder(losses: np.ndarray, effects: tuple[float, ...] = (0.0, 0.0, 0.0)) -> 
     return [replace(run, flops=FLOPS[run.arm.size]) for run in runs]
 
 
-def test_differences_are_paired_by_seed_where_neither_diverged(regrets):
-    """Without all seeds, or if one of the best rates was not found or not searched for, there is no p-value."""
+def test_differences_are_paired_by_seed_where_neither_diverged():
+    """Without all seeds, there is no p-value."""
     (found,) = compare(records({"rmsnorm": [1.0, None, 3.0], "dyt": [None, 1.0, 3.5]})).pairs.values()
     assert found.values == [0.5] and not found.complete and found.p is None
     (found,) = compare([*records({"rmsnorm": [1.0]}), record(PLAIN[1], 9, 2.0)]).pairs.values()
     assert found.verdict[1] == "no seed is in common"
-    runs = records({"rmsnorm": [1.0, 2.0, 3.0], "dyt": [1.1, 2.2, 3.2]})
-    for regret, arms in ((None, PLAIN), (0.0, PLAIN[1:])):
-        (found,) = compare(regrets(runs, regret, *arms)).pairs.values()
-        assert (found.p, found.verdict[1][:30]) == (None, "the best learning rate was not")
 
 
 @pytest.mark.parametrize(

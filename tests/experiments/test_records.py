@@ -8,11 +8,9 @@ import pytest
 from config import configure
 from experiments.records import Arm, Record, name_arms, outcome, read_csv, settings_of
 from experiments.report import make_report
-from files import ROOT
 from runtime.run import fields_of
 from tests.experiments.made import KNOWN, records, search
 
-STUDY = ROOT / "results/study"
 TRAINED = {"step": 20, "train_loss": 4.0, "seconds": 2.5}
 LAST = {"step": 20, "val_loss": 4.0, "val_bpb": 2.5}
 NOT_FINITE = {"step": 20, "not_finite": True}
@@ -77,16 +75,6 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
     again = read_csv(tmp_path / "runs.csv")
     assert [run.options for run in again] == [run.options for run in runs]
     assert [replace(run, settings={}) for run in again] == [replace(run, settings={}) for run in runs]
-
-
-def test_earlier_files_lack_columns():
-    """The costs come from arms.csv. Seeds from 1000 on are the search. A factor may be in the name of the arm."""
-    muon = read_csv(STUDY / "recipes-muon/runs.csv")
-    assert len(muon) == 193 and sum(run.search for run in muon) == 193 - 13 * 8
-    assert muon[1].arm == Arm.of(recipe="qwen3_next") and (muon[1].lr, muon[1].flops) == (0.0193, 855834624000.0)
-    rates = read_csv(STUDY / "rates/runs.csv")
-    assert rates[0].arm == Arm.of(run="plain-0.01-0") and rates[0].parameters == 230016 and not rates[0].known
-    assert read_csv(STUDY / "deep/runs.csv")[0].tokens == 512000  # its arms are named by rates as well in arms.csv
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,7 @@ def test_published_runs_give_the_published_differences(folder):
     """
     published = json.loads((STUDY / folder / "report.json").read_text())["comparisons"]
     found = compare(name_arms(find_records([STUDY / folder]))[0])
+    assert found.runs[0].parameters and len(found.trends) == 5 * (folder == "trend")  # costs come from arms.csv
     verdicts = []
     for (pair, each), old in zip(found.pairs.items(), published, strict=True):
         row, regrets = each.row, [found.arms[arm].regret for arm in pair]
