@@ -155,8 +155,6 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
             norms[f"{kind}, compiled"] = norm
     norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # as CUDA's kernel needs
     norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs the dtype of x
-    if dtype != torch.float32 and device.type != "cuda":
-        norms["F.layer_norm, all bf16"] = nn.LayerNorm(dim, dtype=dtype)
     return {name: norm.to(device) for name, norm in norms.items()}
 
 

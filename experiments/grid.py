@@ -99,8 +99,7 @@ class Grid:
             if (folder / "run.json").exists():
                 run = read_run_file(folder / "run.json")
                 values |= {"machine": machine_of(run), "commit": str(run["commit"])}
-                here = UNNAMED | settings | {"lr": str(cell.lr), "seed": str(cell.seed)}
-                there = UNNAMED | settings_of(run) | {name: str(run["resolved"][name]) for name in ("lr", "seed")}
+                here, there = UNNAMED | settings, UNNAMED | settings_of(run)
                 changed = [name for name in here if here[name] != there[name] and name != "imports"]
                 problems = [f"has {flag_name(name)} {there[name]}, not {here[name]}" for name in changed]
                 problems += check_imports(run["imports"])

@@ -183,7 +183,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
 
 
 def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
-    """Micro-batches change rounding only. Texts and tokenizers are compared by their hashes."""
+    """Micro-batches change rounding only. Texts and tokenizers are compared by hashes, and folders say rate and seed."""
     grid, cell = resolve("--seeds 1"), Cell(ARM, 0.01, 0)
     model, config = grid.configs[ARM]
     resolved = runtime.run.fields_of(model, replace(config, seed=0))
@@ -192,7 +192,7 @@ def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
     run: dict[str, Any] = {"asked": {}, "imports": [], "device": "CPU", "instruction_set": "AVX2", "commit": "abc"}
     run |= {"versions": {"torch": "2"}, "corpus": {"name": grid.data.corpus_name, "hash": grid.data.corpus_hash}}
     run |= {"tokenizer": {"kind": "bytes", "hash": grid.data.tokenizer.hash}}
-    free = {*RESUMED_WITH, "out", "data", "val_data", "text_column", "tokenizer", "micro_batch_size"}
+    free = {*RESUMED_WITH, "out", "data", "val_data", "text_column", "tokenizer", "micro_batch_size", "lr", "seed"}
     for name, value in resolved.items():
         others: dict[Any, Any] = {bool: not value, int: 77, float: 0.77, str: "other", list: ["x"], dict: {"eps": 1}}
         other = (others | {UnionType: 3.0})[get_origin(FIELDS[name].type) or FIELDS[name].type]
