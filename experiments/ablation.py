@@ -18,7 +18,7 @@ from experiments.records import SEARCH, Arm, compared
 from experiments.report import make_report
 from files import digest, read_json, require, said, write_atomically
 from norms.placement import PLACEMENTS
-from runtime.run_dir import RUNS_FOLDER, check_not_in_use
+from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
 
 TOKENS_PER_PARAMETER = 4.4
 COSTS = "costs.json"  # what was measured before the runs, and the steps that follow
@@ -95,6 +95,8 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     check_not_in_use(folder)
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     require(free or (folder / "cells").is_dir(), f"--out {folder} is a file, or not empty; choose another folder")
+    for file in folder.glob("cells/*/run.json"):
+        read_run_file(file)  # raises ValueError for one of another version
     data = prepare_text(configs)
     measured = measure(configs, options, folder)
     steps = {arm: measured["asked"].get(arm.name, {}) for arm in configs}

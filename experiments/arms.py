@@ -11,7 +11,8 @@ from data.tokenizer import NoTokenizer
 from experiments.costs import costs
 from experiments.records import NOT_COMPARED, SIZE, Arm
 from files import require, warn
-from norms.placement import Unsupported
+from norms import KINDS
+from norms.placement import PLACEMENTS, Unsupported
 from recipes import RECIPES
 from runtime.flags import read_pairs, read_value
 from runtime.run import read_config_file, resolve
@@ -64,7 +65,12 @@ def resolve_factors(norms: Sequence[str], placements: Sequence[str], others: Seq
     An arm has a norm or a placement only if --norms or --placements says so: else it is that of its recipe. Raises
     ValueError for invalid options.
     """
-    factors = {name: [*levels] for name, levels in (("norm", norms), ("placement", placements)) if levels}
+    factors: dict[str, list[str]] = {}
+    choices: tuple = (("norm", norms, KINDS), ("placement", placements, PLACEMENTS))
+    for name, levels, known in choices:
+        for kind in (text.partition(":")[0] for text in levels):
+            require(kind in known, f"--{name}s: unknown {kind!r}; choose from {', '.join(known)}, separated by spaces")
+        factors |= {name: levels} if levels else {}
     for text in others:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")

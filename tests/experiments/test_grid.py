@@ -183,7 +183,7 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
 
 
 def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
-    """Micro-batches change rounding only. Texts and tokenizers are compared by hashes, and folders say rate and seed."""
+    """Micro-batches change rounding only. Texts and tokenizers have hashes, and folders name rate and seed."""
     grid, cell = resolve("--seeds 1"), Cell(ARM, 0.01, 0)
     model, config = grid.configs[ARM]
     resolved = runtime.run.fields_of(model, replace(config, seed=0))
