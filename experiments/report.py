@@ -122,8 +122,9 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
     if sizes := [run.parameters for run in found.runs if run.parameters]:
         parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs])} tokens"]
         if all(run.known for run in found.runs):
-            texts, dtypes = ({run.options[name].partition("@")[0] for run in found.runs} for name in ("data", "dtype"))
-            parts[-1] += f" of {listed(sorted(texts))}, {', '.join(sorted(dtypes))}"
+            texts = known_values(run.options["data"].partition("@")[0] for run in found.runs)
+            dtypes = known_values(run.options.get("dtype") for run in found.runs)
+            parts[-1] += f" of {', '.join([listed(texts), *dtypes])}"
         parts.append(equal_in(found))
     if lost := [100 * run.lost for run in found.runs if run.lost]:
         whose = "some" if len(lost) < len(found.runs) else "all"
