@@ -161,7 +161,6 @@ class Grid:
         Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
         """
         log = self.log(cell)
-        log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as file:
             return subprocess.Popen(
                 [*END_WITH_PARENT, *self.command(cell, device)],
