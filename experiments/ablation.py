@@ -2,21 +2,20 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import Asked, check_sizes, fields_of, option
+from config import Asked, check_sizes, combine, fields_of, option
 from data.prepare import Prepared, prepare
-from experiments.arms import Configs, ladder, resolve_arms, resolve_factors
+from experiments.arms import Configs, asked_of, ladder, resolve_arms, resolve_factors
 from experiments.costs import EQUAL, costs, equal_steps, step_times
 from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import SEARCH, Arm, compared
-from experiments.report import write_report
+from experiments.report import make_report
 from files import digest, read_json, require, warned, write_atomically
 from norms.placement import PLACEMENTS
 from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
@@ -90,29 +89,25 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
     configs = resolve_arms(arms, on_device)
-    dtype = asked.get("dtype", "auto")
-    as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in configs.items()}
-    folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{digest_of(as_asked, options.equal)}")
+    settings = [(arm.factors, compared(fields_of(*each))) for arm, each in configs.items()]
+    name = f"ablation-{digest([options.equal, *settings])[:8]}"  # the same with more seeds or learning rates
+    folder = Path(asked.get("out") or RUNS_FOLDER / name)
     check_not_in_use(folder)
-    ours = (folder / "cells").is_dir() or not (folder.is_file() or any(folder.glob("*")))
-    require(ours, f"--out {folder} is a file, or not empty; choose another folder")
-    started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
-    if started and dtype == "auto":  # it was decided on another machine
-        on_device["dtype"] = started[0]["resolved"]["dtype"]
-        configs = resolve_arms(arms, on_device)
-    config = next(iter(configs.values()))[1]
-    on_device["dtype"] = config.dtype
+    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(free or (folder / "cells").is_dir(), f"--out {folder} is a file, or not empty; choose another folder")
+    for file in folder.glob("cells/*/run.json"):
+        read_run_file(file)  # raises ValueError for one of another version
     data = prepare_text(configs)
     measured = measure(configs, options, folder)
-    steps: Mapping[Arm, Asked] = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
+    steps = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
     configs = resolve_arms(arms, on_device, steps)
+    config = next(iter(configs.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     times = measured["step_time"]
     grid = Grid(
         folder=folder,
         configs=configs,
-        shared=shared,
-        steps=steps,
+        asked={arm: combine(shared, asked_of(arm), steps[arm]) for arm in configs},
         costs={arm: costs(*each) | {"step_time": times.get(arm.name)} for arm, each in configs.items()},
         data=data,
         seeds=range(config.seed, config.seed + options.seeds),
@@ -162,26 +157,18 @@ def prepare_text(configs: Configs) -> Prepared:
     return prepare(config.data, config.tokenizer, model.vocab_size, cache, context, val_names=val_names, column=column)
 
 
-def digest_of(configs: Configs, equal: str) -> str:
-    """Short hash of the compared settings. More seeds or learning rates do not change it."""
-    arms: list[Any] = [(arm.factors, compared(fields_of(*each))) for arm, each in configs.items()]
-    return digest(arms if equal == "tokens" else [*arms, equal])[:8]
-
-
 def run_ablation(grid: Grid, command: str) -> list[str]:
     """Run what has not ended, and write the report, also when interrupted. Returns its summary."""
     write_atomically(grid.folder / "command.txt", command + "\n")
-    optima = dict.fromkeys(grid.configs, Optimum(grid.lrs[0], 0.0))
+    optima: dict[Arm, Optimum] = {}
     summary = [""]
     try:
-        if len(grid.lrs) > 1:
-            optima = {}
-            optima = grid.tune()
+        optima = grid.tune()
         grid.run(grid.reported(optima))
     finally:
-        cells = dict.fromkeys([*grid.reported(optima), *grid.asked])
+        cells = dict.fromkeys([*grid.reported(optima), *grid.planned])
         records = [grid.record(cell) for cell in cells]
         if any(record.ended for record in records):
             notes = [f"{line}." for line in dict.fromkeys(warned) if line.startswith("skipped: ")]
-            summary = write_report(grid.folder, records, command, notes)
+            summary = make_report(grid.folder, records, command, notes)
     return summary

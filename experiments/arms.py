@@ -56,7 +56,6 @@ def resolve_arms(arms: Iterable[Arm], shared: Asked, steps: Mapping[Arm, Asked] 
         require(not config.init_from, "an ablation compares runs from random initialization; leave out --init-from")
         bits = "an ablation compares val_bpb, so token files need their tokenizer: --tokenizer DIR or bytes"
         require(config.tokenizer != NoTokenizer.kind, bits)
-        shared = {**shared, "dtype": config.dtype}
     return found
 
 

@@ -45,12 +45,8 @@ class RoundsConfig:
 
 
 @dataclass(frozen=True)
-class DeviceConfig(RoundsConfig):
+class NormsConfig(RoundsConfig):
     device: str = option("auto", DEVICES, metavar="DEVICE")
-
-
-@dataclass(frozen=True)
-class NormsConfig(DeviceConfig):
     rows: int = option(8192, "number of tokens")
     dim: int = option(768, "features per token")
     compile: bool = option(False, "also measure RMSNorm and LayerNorm under torch.compile")
@@ -159,8 +155,6 @@ def make_norms(dim: int, device: torch.device, dtype: torch.dtype, compiled: boo
             norms[f"{kind}, compiled"] = norm
     norms["F.layer_norm"] = nn.LayerNorm(dim, dtype=dtype if device.type == "cuda" else None)  # as CUDA's kernel needs
     norms["F.rms_norm"] = nn.RMSNorm(dim, dtype=dtype)  # its kernel needs the dtype of x
-    if dtype != torch.float32 and device.type != "cuda":
-        norms["F.layer_norm, all bf16"] = nn.LayerNorm(dim, dtype=dtype)
     return {name: norm.to(device) for name, norm in norms.items()}
 
 

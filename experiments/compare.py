@@ -12,8 +12,8 @@ from typing import Any
 
 from config import DEFAULTS, split
 from experiments.costs import costs
-from experiments.records import COLUMNS, SEARCH, Arm, Record, outcome, read_csv, settings_of
-from experiments.report import write_report
+from experiments.records import SEARCH, Arm, Record, outcome, read_csv, settings_of
+from experiments.report import make_report
 from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
         taken = (out / "run.json").exists() or (out / "cells").exists() or out.resolve() in map(Path.resolve, folders)
         require(not taken, f"--out {out} holds runs, with a report of their own; choose another folder")
         out.mkdir(parents=True, exist_ok=True)
-    summary = write_report(out, records)
+    summary = make_report(out, records)
     print(*summary, f"see {out}/report.html or {out}/table.md", sep="\n")
 
 
@@ -47,10 +47,9 @@ def find_records(folders: list[Path]) -> list[Record]:
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
     found: dict[Any, Record] = {}
-    named = set[Path]()
+    named = [folder.resolve() for folder in folders]
     for folder in (folder for folder in folders if not folder.is_file()):
-        require(folder.resolve() not in named, f"{folder} is named twice")
-        named.add(folder.resolve())
+        require(named.count(folder.resolve()) == 1, f"{folder} is named twice")
         file, cells = folder / "runs.csv", {path.parent.name for path in folder.glob("cells/*/run.json")}
         require(file.exists() or not cells, f"{folder} has no report yet; continue it, or name runs in {folder}/cells")
         records = read_csv(file) if file.exists() else [read_run(folder)]
@@ -59,8 +58,7 @@ def find_records(folders: list[Path]) -> list[Record]:
         for record in records:
             if (record.path / "run.json").exists():
                 record = read_run(record.path, record)
-            values = [getattr(record, name) for name in COLUMNS if name not in ("run", "step_time")]
-            same = Path(record.run).name, record.ended or record.folder, *values
+            same = Path(record.run).name, record.step, record.seconds, record.val_bpb, record.ended or record.folder
             if same not in found or record.log:
                 found[same] = record
     require(len(found) > 1, f"compare needs at least two runs, not {len(found)}")
@@ -74,7 +72,7 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     run, log = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     resolved = DEFAULTS | run["resolved"]
     values: dict[str, Any] = outcome(log, resolved["steps"], resolved["vocab_size"])
-    values |= {"machine": machine_of(run), "commit": str(run["commit"])}
+    values |= {"machine": machine_of(run), "commit": str(run["commit"]), "lost": run["tokenizer"].get("lost", 0.0)}
     if planned:
         return replace(planned, **values)
     values |= {"lr": resolved["lr"], "seed": resolved["seed"], "settings": settings_of(run), "run": str(folder)}

@@ -7,7 +7,7 @@ tuning. Neither has a p-value.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -16,14 +16,14 @@ import numpy as np
 
 from experiments.rates import find_optimum, losses_of
 from experiments.records import UNNAMED, Arm, Record, final_bpb, grouped
-from experiments.statistics import ALPHA, Estimate, detectable, differ, estimate, holm
+from experiments.statistics import ALPHA, Estimate, detectable, estimate_mean, holm
 from runtime.run_dir import Row
 
 MARGIN = 0.01  # a difference in val_bpb that does not matter
 SEEDS = 3  # fewer call no arm better or worse
-WIDE = 3  # a rung of a ladder whose interval is so many times that of the best is left out of the slope
 VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
-NO_VERDICT, NO_TREND = "no verdict", "no trend shown"
+NO_VERDICT = "no verdict"  # of a single seed
+NO_TREND, FALLS, RISES = "no trend shown", "the difference falls", "the difference rises"
 AT_A_RATE = " at this rate"  # of a verdict, if learning rates were not searched for
 PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
 Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
@@ -34,19 +34,27 @@ Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
 @dataclass
 class Finding:
-    """A mean over seeds, of losses or of differences. It has a p-value if it can be tested."""
+    """A mean over seeds, of losses or of differences. `correct` gives it a p-value if it can be tested."""
 
-    estimate: Estimate | None  # None if no seed is left; its p is not corrected
+    values: Sequence[float]  # one for each seed
     planned: int  # seeds it should rest on
-    tuned: bool | None = None  # whether the optimum of every arm in it is known; None without a search
-    values: Sequence[float] = ()  # one for each seed
     slack: float = 0.0  # what errors of learning rates may cost
+    tuned: bool | None = None  # whether the optimum of every arm in it is known; None without a search
     p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
     tests: int = 1  # that are corrected together
 
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """None if no seed is left. Its p is not corrected."""
+        return estimate_mean(self.values, self.slack) if self.values else None
+
     @property
     def complete(self) -> bool:
-        return self.estimate is not None and self.estimate.n == self.planned
+        return 0 < len(self.values) == self.planned
+
+    @property
+    def raw_p(self) -> float | None:
+        return self.estimate.p if self.estimate and self.complete and self.tuned is not False else None
 
     @property
     def verdict(self) -> tuple[str, str]:
@@ -89,8 +97,7 @@ class Finding:
         """For scripts. What is not known is missing."""
         found, numbers = self.estimate, {}
         if found:
-            numbers = {"difference": found.mean, "half_width": found.half_width, "pairs": found.n}
-            numbers |= {"raw_p": found.p if self.p is not None else None}
+            numbers = {"difference": found.mean, "half_width": found.half_width, "pairs": found.n, "raw_p": self.raw_p}
         return numbers | {"p": self.p, "detectable": self.detectable, "verdict": self.words, "reason": self.verdict[1]}
 
 
@@ -98,37 +105,22 @@ class Finding:
 class Trend(Finding):
     """The mean slope of an effect over compute."""
 
-    ends: Sequence[float] = ()  # the effect at the smallest and at the largest size, on the line
-    rungs: Mapping[str, Finding] = field(default_factory=dict)  # the effect at each size
-    left_out: Sequence[str] = ()  # sizes whose effect is too imprecise for the slope
-    doublings: float = 0.0  # of FLOPs, between the ends
+    doublings: float = 0.0  # of FLOPs, from the smallest to the largest size
 
     @property
     def verdict(self) -> tuple[str, str]:
-        if len(self.rungs) - len(self.left_out) < 2:
-            return NO_TREND, "fewer than two sizes are precise"
-        if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
+        found = self.estimate
+        if found is None or self.p is None or self.p >= ALPHA or found.n < SEEDS:
             return NO_TREND, super().verdict[1]
-        rungs = [*self.rungs.values()]
-        shown = rungs[0].verdict[0], rungs[-1].verdict[0]
-        if {*shown} == {BETTER, WORSE}:
-            return f"{shown[0]} turns into {shown[1]}", ""
-        first, last = self.ends
-        if first * last < 0:
-            return "the difference falls" if last < first else "the difference rises", ""
-        return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
+        return RISES if found.mean > 0 else FALLS, ""
 
 
-def find(values: Sequence[float], planned: int, slack: float = 0.0, tuned: bool | None = None) -> Finding:
-    """The finding of these values. Its p is not corrected yet."""
-    measured = estimate(values, slack) if values else None
-    p = measured.p if measured and measured.n == planned and tuned is not False else None
-    return Finding(measured, planned, tuned, values, slack, p)
+# --- arms ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Group:
-    """The runs of an arm, and those that searched for its learning rate."""
+    """The reported runs of an arm, and those that searched for its learning rate."""
 
     runs: list[Record]
     search: list[Record]
@@ -186,41 +178,33 @@ class Comparison:
     @property
     def against(self) -> str:
         """What arms are compared with."""
-        compared = {self.baselines[arm] for arm in self.found}
-        names = {arm.without_size.name for arm in compared}
-        if len(compared) == 1:
-            return compared.pop().name
+        names = {base.without_size.name for base in map(self.baselines.get, self.found) if base}
         if len(names) == 1:
-            return f"{names.pop()} of the same size"
+            return names.pop() + (" of the same size" if self.trends else "")
         known = all(run.known for run in self.runs)
         return "the first arm with the same text and batches" if known else "the first arm of its folder"
 
 
 def compare(records: Iterable[Record]) -> Comparison:
-    """What is found of runs whose arms `name_arms` has named."""
-    runs = grouped(((record.search, record.arm), record) for record in records)
-    search = {arm: each for (searched, arm), each in runs.items() if searched}
-    arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
-    return compare_groups(arms, search)
-
-
-def compare_groups(arms: dict[Arm, Group], search: dict[Arm, list[Record]]) -> Comparison:
-    """The differences of `pairs_of` the arms, and `trends_of` these in a ladder.
+    """What is found of runs whose arms `name_arms` has named: `pairs_of` arms, and `trends_of` these in a ladder.
 
     Holm's method corrects all p-values together. One that is missing counts as a comparison that found nothing: which
     runs diverge is chance too, so they must not make the correction of the others milder. Arms with no seed in common
     are no comparison.
     """
+    runs = grouped(((record.search, record.arm), record) for record in records)
+    search = {arm: each for (searched, arm), each in runs.items() if searched}
+    arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
     first: dict[Any, Arm] = {}
     baselines = {arm: first.setdefault((arm.size, group.text), arm) for arm, group in arms.items()}
     flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values()}
     flops = dict(sorted(flops.items(), key=lambda item: item[1]))
     pairs = {(arm, other): difference(arms[arm], arms[other]) for arm, other in pairs_of(baselines)}
-    trends = trends_of(pairs, flops) if "" not in flops and all(flops.values()) else {}
+    trends = trends_of(pairs, flops) if len(flops) > 1 and all(flops.values()) else {}
     everything = [each for each in (*pairs.values(), *trends.values()) if each.planned]
-    corrected = holm([1.0 if each.p is None else each.p for each in everything])
+    corrected = holm([1.0 if each.raw_p is None else each.raw_p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
-        each.p, each.tests = None if each.p is None else p, len(everything)
+        each.p, each.tests = None if each.raw_p is None else p, len(everything)
     return Comparison(arms, search, baselines, flops, pairs, trends)
 
 
@@ -229,10 +213,12 @@ def difference(one: Group, other: Group) -> Finding:
     seeds = sorted(one.bpb.keys() & other.bpb.keys())
     planned = {run.seed for run in one.runs} & {run.seed for run in other.runs}
     regrets = one.regret, other.regret
-    slack, tuned = sum(regret or 0.0 for regret in regrets), None
-    if one.search or other.search:
-        tuned = None not in regrets
-    return find([one.bpb[seed] - other.bpb[seed] for seed in seeds], len(planned), slack, tuned)
+    return Finding(
+        values=[one.bpb[seed] - other.bpb[seed] for seed in seeds],
+        planned=len(planned),
+        slack=sum(regret or 0.0 for regret in regrets),
+        tuned=None not in regrets if one.search or other.search else None,
+    )
 
 
 def pairs_of(baselines: Mapping[Arm, Arm]) -> list[Pair]:
@@ -253,29 +239,21 @@ def trends_of(found: Mapping[Pair, Finding], flops: Mapping[str, float]) -> dict
     """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
 
     Keys are arms without their size. `flops` are those of each size. There is a slope only if the effect is known at
-    every size. Those where it is `imprecise` do not count.
+    every size, with as many seeds.
     """
-    trends: dict[Arm, Trend] = {}
-    for plain, pairs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
-        rungs: dict[str, Finding] = dict(sorted(pairs, key=lambda pair: flops[pair[0]]))
-        left_out = imprecise(rungs)
-        kept = {size: each for size, each in rungs.items() if size not in left_out}
-        x = np.log2([flops[size] for size in kept])
-        line = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives the slope and the middle
-        known = len(kept) > 1 and len(rungs) == len(flops) and all(each.complete for each in rungs.values())
-        slopes, middles = line @ [each.values for each in kept.values()] if known else np.empty((2, 0))
-        slack, tuned = abs(line[0]) @ [each.slack for each in kept.values()], {each.tuned for each in kept.values()}
-        planned = min(each.planned for each in kept.values())
-        slope = find(slopes.tolist(), planned, float(slack), False if False in tuned else all(tuned) or None)
-        ends = np.array([x.min(), x.max()]) - x.mean()
-        effects = (middles.mean() + slopes.mean() * ends).tolist() if known else []
-        trends[plain] = Trend(**vars(slope), ends=effects, rungs=rungs, left_out=left_out, doublings=float(np.ptp(x)))
+    x = np.log2([*flops.values()])
+    line, _ = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives their slope
+    trends = {}
+    for arm, effects in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
+        sizes: dict[str, Finding] = dict(effects)
+        rungs = [sizes[size] for size in flops if size in sizes]
+        planned, tuned = min(each.planned for each in rungs), {each.tuned for each in rungs}
+        known = len(rungs) == len(flops) and all(each.complete and each.planned == planned for each in rungs)
+        trends[arm] = Trend(
+            values=(line @ [each.values for each in rungs]).tolist() if known else [],
+            planned=planned,
+            slack=float(abs(line) @ [each.slack for each in rungs]) if known else 0.0,
+            tuned=False if False in tuned else None if None in tuned else True,
+            doublings=float(np.ptp(x)),
+        )
     return trends
-
-
-def imprecise(rungs: Mapping[str, Finding]) -> list[str]:
-    """The sizes whose interval is more than `WIDE` times that of the best, and not by chance."""
-    widths = {size: each.estimate.half_width or 0.0 for size, each in rungs.items() if each.estimate}
-    best = min(widths.values(), default=0.0)
-    wide = [size for size, width in widths.items() if width > WIDE * best]
-    return [size for size in wide if differ(widths[size], best, rungs[size].planned)]

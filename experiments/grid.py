@@ -19,9 +19,8 @@ from typing import Any
 from tqdm import tqdm
 
 import train
-from config import Asked, ModelConfig, TrainConfig, combine, flag_name
+from config import Asked, ModelConfig, TrainConfig, flag_name
 from data.prepare import Prepared
-from experiments.arms import asked_of
 from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
 from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, outcome, settings_of
 from files import InUse, require, warn
@@ -66,17 +65,16 @@ class Grid:
 
     folder: Path
     configs: Mapping[Arm, tuple[ModelConfig, TrainConfig]]  # with the learning rate and seed of each cell
-    shared: Asked  # options of train.py for all cells
-    steps: Mapping[Arm, Asked]  # those of an arm, if they follow from --equal
+    asked: Mapping[Arm, Asked]  # what an arm asks of train.py, without the device
     costs: Mapping[Arm, Mapping[str, Any]]  # of a run of each arm: parameters, tokens, FLOPs, relative time of a step
     data: Prepared
     seeds: range  # reported
+    lrs: Sequence[float]  # of all arms: the reported one, or several from which the search starts
     jobs: int
     threads: int
-    devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to `shared`
-    lrs: Sequence[float] = ()  # of all arms: the reported one, or several from which the search starts
+    devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to train.py
     print_commands: bool = False  # instead of running
-    asked: list[Cell] = field(default_factory=list)  # all cells that `run` was called with
+    planned: list[Cell] = field(default_factory=list)  # all cells that `run` was called with
 
     def cell_folder(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
@@ -88,26 +86,26 @@ class Grid:
         """What has come of a cell. Raises ValueError if it cannot be trained, is damaged, or has other settings."""
         folder, (model, config) = self.cell_folder(cell), self.configs[cell.arm]
         config = replace(config, lr=cell.lr, seed=cell.seed)
-        planned: dict[str, Any] = {
+        run: dict[str, Any] = {
             "resolved": fields_of(model, config),
-            "asked": combine(self.shared, asked_of(cell.arm)),
+            "asked": self.asked[cell.arm],
             "imports": import_records(),
             "corpus": {"name": self.data.corpus_name, "hash": self.data.corpus_hash},
             "tokenizer": {"kind": self.data.tokenizer.kind, "hash": self.data.tokenizer.hash},
         }
-        settings, values = settings_of(planned), dict[str, Any](self.costs[cell.arm])
+        settings, values = settings_of(run), dict[str, Any](self.costs[cell.arm])
         with bad_input():
             values |= outcome(read_rows(folder / "metrics.jsonl"), config.steps, model.vocab_size)
             if (folder / "run.json").exists():
                 run = read_run_file(folder / "run.json")
                 values |= {"machine": machine_of(run), "commit": str(run["commit"])}
-                here = UNNAMED | settings | {"lr": str(cell.lr), "seed": str(cell.seed)}
-                there = UNNAMED | settings_of(run) | {name: str(run["resolved"][name]) for name in ("lr", "seed")}
+                here, there = UNNAMED | settings, UNNAMED | settings_of(run)
                 changed = [name for name in here if here[name] != there[name] and name != "imports"]
                 problems = [f"has {flag_name(name)} {there[name]}, not {here[name]}" for name in changed]
                 problems += check_imports(run["imports"])
                 require(not problems, f"the run in {folder} {'; '.join(problems)}; choose another --out")
         values |= {"search": cell.seed not in self.seeds, "run": cell.name, "folder": str(self.folder)}
+        values["lost"] = self.data.lost
         return Record(**vars(cell), **values, settings=settings)
 
     def run(self, cells: list[Cell]) -> Records:
@@ -116,7 +114,7 @@ class Grid:
         Raises Stopped after a signal and CellFailed if a run fails. Running cells save before either. With
         `print_commands`, prints a line of shell for each run that has not ended, and exits.
         """
-        self.asked.extend(cells)
+        self.planned.extend(cells)
         records = {cell: self.record(cell) for cell in cells}
         waiting = [cell for cell, record in records.items() if not record.ended]
         if self.print_commands and waiting:
@@ -163,7 +161,6 @@ class Grid:
         Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
         """
         log = self.log(cell)
-        log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as file:
             return subprocess.Popen(
                 [*END_WITH_PARENT, *self.command(cell, device)],
@@ -188,11 +185,11 @@ class Grid:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
         folder, config = self.cell_folder(cell), self.configs[cell.arm][1]
         if (folder / "run.json").exists() if started is None else started:
-            asked: dict[str, Any] = {"resume": True} | {name: getattr(config, name) for name in RESUMED_WITH}
+            asked: Asked = {"resume": True} | {name: getattr(config, name) for name in RESUMED_WITH}
         else:
             decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}
-            asked = combine(self.shared, asked_of(cell.arm), self.steps.get(cell.arm, {}), decided)
-        asked |= ({"device": device} if device else {}) | {"out": str(folder)}
+            asked = self.asked[cell.arm] | decided
+        asked = asked | ({"device": device} if device else {}) | {"out": str(folder)}
         return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
 
     def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
@@ -200,7 +197,12 @@ class Grid:
         return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.configs if optima]
 
     def tune(self) -> dict[Arm, Optimum]:
-        """The optimum of each arm. It starts with `lrs` and one other seed, and up to `WIDEN` times it gets more."""
+        """The optimum of each arm. It starts with `lrs` and one other seed, and up to `WIDEN` times it gets more.
+
+        A single rate is that of all arms.
+        """
+        if len(self.lrs) == 1:
+            return dict.fromkeys(self.configs, Optimum(self.lrs[0], None))
         found: Records = {}
         losses: dict[Arm, Losses] = {}
         wanted: dict[Arm, tuple[Sequence[float], int]] = dict.fromkeys(self.configs, (self.lrs, 1))

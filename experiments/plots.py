@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 MARKERS = "os^DvP<p>hd"  # filled; hollow for the arms that take a marker or a line style a second time
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
-SIDES = "← better                    worse →"
-FILLED = "filled: a difference is shown"
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
@@ -52,8 +50,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     """A row for each arm: a small dot per seed, and the mean difference with its 95% interval.
 
     The mean is filled where the corrected test shows a difference, else hollow. An arm has none if one of its runs, or
-    of the baseline's, diverged or has not ended: that of the remaining seeds could be too good. Intervals of two seeds
-    may be wide: the frame is at most five times as wide as what the dots cover.
+    of the baseline's, diverged or has not ended: that of the remaining seeds could be too good.
     """
     from matplotlib.figure import Figure  # here and below because it takes half a second
 
@@ -61,10 +58,8 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     lines = max((name.count("\n") + 1 for name in names), default=1)
     figure = Figure(figsize=(WIDTH, 1.6 + max(0.4, 0.2 * lines) * len(found)), layout="constrained")
     axes = figure.subplots()
-    dots = [0.0]
     for height, (arm, finding) in enumerate(found.items()):
         style = styles[arm.name] | {"linestyle": "", "fillstyle": "full"}
-        dots += finding.values
         axes.plot(finding.values, [height] * len(finding.values), alpha=0.5, markersize=4, **style)
         note = f" n = {len(finding.values)}" + ("" if finding.complete else f" of {finding.planned}")
         axes.text(1.01, height, note, transform=axes.get_yaxis_transform(), va="center")
@@ -74,73 +69,31 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     axes.axvline(0, color="0.3", linewidth=1)
     axes.set_yticks(range(len(found)), names, size="small" if lines > 1 else "medium")
     axes.set_ylim(len(found) - 0.4, -0.6)
-    frame = axes.get_xlim()
-    if room := 2 * (max(dots) - min(dots)):
-        axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
     axes.locator_params("x", nbins=5)
-    cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
-    axes.set_xlabel(f"val_bpb, paired by seed\n{SIDES}\n{FILLED}{cut}")
+    axes.set_xlabel("val_bpb, paired by seed\n← better                    worse →\nfilled: a difference is shown")
     axes.grid(alpha=0.3)
     figure.suptitle(fill(title, LONG), fontsize="medium")
-    return figure
-
-
-def plot_ladder(
-    found: Mapping[Arm, Finding], flops: Mapping[str, float], title: str, styles: Mapping[str, Style]
-) -> "Figure":
-    """The effect of each arm over the FLOPs of each size, with its 95% interval. It is filled where it is shown.
-
-    Below zero an arm is better than the first one. Each is a little further to the right, so that no interval hides
-    another. `styles` are those of arms without their size.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    axes = figure.subplots()
-    groups = grouped((arm.without_size, (flops[arm.size], each)) for arm, each in found.items() if each.complete)
-    for number, (arm, rungs) in enumerate(groups.items()):
-        style = styles[arm.name] | {"fillstyle": "full"}
-        x = [compute * 1.2 ** (number / len(groups)) for compute, _ in rungs]
-        y = [each.estimate.mean for _, each in rungs]
-        error = np.array([each.estimate.half_width for _, each in rungs], float)  # None, of a single seed, becomes NaN
-        axes.errorbar(x, y, error, label=arm.name, capsize=4, **(style | {"markerfacecolor": "none"}))
-        shown = [(a, b) for a, b, (_, each) in zip(x, y, rungs, strict=True) if each.shown]
-        axes.plot(*np.reshape(shown, (-1, 2)).T, **(style | {"linestyle": ""}))
-    axes.axhline(0, color="0.3", linewidth=1)
-    axes.set_xscale("log")
-    sizes = {arm.width: flops[arm.size] for arm in found}
-    axes.set_xticks([*sizes.values()], [f"{width}\n{compute:.2g}" for width, compute in sizes.items()])
-    axes.minorticks_off()
-    axes.set_xlabel(f"FLOPs of a run; arms of a size are side by side\n{FILLED}")
-    axes.set_ylabel(f"difference in val_bpb\n{SIDES}")
-    axes.grid(alpha=0.3)
-    left_out = dict.fromkeys(arm.without_size.name for arm, each in found.items() if not each.complete)
-    title += f". Incomplete, as runs diverged or have not ended: {', '.join(left_out)}" if left_out else ""
-    figure.suptitle(fill(title, LONG), fontsize="medium")
-    add_legend(figure, axes)
     return figure
 
 
 def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> "Figure | None":
-    """Each arm's mean training loss and val_bpb over the steps that all its runs logged, or over tokens.
+    """Each arm's mean training loss and val_bpb over the steps that all its runs logged.
 
-    Tokens are the unit if arms differ in those of a step. A metric that no arm has at two steps is left out; there may
-    be none. About ten points of a line have markers. The line of an arm with a diverged run ends with a cross.
+    A metric that no arm has at two steps is left out; there may be none. About ten points of a line have markers. The
+    line of an arm with a diverged run ends with a cross.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     arms = grouped((run.arm, run) for run in runs)
-    batches = {row["tokens"] / row["step"] for run in runs for row in run.log if "tokens" in row}
-    unit = "step" if len(batches) <= 1 else "tokens"
-    metrics = [metric for metric in METRICS if any(len(curve(group, metric, unit)) > 1 for group in arms.values())]
+    metrics = [metric for metric in METRICS if any(len(curve(group, metric)) > 1 for group in arms.values())]
     if not metrics:
         return None
     figure = Figure(figsize=(WIDTH, 0.4 + 2.5 * len(metrics)), layout="constrained")
     column = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for axes, metric in zip(column, metrics, strict=True):
         for arm, group in arms.items():
-            points, style = curve(group, metric, unit), styles[arm.name]
+            points, style = curve(group, metric), styles[arm.name]
             diverged = any(run.diverged for run in group)
             name = arm.name + (" (diverged)" if diverged else "")
             axes.plot(*points.T, label=name, markersize=4, markevery=len(points) // 10 + 1, **style)
@@ -149,18 +102,14 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
         axes.set(ylabel=METRICS[metric])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
-    column[-1].set_xlabel(unit)
+    column[-1].set_xlabel("step")
     figure.suptitle(fill(title, LONG), fontsize="medium")
     add_legend(figure, column[0])
     return figure
 
 
-def curve(runs: Sequence[Record], metric: str, unit: str) -> np.ndarray:
-    """The means, n 2, of a unit and of a metric at the steps that all `runs` logged."""
-    pairs = []
-    for run in runs:
-        at = {row["step"]: row[unit] for row in run.log if unit in row}  # evaluations have no tokens of their own
-        logged = (row for row in run.log if metric in row and row["step"] in at)
-        pairs += [(row["step"], (at[row["step"]], row[metric])) for row in logged]
-    means = [np.mean(points, axis=0) for _, points in sorted(grouped(pairs).items()) if len(points) == len(runs)]
+def curve(runs: Sequence[Record], metric: str) -> np.ndarray:
+    """The steps that all `runs` logged and the means of a metric there, n 2."""
+    logged = grouped((row["step"], row[metric]) for run in runs for row in run.log if metric in row)
+    means = [(step, np.mean(values)) for step, values in sorted(logged.items()) if len(values) == len(runs)]
     return np.reshape(means, (-1, 2))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any, get_args
 
 from config import DEFAULTS, FIELDS, as_text
@@ -16,6 +15,7 @@ from runtime.run_dir import Row, RunFile
 
 BySeed = Mapping[int, float]
 SIZE = "size"  # the factor of --ladder: "dim=64,heads=4,steps=400"
+LOSSY = "lossy"  # the factor of arms whose tokenizer loses text
 SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are fewer reported ones
 # Options that change no result. A run that is continued gets those of the command that continues it.
 RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
@@ -37,19 +37,14 @@ class Arm:
     @property
     def name(self) -> str:
         """The width, the norm, the placement, the recipe, and other factors with their names."""
-        named = ("norm", "placement", "recipe", "run", "folder")
+        named = ("norm", "placement", "recipe", "run", "folder", LOSSY)
         values = [value if name in named else f"{name}={value}" for name, value in self.without_size.factors]
-        return " ".join(filter(None, [self.width, *values])) or "model"
+        return " ".join(filter(None, [self.size.split(",")[0], *values])) or "model"
 
     @property
     def size(self) -> str:
         """Its size in a ladder, or ""."""
         return dict(self.factors).get(SIZE, "")
-
-    @property
-    def width(self) -> str:
-        """The first part of its size, such as "dim=64", or ""."""
-        return self.size.split(",")[0]
 
     @property
     def without_size(self) -> "Arm":
@@ -72,14 +67,13 @@ class Record:
     step: int = 0
     val_loss: float | None = None  # nats per token
     val_bpb: float | None = None  # bits per UTF-8 byte
-    best_val_loss: float | None = None  # the lowest of all evaluations
-    tokens_per_second: float | None = None  # median over the run
     seconds: float | None = None
     run: str = ""
     parameters: int | None = None
     tokens: int | None = None  # of the whole run
     flops: float | None = None  # the same
     step_time: float | None = None  # seconds of a step over those of the first arm of its size, measured alone
+    lost: float = 0.0  # the share of the text that its tokenizer loses
     machine: str = ""
     commit: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)  # options that are not at their defaults, as flags
@@ -122,15 +116,13 @@ def outcome(log: list[Row], steps: int, vocab_size: int) -> dict[str, Any]:
     """What the rows of a metrics.jsonl say of a run of so many steps."""
     last = log[-1] if log else {"step": 0}
     final = last if last["step"] == steps else {}
-    training = [row for row in log if "train_loss" in row]
+    seconds = [row["seconds"] for row in log if "seconds" in row]
     return {
         "diverged": "not_finite" in last or final.get("val_loss", 0.0) > math.log(vocab_size),
         "step": last["step"],
         "val_loss": final.get("val_loss"),
         "val_bpb": final.get("val_bpb"),
-        "best_val_loss": min((row["val_loss"] for row in log if "val_loss" in row), default=None),
-        "tokens_per_second": median(row["tokens_per_second"] for row in training) if training else None,
-        "seconds": training[-1]["seconds"] if training else None,
+        "seconds": seconds[-1] if seconds else None,
         "log": log,
     }
 
@@ -255,18 +247,18 @@ def _read(text: str, kind: Any, what: str) -> Any:
 def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
     """The records with arms named by few options that tell them apart, and which other options differ.
 
-    Factors of an ablation that do are kept. Otherwise runs that differ in nothing but their seed are an arm. A learning
-    rate counts, unless it was searched for, and so does a folder, if runs of two have the same options and seed, or if
-    the options of one are not known. Options that follow from a recipe or a size are not returned.
+    Factors of an ablation that do are kept. Runs that differ in nothing but their seed are an arm. A learning rate
+    counts, unless it was searched for, and so does a folder, if runs of two have the same options and seed, or if the
+    options of one are not known. Options that follow from a recipe, a tokenizer or a size are not returned.
     """
     searched = {record.folder for record in records if record.search}
     given = [record.options | {"lr": "best" if record.folder in searched else spelled(record.lr)} for record in records]
     folders = {record.folder for record in records}
     unknown = len(folders) > 1 and not all(record.known for record in records)
     distinct = {(*sorted(each.items()), run.seed) for each, run in zip(given, records, strict=True)}
-    if unknown or len(distinct) < len(records):
-        short = len({Path(folder).name for folder in folders}) == len(folders)
-        for each, record in zip(given, records, strict=True):
+    short = len({Path(folder).name for folder in folders}) == len(folders)
+    for each, record in zip(given, records, strict=True):
+        if unknown or len(distinct) < len(records):
             each["folder"] = Path(record.folder).name if short else record.folder
 
     def values(*names: str) -> list[tuple[str, ...]]:
@@ -276,17 +268,18 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
         return len(set(values(*names)))
 
     factors = dict.fromkeys(name for record in records for name, _ in record.arm.factors)
-    order = dict.fromkeys(["recipe", "norm", "placement", *FIELDS, *chain.from_iterable(given)])
+    order = dict.fromkeys(["recipe", "norm", "placement", "tokenizer", *FIELDS, *chain.from_iterable(given)])
     differing = [name for name in order if count(name) > 1]
-    names = [name for name in (*factors, "folder") if name in differing]
-    if count(*names) < count(*differing):
-        names = names if unknown else []
-        while count(*names) < count(*differing):
-            names.append(max(differing, key=lambda name: count(*names, name)))
-        names.sort(key=[*order].index)
-    names = names or [*factors] or ["norm", "placement"]
-    leading = [name for name in ("recipe", SIZE) if name in names]
+    names = [name for name in {**factors, "folder": None} if name in differing]
+    while count(*names) < count(*differing):
+        names.append(max(differing, key=lambda name: count(*names, name)))
+    names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
+    leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
     others = [name for name in differing if name not in (*names, "lr", "folder")]
     others = [name for name in others if not unknown and count(*leading, name) > count(*leading)]
+    if len({record.lost > 0 for record in records}) > 1:
+        for each, record in zip(given, records, strict=True):
+            each[LOSSY] = f"lossy ({100 * record.lost:.2g}%)" if record.lost else ""
+        names = [*(name for name in names if name != LOSSY), LOSSY]
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others

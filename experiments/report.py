@@ -5,7 +5,6 @@ import io
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -19,13 +18,11 @@ from experiments.findings import (
     SEEDS,
     UNDECIDED,
     VERDICTS,
-    WIDE,
     Comparison,
     Finding,
     compare,
-    find,
 )
-from experiments.plots import arm_styles, plot_curves, plot_differences, plot_ladder
+from experiments.plots import arm_styles, plot_curves, plot_differences
 from experiments.rates import POINTS, WINDOW
 from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of
 from experiments.statistics import ALPHA
@@ -40,33 +37,30 @@ if TYPE_CHECKING:
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 FEW = 3  # compared arms; the conclusion has no numbers of more
-TITLE = 12  # arms
 MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
 HOW_TO_READ = (
-    "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: as "
-    "far as their shapes allow, each seed gives both arms the same initial weights and batches. Below zero is better. "
-    "p tests for no difference (paired t test), corrected for all tests of this report (Holm); an interval is for one. "
-    "`detectable` is about the smallest true difference that so many seeds show in four of five experiments, with the "
-    "strictest correction; for three seeds it is too small, by up to a quarter. All this is about chance in "
-    "seeds, not about other texts.",
+    "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: "
+    "each seed gives both arms the same batches and, as far as shapes allow, the same initial weights. Below zero is "
+    "better. p is of a paired t test, corrected for all tests of this report (Holm); an interval is for one. "
+    "`detectable` is about the smallest true difference that so many seeds show in four of five experiments; for three "
+    "seeds it is too small, by up to a quarter. All this is about chance in seeds, not about other texts.",
     f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or worse "
-    f"if p is below {ALPHA} with at least {SEEDS} seeds: what two seem to show is mostly chance. Else it is undecided, "
-    "which does not mean equal. At a learning rate that was not searched for, an arm is only better at this rate: arms "
-    "that are equal at their best rates often differ at one.",
+    f"if p is below {ALPHA} with at least {SEEDS} seeds. Else it is undecided, which does not mean equal. At a rate "
+    "that was not searched for, it is only better at this rate: equal arms often differ at one.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged (its loss was not finite, or ended above that of a "
     "uniform prediction) or has not ended. The others may be the easy ones, so their mean has no p.",
 )
 SEARCH = (
     "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses within "
     f"{WINDOW:.3f} bits per byte (0.1 nats) of the lowest, of at least {POINTS} rates. The regret is what an error of "
-    "the vertex may cost: intervals are wider by it, and p-values count only what is beyond. The optimum is not found "
-    f"if fewer than {POINTS} rates are that close, if the vertex is not among them, if the {POINTS} rates nearest to "
-    "it have another, or if the reported seeds end further than that from the parabola. Then there is no p-value."
+    "the vertex may cost: intervals are wider by it, and p counts only what is beyond. The optimum is not found if "
+    f"fewer than {POINTS} rates are that close, if the vertex is not among them, if the {POINTS} nearest to it have "
+    "another, or if the reported seeds end further than that from the parabola. Then there is no p."
 )
 LADDER = (
     "The slope is that of a line through an arm's differences, for each doubling of the first arm's FLOPs, a line for "
-    f"each seed. A trend is shown if p is below {ALPHA} with at least {SEEDS} seeds. A size does not count (*) if its "
-    f"interval is more than {WIDE} times as wide as the best, and by more than chance."
+    f"each seed. A difference that falls is a gain. It is shown if p is below {ALPHA} with at least {SEEDS} seeds. "
+    "A run of the first arm has these FLOPs: "
 )
 
 
@@ -83,16 +77,15 @@ def verdicts(found: Comparison) -> str:
         rates = "each at its own best learning rate" if found.tuned else "at learning rates that were not all tuned"
     parts = []
     if found.trends:
-        groups = grouped(((slope.words, slope.verdict[1]), arm.name) for arm, slope in found.trends.items())
-        said = [f"{trend} for {listed(arms)}" + (f", as {why}" if why else "") for (trend, why), arms in groups.items()]
-        parts.append(f"With compute, {'; '.join(said)}.")
+        groups = grouped((slope.words, arm.name) for arm, slope in found.trends.items())
+        trends = [f"{trend} for {listed(arms)}" for trend, arms in groups.items()]
+        parts.append(f"With compute, {'; '.join(trends)}.")
     if found.found:
         parts.append(f"Compared with {found.against}, {rates}: {by_verdict(found.found)}.")
-    if len(found.arms) == 1:
-        ((arm, group),) = found.arms.items()
-        parts.append(f"One arm, {arm.name}: val_bpb {mean_of(group.runs)}.")
-    elif alone := [arm.name for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]:
-        parts.append(f"Not compared, as no other arm has the same text and batches: {listed(alone)}.")
+    alone = [arm for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]
+    if alone:
+        means = listed([f"{arm.name} (val_bpb {mean_of(found.arms[arm].runs)})" for arm in alone])
+        parts.append(f"Not compared, as no other arm has the same text and batches: {means}.")
     text = " ".join(parts)
     return text.replace(AT_A_RATE, " at these rates") if len(lrs) > 1 else text
 
@@ -107,18 +100,18 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
     order = [*VERDICTS, NO_VERDICT]
     for words, verdict, reason in sorted(groups, key=lambda key: order.index(key[1])):
         arms = groups[words, verdict, reason]
+        if verdict == NO_VERDICT:
+            differences = ", ".join(f"{arm.name} {signed(found[arm])}" for arm in arms)
+            parts.append(f"one seed, so no verdict: {differences}")
+            continue
         names = [f"{arm.name}{numbers(found[arm]) if few else ''}" for arm in arms]
         if arms[0].size and not few:
-            at = grouped((arm.without_size.name, arm.width) for arm in arms)
+            at = grouped((arm.without_size.name, arm.size.split(",")[0]) for arm in arms)
             names = [f"{name} ({', '.join(widths)})" for name, widths in at.items()]
         are = f"{listed(names)} {'are' if len(names) > 1 else 'is'}"
-        if verdict in (UNDECIDED, NO_VERDICT) and len(arms) > MANY:
-            are = f"{len(arms)} of {len(found)} {'comparisons' if arms[0].size else 'arms'} are"
-        if verdict == NO_VERDICT:
-            differences = ", ".join(f"{arm.name} {signed(found[arm])}" for arm in arms[:MANY])
-            parts.append(f"one seed, so no verdict: {differences}")
-        else:
-            parts.append(f"{are} {words}" + (f", as {reason}" if reason else ""))
+        if verdict == UNDECIDED and len(arms) > MANY:
+            are = f"{len(arms)} of {len(found)} are"
+        parts.append(f"{are} {words}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)
 
 
@@ -127,19 +120,18 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
     counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
     if sizes := [run.parameters for run in found.runs if run.parameters]:
-        texts, dtypes = (values_of(found, name) for name in ("data", "dtype"))
-        tokens = f"{span([run.tokens or 0 for run in found.runs])} tokens"
-        tokens = " of ".join([tokens, *filter(None, [listed(texts)])])
-        parts += [", ".join([f"{span(sizes)} parameters", tokens, *dtypes]), equal_in(found)]
+        parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs])} tokens"]
+        if all(run.known for run in found.runs):
+            texts = known_values(run.options["data"].partition("@")[0] for run in found.runs)
+            dtypes = known_values(run.options.get("dtype") for run in found.runs)
+            parts[-1] += f" of {', '.join([listed(texts), *dtypes])}"
+        parts.append(equal_in(found))
+    if lost := [100 * run.lost for run in found.runs if run.lost]:
+        whose = "some" if len(lost) < len(found.runs) else "all"
+        parts.append(f"lossy: the tokenizer of {whose} arms loses {span(lost, '{:.2g}%'.format)} of the text")
     if others:
         parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return "; ".join(parts) + "." if parts else ""
-
-
-def values_of(found: Comparison, name: str) -> list[str]:
-    """The values of an option, without hashes, if those of all runs are known."""
-    values = {run.options.get(name, "").partition("@")[0] for run in found.runs}
-    return [] if "" in values else sorted(values)
 
 
 def millions(value: float) -> str:
@@ -182,13 +174,12 @@ def resolution(found: Comparison) -> str:
     if changes := [each.detectable * each.doublings for each in found.trends.values() if each.detectable]:
         parts.append(f"the whole ladder would show a change of {median(changes):.3f}")
     for name, what in (("time", "as long"), ("FLOPs", "the FLOPs")):
-        relative = relative_costs(found, name, of_a_step=True).items()
-        other = grouped((arm.without_size.name, ratio) for arm, ratio in relative if abs(ratio - 1) > PRECISE)
-        if len(other) > FEW:
-            other = {"": [*chain.from_iterable(other.values())]}
-        for arm, ratios in other.items():
-            of = f" of {arm}" if arm else ""
-            parts.append(f"a step{of} takes {span(ratios, '{:.2f}'.format)} times {what}")
+        relative = relative_costs(found, name, of_a_step=True)
+        others = {arm: ratio for arm, ratio in relative.items() if abs(ratio - 1) > PRECISE}
+        names = {arm.without_size.name for arm in others}
+        if names:
+            of = f" of {names.pop()}" if len(names) == 1 else ""
+            parts.append(f"a step{of} takes {span([*others.values()], '{:.2f}'.format)} times {what}")
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
@@ -226,7 +217,7 @@ def statistic(finding: Finding, spec: str = "+.4f") -> str:
 
 
 def mean_of(runs: Sequence[Record]) -> str:
-    return statistic(find([*final_bpb(runs).values()], len(runs)), ".4f")
+    return statistic(Finding([*final_bpb(runs).values()], len(runs)), ".4f")
 
 
 def columns_of(finding: Finding) -> list[str]:
@@ -252,13 +243,9 @@ def comparison_table(found: Comparison) -> str:
 
 
 def ladder_table(found: Comparison) -> str:
-    """A row for each arm: its slope, and its difference at each size."""
-    sizes, rows = found.flops, []
-    for arm, slope in found.trends.items():
-        marked = {size: f"{statistic(each)}{'*' * (size in slope.left_out)}" for size, each in slope.rungs.items()}
-        rows.append([arm.name, *columns_of(slope), *(marked.get(size, NONE) for size in sizes)])
-    titles = [f"{size}: {flops:.2g} FLOPs" for size, flops in sizes.items()]
-    return table(["arm", "slope for each doubling (n)", "trend", "p", "detectable", *titles], rows)
+    """A row for each arm: how its difference changes with compute."""
+    rows = [[arm.name, *columns_of(slope)] for arm, slope in found.trends.items()]
+    return table(["arm", "slope for each doubling (n)", "trend", "p", "detectable"], rows)
 
 
 def factor_table(found: Comparison) -> str:
@@ -298,7 +285,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def write_report(folder: Path, records: list[Record], command: str = "", notes: Collection[str] = ()) -> list[str]:
+def make_report(folder: Path, records: list[Record], command: str = "", notes: Collection[str] = ()) -> list[str]:
     """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, `report.html` and the figures. Returns the summary.
 
     Figures that only an earlier report had are deleted. `notes` are said beside the command.
@@ -324,7 +311,8 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
     if found.arms:
         sections += ["## Comparison", comparison_table(found)]
     if found.trends:
-        sections += ["## Effect over compute", LADDER, ladder_table(found)]
+        sizes = "; ".join(f"{size}: {flops:.2g}" for size, flops in found.flops.items())
+        sections += ["## Effect over compute", f"{LADDER}{sizes}.", ladder_table(found)]
     if len(found.pairs) > len(found.found):
         more += ["## One factor at a time", factor_table(found)]
     if found.search:
@@ -332,7 +320,7 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
     first, middle, last = ("\n\n".join(filter(None, part)) for part in ([*summary, *sections], more, about))
     write_atomically(folder / "table.md", "\n\n".join(filter(None, (first, middle, last))) + "\n")
     figures = figures_of(found)
-    for name in ("ladder", "differences", "curves", "watch"):
+    for name in ("differences", "curves", "watch"):
         for kind in ("png", "svg", "pdf"):
             if name in figures:
                 save_plot(figures[name], folder / f"{name}.{kind}")
@@ -341,7 +329,7 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
     parts = [markdown(first), *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items())]
     parts += [markdown(middle), folded("How to read this", markdown(last))]
     parts += [folded("Settings of the first arm", settings_list(records[0].options))]
-    write_atomically(folder / "report.html", page(title_of(found), parts))
+    write_atomically(folder / "report.html", page(folder.resolve().name, parts))
     return [*filter(None, summary)]
 
 
@@ -350,11 +338,11 @@ def arm_rows(found: Comparison) -> list[Row]:
     rows = []
     for arm in found.ordered:
         group, run = found.arms[arm], found.arms[arm].runs[0]
-        mean = find([*group.bpb.values()], len(group.runs))
+        mean = Finding([*group.bpb.values()], len(group.runs))
         row = {"arm": arm.name, **dict(arm.factors), "lr": run.lr, "seeds": mean.planned, "n": len(mean.values)}
         row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
         row |= {"diverged": sum(run.diverged for run in group.runs), "dtype": run.options.get("dtype")}
-        row |= {name: getattr(run, name) for name in COSTS}
+        row |= {name: getattr(run, name) for name in (*COSTS, "lost")}
         if group.search:
             row |= {"regret": group.regret, "optimum_found": group.regret is not None}
         rows.append(row | (found.found[arm].row if arm in found.found else {}))
@@ -365,8 +353,7 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
     """What report.json contains."""
     runs = found.runs
     pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in found.pairs.items()]
-    sizes = {"flops": found.flops}
-    slopes = [{"arm": arm.name, **each.row, **sizes, "left_out": each.left_out} for arm, each in found.trends.items()]
+    slopes = [{"arm": arm.name, **each.row, "flops": found.flops} for arm, each in found.trends.items()]
     return {
         **dict(zip(("summary", "conditions", "resolution"), summary, strict=True)),
         "arms": arms,
@@ -392,22 +379,13 @@ def seeds_of(found: Comparison) -> str:
     return f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}" if seeds else "no seeds yet"
 
 
-def title_of(found: Comparison) -> str:
-    names = [arm.name for arm in found.arms or found.search]
-    return ", ".join(names[:TITLE]) + (f" and {len(names) - TITLE} more" if len(names) > TITLE else "")
-
-
 def figures_of(found: Comparison) -> dict[str, "Figure"]:
     """The plots of a report, by the names of their files."""
     figures: dict[str, Figure] = {}
     styles = arm_styles(found.arms)
     seeds = seeds_of(found)
     if any(each.values for each in found.found.values()):
-        title = f"Difference from {found.against}, {seeds}"
-        if found.trends:
-            plain = arm_styles(dict.fromkeys(arm.without_size for arm in found.arms))
-            figures["ladder"] = plot_ladder(found.found, found.flops, title, plain)
-        figures["differences"] = plot_differences(found.found, title, styles)
+        figures["differences"] = plot_differences(found.found, f"Difference from {found.against}, {seeds}", styles)
     ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
     if curves := plot_curves(ended, styles, f"Means of {seeds}"):
         figures["curves"] = curves

@@ -46,7 +46,7 @@ class Estimate:
         return f"{self.mean:{spec}}{half}"
 
 
-def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
+def estimate_mean(values: Sequence[float], slack: float = 0.0) -> Estimate:
     """The mean of `values`, which are finite, with its interval and the p-value of "the mean is 0"."""
     middle, n = mean(values), len(values)
     if n == 1:
@@ -78,15 +78,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[index] = largest
     return corrected
-
-
-def differ(one: float, other: float, n: int) -> bool:
-    """Whether two standard deviations of n values, or widths of intervals, differ by more than chance.
-
-    This is the F test. With as many degrees of freedom on both sides, F gives a Student's t.
-    """
-    ratio = one / other if other else math.inf
-    return t_tails(math.sqrt(n - 1) / 2 * (ratio - 1 / ratio), n - 1) < ALPHA
 
 
 def t_tails(t: float, degrees: int) -> float:

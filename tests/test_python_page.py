@@ -24,7 +24,7 @@ def test_every_block_of_both_pages_runs(tmp_path, monkeypatch):
     options, asked = ablate.parse(shlex.split(command.replace("\\\n", "")))
     asked |= {"layers": 2, "dim": 16, "steps": 20, "eval_tokens": 64, "data": [DOCS / "python.md"], "device": "cpu"}
     for placement in options.placements:
-        train(**asked | {"placement": placement, "out": f"{asked['out']}/cells/{placement}-seed0"})
+        train(**asked | {"placement": placement, "out": f"{asked['out']}/cells/{placement}-lr0.003-seed0"})
     names: dict = {}
     for block in re.findall(r"^```python\n(.*?)^```", STUDENTS + PAGE, re.M | re.S):
         exec(compile(block, "docs", "exec"), names)

@@ -18,7 +18,7 @@ def record(arm: Arm, seed: int, bpb: float | None, **values: Any) -> Record:
     """A run of 20 steps at 0.01. With `bpb` None, its loss was not finite at step 7."""
     made: dict[str, Any] = {"lr": 0.01, "settings": KNOWN, "folder": "folder", "diverged": True, "step": 7}
     if bpb is not None:
-        made |= {"diverged": False, "step": 20, "val_loss": bpb, "val_bpb": bpb, "best_val_loss": bpb}
+        made |= {"diverged": False, "step": 20, "val_loss": bpb, "val_bpb": bpb}
     made |= COSTS | values
     return Record(arm, seed=seed, run=f"{arm.name}-lr{made['lr']}-seed{seed}", **made)
 

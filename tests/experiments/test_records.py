@@ -7,16 +7,11 @@ import pytest
 
 from config import configure
 from experiments.records import Arm, Record, name_arms, outcome, read_csv, settings_of
-from experiments.report import write_report
-from files import ROOT
+from experiments.report import make_report
 from runtime.run import fields_of
 from tests.experiments.made import KNOWN, records, search
 
-STUDY = ROOT / "results/study"
-TRAINING = {"step": 10, "train_loss": 5.0, "seconds": 1.0, "tokens_per_second": 300.0}
-MIDDLE = {"step": 15, "train_loss": 4.5, "seconds": 2.0, "tokens_per_second": 280.0}
-LATER = {"step": 20, "train_loss": 4.0, "seconds": 2.5, "tokens_per_second": 100.0}
-EARLY = {"step": 10, "val_loss": 3.5, "val_bpb": 2.2}
+TRAINED = {"step": 20, "train_loss": 4.0, "seconds": 2.5}
 LAST = {"step": 20, "val_loss": 4.0, "val_bpb": 2.5}
 NOT_FINITE = {"step": 20, "not_finite": True}
 
@@ -24,17 +19,15 @@ NOT_FINITE = {"step": 20, "not_finite": True}
 @pytest.mark.parametrize(
     "log, expected",
     [
-        pytest.param([TRAINING, EARLY, MIDDLE, LATER, LAST], (False, 20, 4.0, 2.5, 3.5, 280.0, 2.5), id="done"),
-        pytest.param([LATER, LAST | {"val_loss": 5.54}], (False, 20, 5.54, 2.5, 5.54, 100.0, 2.5), id="uniform"),
-        pytest.param([LATER, LAST | {"val_loss": 5.56}], (True, 20, 5.56, 2.5, 5.56, 100.0, 2.5), id="above"),
-        pytest.param([TRAINING, NOT_FINITE], (True, 20, None, None, None, 300.0, 1.0), id="not finite"),
-        pytest.param([TRAINING, LATER, LAST, NOT_FINITE], (True, 20, None, None, 4.0, 200.0, 2.5), id="unsaved"),
-        pytest.param([TRAINING, LAST | {"step": 10}], (False, 10, None, None, 4.0, 300.0, 1.0), id="not at the end"),
-        pytest.param([], (False, 0, None, None, None, None, None), id="empty"),
+        ([TRAINED | {"step": 10, "seconds": 1.0}, TRAINED, LAST], (False, 20, 4.0, 2.5, 2.5)),
+        ([TRAINED, LAST | {"val_loss": 5.54}], (False, 20, 5.54, 2.5, 2.5)),
+        ([TRAINED, LAST | {"val_loss": 5.56}], (True, 20, 5.56, 2.5, 2.5)),  # a uniform prediction has ln 257 = 5.549
+        ([TRAINED, LAST, NOT_FINITE], (True, 20, None, None, 2.5)),
+        ([TRAINED | {"step": 10}, LAST | {"step": 10}], (False, 10, None, None, 2.5)),  # not at the end
+        ([], (False, 0, None, None, None)),
     ],
 )
 def test_what_a_log_says(log, expected):
-    """A run diverged if it ends above a uniform prediction, ln 257 = 5.549 nats."""
     found = outcome(log, steps=20, vocab_size=257)
     assert tuple(found.values()) == (*expected, log)
     assert Record(Arm(), 0.01, 0, **found).ended == (expected[0] or expected[3] is not None)
@@ -58,7 +51,7 @@ def test_settings_are_what_can_change_a_result_and_is_not_at_its_default():
         ({"seed": 5, "lr": 0.1, "out": "x", "keep": 9, "watch": 3, "micro_batch_size": 4, "recipe": "llama"}, {}),
         ({"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 3.0}, {"norm": "dyt:alpha=0.5", "clip": "3"}),
         ({"norm": "batchnorm", "micro_batch_size": 4}, {"norm": "batchnorm", "micro_batch_size": "4"}),
-        ({"device": "cuda:1", "steps": 500, "momentum": 0.85}, {"device": "cuda"}),
+        ({"device": "cuda:1", "steps": 500}, {"device": "cuda"}),
         ({"recipe": "olmo", "norm": "rmsnorm"}, {"recipe": "olmo"}),
         ({"imports": files[0]}, {"imports": "p.py@111111"}),
     ]
@@ -74,27 +67,14 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
     """Also a run that diverged, one that has not ended, a search, factors as they were spelled, a recipe, imports."""
     arms = [Arm.of(norm=norm, clip=clip) for norm in ("rmsnorm", "dyt:alpha=1e-1") for clip in ("1", "0.50")]
     settings = KNOWN | {"recipe": "olmo", "imports": "p.py@111111", "norm": "dyt:alpha=0.1", "clip": "0.5"}
-    runs = records({arm: [2.0, 2.1, None] for arm in arms}, settings=settings, machine="CPU, AVX2", commit="abc")
-    runs += [replace(runs[0], seed=3, step=0, val_loss=None, val_bpb=None, best_val_loss=None)]
-    runs += search(arms[1], {0.003: [2.5], 1e-05: [None]}, settings=settings)
-    write_report(tmp_path, runs)
+    known = {"settings": settings, "machine": "CPU, AVX2", "commit": "abc", "lost": 0.125}
+    runs = records({arm: [2.0, 2.1, None] for arm in arms}, **known)
+    runs += [replace(runs[0], seed=3, step=0, val_loss=None, val_bpb=None)]
+    runs += search(arms[1], {0.003: [2.5], 1e-05: [None]}, **known)
+    make_report(tmp_path, runs)
     again = read_csv(tmp_path / "runs.csv")
     assert [run.options for run in again] == [run.options for run in runs]
     assert [replace(run, settings={}) for run in again] == [replace(run, settings={}) for run in runs]
-    (tmp_path / "again").mkdir()
-    write_report(tmp_path / "again", again)
-    for name in ("runs.csv", "arms.csv", "report.json"):
-        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
-
-
-def test_earlier_files_lack_columns():
-    """The costs come from arms.csv. Seeds from 1000 on are the search. A factor may be in the name of the arm."""
-    muon = read_csv(STUDY / "recipes-muon/runs.csv")
-    assert len(muon) == 193 and sum(run.search for run in muon) == 193 - 13 * 8
-    assert muon[1].arm == Arm.of(recipe="qwen3_next") and (muon[1].lr, muon[1].flops) == (0.0193, 855834624000.0)
-    rates = read_csv(STUDY / "rates/runs.csv")
-    assert rates[0].arm == Arm.of(run="plain-0.01-0") and rates[0].parameters == 230016 and not rates[0].known
-    assert read_csv(STUDY / "deep/runs.csv")[0].tokens == 512000  # its arms are named by rates as well in arms.csv
 
 
 @pytest.mark.parametrize(
@@ -110,7 +90,7 @@ def test_earlier_files_lack_columns():
     ],
 )
 def test_what_is_no_runs_csv_is_refused_in_a_line_that_names_it(old, new, message, tmp_path, undrawn):
-    write_report(tmp_path, records({"rmsnorm": [2.25, 2.5]}))
+    make_report(tmp_path, records({"rmsnorm": [2.25, 2.5]}))
     file = tmp_path / "runs.csv"
     file.write_text(file.read_text().replace(old, new, 1) if old else "")
     with pytest.raises(ValueError) as error:
@@ -128,6 +108,12 @@ STAR = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"momentum": "0.5"}]  # no 
     "runs, names, others",
     [
         ([{}, {"seed": 1}], ["rmsnorm pre"] * 2, []),
+        (
+            [{}, {"tokenizer": "hf@a", "vocab_size": "9", "lost": 0.1}],
+            [f"tokenizer={KNOWN['tokenizer']}", "tokenizer=hf@a lossy (10%)"],
+            [],
+        ),
+        ([{"lost": 0.1}, {"clip": "0", "lost": 0.1}], ["clip=1", "clip=0"], []),
         ([{}, {"norm": "dyt:alpha=1"}], ["rmsnorm", "dyt:alpha=1"], []),
         ([{}, {"steps": "1000", "warmup": "50"}], ["steps=20", "steps=1000"], ["warmup"]),
         ([{}, {"lr": "0.03"}, {"lr": "0.03", "seed": 1}], ["lr=0.015", "lr=0.03", "lr=0.03"], []),
@@ -140,15 +126,15 @@ STAR = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"momentum": "0.5"}]  # no 
     ],
 )
 def test_arms_are_named_by_the_fewest_options_that_tell_them_apart(runs, names, others):
-    """What follows from a recipe is not said. What differs besides the name is."""
+    """What follows from a recipe is not said. What differs besides the name is. A report's own names stay."""
     made = []
     for number, options in enumerate(runs):
-        own = {"lr": 0.015, "seed": 0, "folder": "runs"} | options
-        settings = KNOWN | {name: value for name, value in options.items() if name not in ("lr", "seed", "folder")}
-        run = Record(Arm(), float(own["lr"]), own["seed"], run=str(number), settings=settings, folder=own["folder"])
-        made.append(run)
+        own: dict[str, Any] = {"lr": 0.015, "seed": 0, "folder": "runs", "lost": 0.0} | options
+        settings = KNOWN | {name: own.pop(name) for name in options if name not in ("lr", "seed", "folder", "lost")}
+        made.append(Record(Arm(), float(own.pop("lr")), run=str(number), settings=settings, **own))
     found, differing = name_arms(made)
     assert ([run.arm.name for run in found][: len(names)], differing) == (names, others)
+    assert name_arms(found) == (found, differing)
 
 
 def test_factors_of_an_ablation_are_kept_and_those_of_two_ablations_joined():
