@@ -19,7 +19,7 @@ from experiments.records import SEARCH, Arm, compared
 from experiments.report import write_report
 from files import digest, read_json, require, said, write_atomically
 from norms.placement import PLACEMENTS
-from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
+from runtime.run_dir import RUNS_FOLDER, read_run_file
 
 TOKENS_PER_PARAMETER = 4.4
 COSTS = "costs.json"  # what was measured before the runs, and the steps that follow
@@ -93,7 +93,6 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     dtype = asked.get("dtype", "auto")
     as_asked = {arm: (model, replace(config, dtype=dtype)) for arm, (model, config) in configs.items()}
     folder = Path(asked.get("out") or RUNS_FOLDER / f"ablation-{digest_of(as_asked, options.equal)}")
-    check_not_in_use(folder)
     ours = (folder / "cells").is_dir() or not (folder.is_file() or any(folder.glob("*")))
     require(ours, f"--out {folder} is a file, or not empty; choose another folder")
     started = [read_run_file(file) for file in list(folder.glob("cells/*/run.json"))[:1]]
