@@ -41,7 +41,9 @@ def check_has_no_run(folder: Path) -> None:
     """
     if (folder / "run.json").is_file():
         with lock_file(folder / LOCK):
-            raise ValueError(f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
+            raise ValueError(
+                f"--out {folder} already holds a run; add --resume to continue it, or choose another folder"
+            )
     others = {path.name for path in folder.glob("*")} - {LOCK, "run.json.part"}
     require(not others, f"--out {folder} is not empty; choose a new folder")
 
