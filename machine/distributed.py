@@ -60,7 +60,8 @@ def local_rank() -> int:
 
 
 def is_main() -> bool:
-    return rank() == 0  # It writes the run and talks to the user.
+    """Whether this process writes the run and talks to the user."""
+    return rank() == 0
 
 
 def check_device(device: torch.device) -> None:

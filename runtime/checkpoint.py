@@ -5,7 +5,7 @@ runs/NAME/checkpoints/step-000600/
     model.safetensors       weights and running statistics under Hugging Face's names; a tied head is stored once
     tokenizer*              what the tokenizer saves
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
-    trainer.json            the rest of the training state
+    trainer.json            the rest of the training state, also numbers of optimizers
     manifest.json           SHA-256 of each of these
 """
 
@@ -49,8 +49,11 @@ def save_checkpoint(
     unfinished = checkpoints / f".{finished.name}-unfinished"
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     states = [(names[weight], state) for optimizer in optimizers for weight, state in optimizer.state.items()]
+    values = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     weights = _gathered(stored_state(model))
-    state = _gathered({f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()})
+    state = _gathered({name: value for name, value in values.items() if name not in numbers})
+    described = {"step": step} | trainer | ({"numbers": numbers} if numbers else {})
 
     def retire(checkpoint: Path) -> None:  # A process killed while deleting would leave half of one under its name.
         checkpoint.rename(checkpoints / f".{checkpoint.name}-retired")
@@ -62,7 +65,7 @@ def save_checkpoint(
                 unfinished.mkdir()
                 write_model(unfinished, model, weights, tokenizer)
                 save_tensors(state, unfinished / OPTIMIZER)
-                (unfinished / TRAINER).write_text(json.dumps({"step": step} | trainer, indent=1))
+                (unfinished / TRAINER).write_text(json.dumps(described, indent=1))
                 hashes = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
                 (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=1))
                 for path in (*unfinished.iterdir(), unfinished):
@@ -205,7 +208,11 @@ def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer])
         if tensor.shape == weight.shape:
             tensor = distributed.sharded_like(tensor, weight)
         owners[weight].state[weight][key] = tensor.to(weight.device)
-    return json.loads((checkpoint / TRAINER).read_bytes())
+    trainer = json.loads((checkpoint / TRAINER).read_bytes())
+    for full_name, number in trainer.get("numbers", {}).items():
+        name, _, key = full_name.rpartition(".")
+        owners[weights[name]].state[weights[name]][key] = number
+    return trainer
 
 
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:

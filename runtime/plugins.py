@@ -42,6 +42,7 @@ def import_files(names: Iterable[str]) -> None:
     for name in names:
         path = Path(name).resolve()
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
+        require(str(path).isprintable(), f"--import {name}: rename it; commands are printed with its path")
         source = path.read_bytes()
         if path in IMPORTED:
             require(IMPORTED[path][1] == source, f"--import {name} has changed; restart Python to use it")
@@ -53,7 +54,7 @@ def import_files(names: Iterable[str]) -> None:
         sys.modules[module.__name__] = module  # torch.compile looks for classes there
         try:
             SourceFileLoader(module.__name__, str(path)).exec_module(module)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
             line = lines[-1] if lines else getattr(error, "lineno", 1)
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None

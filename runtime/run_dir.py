@@ -1,6 +1,7 @@
 """The directory of a run: who may write to it, its run.json, and its logs."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -41,9 +42,7 @@ def check_has_no_run(folder: Path) -> None:
     """
     if (folder / "run.json").is_file():
         with lock_file(folder / LOCK):
-            raise ValueError(
-                f"--out {folder} already holds a run; add --resume to continue it, or choose another folder"
-            )
+            raise ValueError(f"--out {folder} already holds a run; add --resume to continue, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {LOCK, "run.json.part"}
     require(not others, f"--out {folder} is not empty; choose a new folder")
 
@@ -83,9 +82,12 @@ def read_run(folder: Path) -> RunFile:
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")
     first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
-    saved = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
-    lost = saved and not any((folder / "checkpoints").glob("step-*"))
-    require(not lost, f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
+    logged = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
+    saved = any((folder / "checkpoints").glob("step-*"))
+    lost = f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again"
+    require(saved or not logged, lost)
+    if saved and not (folder / "metrics.jsonl").is_file():
+        warn(f"warning: {folder}/metrics.jsonl is missing; the log begins again at the checkpoint")
     return run
 
 
@@ -152,16 +154,26 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a `.jsonl`, or none. A truncated last line is ignored; a ValueError names any other damaged one."""
+    """The rows of a `.jsonl`, or none. A truncated last line is ignored.
+
+    Raises ValueError, naming the line, for other damage: a row that is there twice, steps that fall, NaN.
+    """
     rows: list[Row] = []
+    found = set()
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
         row: Any = None
         with suppress(ValueError):
             row = json.loads(line)
         valid = isinstance(row, dict) and is_a(row.get("step"), int)
-        problem = f"{path} is damaged: line {number} is not a row of JSON with a step"
-        require(valid, f"{problem}; repair or remove the file")
+        damaged, advice = f"{path} is damaged: line {number}", "repair or remove the file"
+        require(valid, f"{damaged} is not a row of JSON with a step; {advice}")
+        finite = all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+        require(finite, f"{damaged} has a value that is not finite; {advice}")
+        names = (row["step"], row.get("block"), row.get("site"), *row)  # what is there once
+        follows = names not in found and (not rows or row["step"] >= rows[-1]["step"])
+        require(follows, f"{damaged} does not follow the line before it; {advice}")
+        found.add(names)
         rows.append(row)
     return rows
 

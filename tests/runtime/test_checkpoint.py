@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
@@ -23,6 +23,7 @@ from runtime.checkpoint import (
     find_checkpoint,
     intact_checkpoint,
     list_checkpoints,
+    load_checkpoint,
     load_pretrained,
     save_checkpoint,
     save_pretrained,
@@ -72,6 +73,16 @@ def test_checkpoint_contents(tmp_path):
     assert load_file(checkpoint / "optimizer.safetensors").keys() == {
         f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     }
+
+
+def test_numbers_of_optimizers_come_back(tmp_path):
+    models = [Llama(CONFIG, seed) for seed in range(2)]
+    optimizers: list[Optimizer] = [AdamW(model.parameters()) for model in models]
+    optimizers[0].state[models[0].embed_tokens.weight] |= {"scale": 0.1 + 0.2, "steps": 7, "mean": torch.ones(3)}
+    checkpoint = save_checkpoint(tmp_path, 3, models[0], ByteTokenizer(), optimizers[:1], {"seconds": 1.5}, 1)
+    load_checkpoint(checkpoint, models[1], optimizers[1:])
+    state = optimizers[1].state[models[1].embed_tokens.weight]
+    assert state.pop("mean").equal(torch.ones(3)) and state == {"scale": 0.1 + 0.2, "steps": 7}
 
 
 def test_old_checkpoints_are_deleted_and_the_same_step_is_replaced(tmp_path):

@@ -223,6 +223,7 @@ def test_a_norm_with_a_network_starts_from_the_seed_and_keeps_its_precision():
 BAD_FILES = {
     "\n\n1 / 0\n": ", line 3: ZeroDivisionError: division by zero",
     "import sys\nsys.exit(7)\n": ", line 2: SystemExit: 7",
+    "raise KeyboardInterrupt\n": ", line 1: KeyboardInterrupt: ",
     "x = 1\n": " registers no norm and no placement; see CONTRIBUTING.md",
     NORM.replace("mynorm", "rmsnorm"): ", line 5: ValueError: norm 'rmsnorm' is registered twice; choose another name",
     None: ": no such file; name a Python file, such as mynorm.py",
@@ -234,3 +235,10 @@ def test_an_error_in_the_file_is_one_line(source, message, refused):
     Path("bad.py").write_text(source) if source else None
     error = refused(call, "train.py --import bad.py")
     assert error.startswith(f"error: --import bad.py{message}")
+
+
+def test_a_name_of_two_lines_is_refused(refused):
+    """Commands that are printed to be typed would have two."""
+    Path("two\nlines.py").write_text(NORM)
+    error = refused(train.main, ["--import", "two\nlines.py"])
+    assert error == "error: --import two\\nlines.py: rename it; commands are printed with its path\n"

@@ -2,8 +2,10 @@
 
 import errno
 import itertools
+import json
 import sys
 from contextlib import suppress
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -41,14 +43,33 @@ def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
         read_run_file(path)
 
 
-@pytest.mark.parametrize("line", ['{"step": 4', "\x00", "5", '{"train_loss": 1.0}'])
-def test_a_damaged_log_names_its_line(line, tmp_path):
+DAMAGE = {
+    '{"step": 4': "is not a row of JSON with a step",
+    "\x00": "is not a row of JSON with a step",
+    "5": "is not a row of JSON with a step",
+    '{"train_loss": 1.0}': "is not a row of JSON with a step",
+    '{"step": 3, "train_loss": 2.0}': "does not follow the line before it",
+    '{"step": 2, "train_loss": 1.0}': "does not follow the line before it",
+    '{"step": 4, "train_loss": NaN}': "has a value that is not finite",
+    '{"step": 4, "train_loss": 1e999}': "has a value that is not finite",
+}
+
+
+@pytest.mark.parametrize("line, problem", DAMAGE.items())
+def test_a_damaged_log_names_its_line(line, problem, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "train_loss": 1.0}\n' + line)
     assert read_rows(path) == [{"step": 3, "train_loss": 1.0}]  # a line that was not finished
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 is not a row of JSON with a step"):
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl is damaged: line 2 {problem}; repair or remove the file"):
         read_rows(path)
+
+
+def test_rows_of_one_step_differ(tmp_path):
+    rows: list[dict[str, Any]] = [{"step": 3, "train_loss": 1.0}, {"step": 3, "val_loss": 1.0}]
+    rows += [{"step": 4, "block": block, "site": site} for block in (0, 1) for site in ("attention", "mlp")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_rows(tmp_path / "rows.jsonl") == rows
 
 
 def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
