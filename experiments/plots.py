@@ -9,15 +9,18 @@ import numpy as np
 from experiments.findings import Finding
 from experiments.records import SIZE, Arm, Record, grouped
 from pages.html import WIDTH, Style
-from pages.watch import LONG, add_legend
+from pages.watch import plot_streams
+from runtime.run_dir import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MARKERS = "os^DvP<p>hd"  # filled; hollow for the arms that take a marker or a line style a second time
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
 SIDES = "← better                    worse →"
 FILLED = "filled: a difference is shown"
+LINE_LENGTH = 60  # characters that fill a figure
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
@@ -57,7 +60,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     """
     from matplotlib.figure import Figure  # here and below because it takes half a second
 
-    names = [fill(arm.name, LONG // 2) for arm in found]
+    names = [fill(arm.name, LINE_LENGTH // 2) for arm in found]
     lines = max((name.count("\n") + 1 for name in names), default=1)
     figure = Figure(figsize=(WIDTH, 1.6 + max(0.4, 0.2 * lines) * len(found)), layout="constrained")
     axes = figure.subplots()
@@ -81,7 +84,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
     axes.set_xlabel(f"val_bpb, paired by seed\n{SIDES}\n{FILLED}{cut}")
     axes.grid(alpha=0.3)
-    figure.suptitle(fill(title, LONG), fontsize="medium")
+    figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
     return figure
 
 
@@ -116,7 +119,7 @@ def plot_ladder(
     axes.grid(alpha=0.3)
     left_out = dict.fromkeys(arm.without_size.name for arm, each in found.items() if not each.complete)
     title += f". Incomplete, as runs diverged or have not ended: {', '.join(left_out)}" if left_out else ""
-    figure.suptitle(fill(title, LONG), fontsize="medium")
+    figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
     add_legend(figure, axes)
     return figure
 
@@ -150,7 +153,7 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     column[-1].set_xlabel(unit)
-    figure.suptitle(fill(title, LONG), fontsize="medium")
+    figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
     add_legend(figure, column[0])
     return figure
 
@@ -164,3 +167,19 @@ def curve(runs: Sequence[Record], metric: str, unit: str) -> np.ndarray:
         pairs += [(row["step"], (at[row["step"]], row[metric])) for row in logged]
     means = [np.mean(points, axis=0) for _, points in sorted(grouped(pairs).items()) if len(points) == len(runs)]
     return np.reshape(means, (-1, 2))
+
+
+def plot_watched(arms: Mapping[str, list[Row]], styles: Mapping[str, Style]) -> "Figure":
+    """The residual stream of several arms."""
+    figure = plot_streams(arms, styles)
+    add_legend(figure, figure.axes[0])
+    return figure
+
+
+def add_legend(plot: "Figure", axes: "Axes") -> None:
+    """The names of the lines, below all panels. The figure grows by as much."""
+    lines, names = axes.get_legend_handles_labels()
+    columns = 2 if max(map(len, names), default=0) < LINE_LENGTH / 2 else 1
+    look: Style = {"ncols": columns, "fontsize": "small", "handlelength": 4}
+    legend = plot.legend(lines, [fill(name, LINE_LENGTH) for name in names], loc="outside lower center", **look)
+    plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)

@@ -1,4 +1,4 @@
-"""The page and the loss curve of a run: HTML from Markdown, and what is drawn."""
+"""The page and the loss curve of a run."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
-from pages.html import markdown
 from pages.run import plot_loss, write_report
 from runtime.run_dir import Log, read_run_file, write_run_file
 
@@ -20,20 +19,6 @@ ROWS = [
     {"step": 30, "train_loss": 4.5},
     {"step": 30, "val_loss": 4.0, "val_bpb": 4.0 * 0.577078},
 ]
-
-
-@pytest.mark.parametrize(
-    "text, html",
-    [
-        ("# Title", "<h1>Title</h1>"),
-        ("### a `b`", "<h3>a <code>b</code></h3>"),
-        ("**1.25** and *not run*", "<p><strong>1.25</strong> and *not run*</p>"),
-        ("<script>alert(1)</script>", "<p>&lt;script&gt;alert(1)&lt;/script&gt;</p>"),
-        ("`python ablate.py --out **x**`", "<p><code>python ablate.py --out **x**</code></p>"),
-    ],
-)
-def test_markdown(text, html):
-    assert markdown(text) == html
 
 
 def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
