@@ -34,7 +34,7 @@ from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers
 from pages.progress import Progress, losses_line
-from pages.run import write_report
+from pages.run import write_page
 from roles import draw_weights, matrices
 from runtime import checkpoint as checkpoints
 from runtime.acceleration import captured_step
@@ -125,7 +125,7 @@ class Trainer:
         same_end = earlier and earlier["resolved"]["steps"] == config.steps
         if self.step > config.steps or (self.step == config.steps and self.evaluated and same_end):
             if distributed.is_main():
-                write_report(run.folder, run.data.val_gzip_bpb)  # the run may have been killed before it did
+                write_page(run.folder, run.data.val_gzip_bpb)  # the run may have been killed before it did
                 print(f"the run in {run.folder} already has {self.step} steps; raise --steps to continue")
             return
         description = describe_run(run, sum(weight.numel() for weight in self.model.parameters()))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import DEFAULTS, split
+from config import DEFAULTS, configs_of
 from experiments.costs import costs
 from experiments.records import COLUMNS, SEARCH, Arm, Record, outcome, read_csv, settings_of
 from experiments.report import write_report
@@ -80,5 +80,5 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     values |= {"lr": resolved["lr"], "seed": resolved["seed"], "settings": settings_of(run), "run": str(folder)}
     values |= {"search": folder.parent.name == "cells" and resolved["seed"] >= SEARCH, "folder": str(folder.parent)}
     with suppress(ValueError):  # its norm or placement is not imported
-        values |= costs(*split(resolved))
+        values |= costs(*configs_of(resolved))
     return Record(Arm(), **values)

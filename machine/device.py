@@ -167,10 +167,10 @@ def missing_for_compile(device: torch.device) -> str:
     return "" if header.exists() else f"Python's headers, which are not in {header.parent}"
 
 
-def check_compile(device: torch.device, asked: bool = True) -> bool:
-    """Whether this machine has what `torch.compile` needs. If not, raise BadInput if it was `asked` for, else warn."""
+def check_compile(device: torch.device, required: bool = True) -> bool:
+    """Whether this machine has what `torch.compile` needs. If not, raise BadInput if it is `required`, else warn."""
     missing = missing_for_compile(device)
-    if missing and asked:
+    if missing and required:
         raise BadInput(f"--compile needs {missing}; or use --no-compile")
     if missing:
         warn(f"not compiled: torch.compile needs {missing}")

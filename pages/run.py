@@ -39,7 +39,7 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
     return plot
 
 
-def write_report(folder: Path, gzip_bpb: float | None) -> None:
+def write_page(folder: Path, gzip_bpb: float | None) -> None:
     """Write `loss.png` and `report.html` of a run."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     last = next((row for row in reversed(rows) if "val_bpb" in row or "not_finite" in row), {})

@@ -101,14 +101,14 @@ COMMON |= dict.fromkeys(["attention_bias", "attention_out_bias", "mlp_bias", "us
 COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual"], False) | {"quantization_config": None}
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
-LATE, TIED, WINDOW = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
-GEMMA = LATE | TIED | WINDOW | {"query_pre_attn_scalar": 256}
+SMALL_EPS, TIED, SLIDING = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
+GEMMA = SMALL_EPS | TIED | SLIDING | {"query_pre_attn_scalar": 256}
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 ARCHITECTURES = {
-    "llama": Architecture("Llama", defaults=LATE),
-    "qwen3": Architecture("Qwen3", defaults=LATE | {"head_dim": 128}, window="off", unused=("max_window_layers",)),
+    "llama": Architecture("Llama", defaults=SMALL_EPS),
+    "qwen3": Architecture("Qwen3", defaults=SMALL_EPS | {"head_dim": 128}, window="off", unused=("max_window_layers",)),
     "olmo": Architecture("Olmo", eps="", ours={"norm_args": {"eps": 1e-5}}),
     "olmo2": Architecture("Olmo2"),
     "stablelm": Architecture(
@@ -116,10 +116,10 @@ ARCHITECTURES = {
         has=("partial_rotary_factor",), square=True, ours={"norm_args": {"elementwise_affine": True, "bias": True}},
     ),
     "granite": Architecture(
-        "Granite", defaults=LATE | {"attention_multiplier": 1.0},
+        "Granite", defaults=SMALL_EPS | {"attention_multiplier": 1.0},
         has=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     ),
-    "gemma": Architecture("Gemma", defaults=LATE | TIED),
+    "gemma": Architecture("Gemma", defaults=SMALL_EPS | TIED),
     "gemma2": Architecture("Gemma2", defaults=GEMMA | CAPS, has=("query_pre_attn_scalar", *CAPS), window="layer_types"),
     "gemma3_text": Architecture(
         "Gemma3", defaults=GEMMA | {"rope_theta": 1e6},
@@ -127,7 +127,7 @@ ARCHITECTURES = {
         unused=("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
     ),
     # With a window, other layers have no positions.
-    "exaone4": Architecture("Exaone4", defaults=WINDOW, window="null", unused=("sliding_window_pattern",)),
+    "exaone4": Architecture("Exaone4", defaults=SLIDING, window="null", unused=("sliding_window_pattern",)),
     "glm4": Architecture(
         "Glm4", has=("partial_rotary_factor", "attention_bias"),
         defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
@@ -139,23 +139,23 @@ ARCHITECTURES = {
     ),
     "arcee": Architecture("Arcee"),
     "qwen2": Architecture(  # without a field for its biases
-        "Qwen2", defaults=LATE, ours={"attention_bias": True}, window="off", unused=("max_window_layers",),
+        "Qwen2", defaults=SMALL_EPS, ours={"attention_bias": True}, window="off", unused=("max_window_layers",),
     ),
     # What these compute is also a Llama or OLMo 2, and is saved as that unless it was read as one of these.
-    "mistral": Architecture("Mistral", defaults=LATE | WINDOW, window="all"),
+    "mistral": Architecture("Mistral", defaults=SMALL_EPS | SLIDING, window="all"),
     "helium": Architecture("Helium", square=True, interleaved=True, defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5}),
     "ernie4_5": Architecture("Ernie4_5", defaults=TIED | {"rope_theta": 5e5}, interleaved=True),
     "smollm3": Architecture(
-        "SmolLM3", defaults=LATE | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
+        "SmolLM3", defaults=SMALL_EPS | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
         unused=("no_rope_layer_interval", "max_window_layers"),
     ),
-    "seed_oss": Architecture("SeedOss", defaults=LATE | {"attention_bias": True}, has=("attention_bias",)),
+    "seed_oss": Architecture("SeedOss", defaults=SMALL_EPS | {"attention_bias": True}, has=("attention_bias",)),
     "phi3": Architecture(
         "Phi3", has=("partial_rotary_factor",), ours={"rope_scaling": {}}, window="all",
         unused=("original_max_position_embeddings",),
         names=FUSED | {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"},
     ),
-    "olmo3": Architecture("Olmo3", defaults=WINDOW | {"rope_theta": 5e5}, window="layer_rope"),
+    "olmo3": Architecture("Olmo3", defaults=SLIDING | {"rope_theta": 5e5}, window="layer_rope"),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
-from pages.run import plot_loss, write_report
+from pages.run import plot_loss, write_page
 from runtime.run_dir import Log, read_run_file, write_run_file
 
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
@@ -63,7 +63,7 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
         log.add_sample(step, f"text {step}. if a < b: café")
     for row in ROWS:
         log.add(**row)
-    write_report(tmp_path, gzip_bpb=2.0)
+    write_page(tmp_path, gzip_bpb=2.0)
     html = (tmp_path / "report.html").read_text("utf-8")
     needs = "After 30 steps the model needs 2.3083 bits per byte of the validation text"
     assert f"{needs}, 15% worse than gzip -9 on the validation text (2.0000)." in html
@@ -73,7 +73,7 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     resumed = [{"command": ["a"]}, {"command": ["train.py", "--resume"]}]
     write_run_file(tmp_path / "run.json", described | {"resumed": resumed})
     log.add(step=31, not_finite=True)
-    write_report(tmp_path, gzip_bpb=2.0)
+    write_page(tmp_path, gzip_bpb=2.0)
     html = (tmp_path / "report.html").read_text("utf-8")
     assert "Diverged: loss, gradient or weight not finite at step 31." in html
     assert "<pre>python train.py --resume</pre>" in html, "the command that ran last"
