@@ -43,7 +43,7 @@ from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.parallel import Parallel, matrices_on_meta
 from runtime.plugins import command_to_type, import_files, import_flags
 from runtime.run import Run, describe_run, open_run
-from runtime.run_dir import LOCK, check_has_no_run, check_has_run, read_rows
+from runtime.run_dir import LOCK, check_has_no_run, read_rows
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
@@ -427,7 +427,8 @@ def execute(run: Run) -> "Trainer":
     with ExitStack() as lock:
         with bad_input():
             distributed.from_main(lock.enter_context, lock_file(run.folder / LOCK))
-            distributed.from_main(check_has_run if run.earlier else check_has_no_run, run.folder)
+            if not run.earlier:
+                distributed.from_main(check_has_no_run, run.folder)
             distributed.from_main(checkpoints.clear_unfinished, run.folder)
             trainer = Trainer(run)
         trainer.train()

@@ -18,7 +18,7 @@ from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
 from runtime.plugins import import_first
-from runtime.run_dir import RUNS_FOLDER, check_has_run, machine_of, read_rows, read_run_file
+from runtime.run_dir import RUNS_FOLDER, machine_of, read_rows, read_run_file
 
 
 def main(arguments: list[str]) -> None:
@@ -70,7 +70,6 @@ def find_records(folders: list[Path]) -> list[Record]:
 
 def read_run(folder: Path, planned: Record | None = None) -> Record:
     """The record of a run directory, or what has come of a `planned` run. Raises ValueError if it is damaged."""
-    check_has_run(folder)
     run, log = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     resolved = DEFAULTS | run["resolved"]
     values: dict[str, Any] = outcome(log, resolved["steps"], resolved["vocab_size"])

@@ -230,9 +230,8 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
         require(config.dtype != "float16", "--shard needs --dtype float32 or bfloat16, which need no loss scale")
         require(not config.watch, "--watch needs whole weights on each rank; use --no-shard")
     even = batch_size % ranks == 0 and (batch_size // ranks) % min(batch_size // ranks, micro) == 0
-    require(
-        even, f"--batch-size {batch_size} cannot be split evenly over {ranks} ranks with --micro-batch-size {micro}"
-    )
+    parts = f"{ranks} ranks with --micro-batch-size {micro}"
+    require(even, f"--batch-size {batch_size} cannot be split evenly over {parts}")
 
 
 def describe_run(run: Run, parameters: int) -> RunFile:

@@ -29,16 +29,10 @@ def newest_run() -> Path:
     return started[-1].parent
 
 
-def check_has_run(folder: Path) -> None:
-    """Raise ValueError unless `folder` holds a run, which it does from the moment its run.json is there."""
-    has_run = (folder / "run.json").is_file()
-    require(has_run, f"there is no run in {folder}; start one with python train.py, or name another folder")
-
-
 def check_has_no_run(folder: Path) -> None:
     """Raise ValueError unless `folder` can take a new run, and InUse if another process is at it.
 
-    A run that was killed before its run.json was there has left the lock and a part of that.
+    A run exists from the moment its run.json does. One that was killed before has left the lock and a part of that.
     """
     if (folder / "run.json").is_file():
         with lock_file(folder / LOCK):
@@ -78,7 +72,8 @@ def read_run_file(path: Path) -> RunFile:
 
 def read_run(folder: Path) -> RunFile:
     """The run.json of the run in `folder`. Raises ValueError if it or a log is damaged, or its checkpoints are gone."""
-    check_has_run(folder)
+    has_run = (folder / "run.json").is_file()
+    require(has_run, f"there is no run in {folder}; start one with python train.py, or name another folder")
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")
     first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated

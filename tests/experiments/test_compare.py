@@ -106,7 +106,7 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(m
     wrong |= {
         "part": "no report yet; continue it, or name runs in part/cells",
         "./a": "a is named twice",
-        "x": "no run in",
+        "x": "x/run.json is missing",
     }
     for name, error in wrong.items():
         assert error in refused(ablate.main, ["compare", "a", name, "--out", "out"])
