@@ -168,6 +168,9 @@ def resolve(
         longest = found["trained_context"] or found["context"]
         if model.context > longest:
             warn(f"--context {model.context} is longer than that of --init-from, which is {longest}")
+    needed = tokenizer.text_vocab_size if tokenizer else 0
+    too_small = f"--vocab-size {model.vocab_size} is too small: --tokenizer {training.tokenizer} has {needed} ids"
+    require(needed <= model.vocab_size, too_small)
     distributed.check_device(device)
     check_imported_norm(model, device)
     installed = training.log == "none" or find_spec(training.log)
@@ -191,7 +194,7 @@ def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
         return None, {"tokenizer": NoTokenizer.kind}
     kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
-    own = None if kind in KINDS else given_tokenizer(kind, asked.get("vocab_size", MAX_SIZE))
+    own = None if kind in KINDS else given_tokenizer(kind, MAX_SIZE)
     return own, {"vocab_size": own.vocab_size} if own else {}
 
 
