@@ -23,8 +23,8 @@ from machine.process import bad_input
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
-Record = dict[str, Any]  # what run.json and config.json say about an imported file
-IMPORTED: dict[Path, tuple[Record, bytes]] = {}  # with the source
+ImportRecord = dict[str, Any]  # what run.json and config.json say about an imported file
+IMPORTED: dict[Path, tuple[ImportRecord, bytes]] = {}  # with the source
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
@@ -118,7 +118,7 @@ def _apply(norm: nn.Module, tokens: Tensor, named: str) -> Tensor:
     return y.nan_to_num()
 
 
-def import_records() -> list[Record]:
+def import_records() -> list[ImportRecord]:
     """What was imported: name and SHA-256 of each file, and what it registered. A file may change anything else too."""
     return [record for record, _ in IMPORTED.values()]
 
@@ -131,7 +131,7 @@ def keep_copies(run: Path) -> None:
         write_atomically(kept, source)
 
 
-def check_imports(records: list[Record], added: bool = False) -> list[str]:
+def check_imports(records: list[ImportRecord], added: bool = False) -> list[str]:
     """A line for each imported file that differs from that in a model's `records`, or with `added` is not in them.
 
     Raises ValueError if one of theirs is not imported: it may have changed anything.
@@ -147,7 +147,7 @@ def check_imports(records: list[Record], added: bool = False) -> list[str]:
     return lines
 
 
-def warn_of_imports(records: list[Record], added: bool) -> None:
+def warn_of_imports(records: list[ImportRecord], added: bool) -> None:
     """`check_imports`, and print what differs, once per process."""
     for line in check_imports(records, added):
         warn(f"warning: {one_line(line)}")

@@ -24,7 +24,7 @@ from norms import TRAITS
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import check_imported_norm, import_records, warn_of_imports
-from runtime.run_dir import RUNS_FOLDER, RunFile, check_has_no_run, make_run_dir, newest_run, read_run, read_run_file
+from runtime.run_dir import RUNS_FOLDER, RunFile, check_has_no_run, load_run, make_run_dir, newest_run, read_run_file
 
 COMPILED_PASSES, COMPILED_FLOPS = 750, 5e13  # runs that are compiled have so many, on a GPU and on a CPU
 
@@ -112,10 +112,10 @@ def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile |
     if asked.get("resume") or (asked.get("eval_only") and not asked.get("init_from")):
         require(not ("preset" in asked or (file and out)), "--preset and --config are for new runs; leave them out")
         folder = out or (file.parent if file else newest_run())
-        return folder, read_run(folder)
+        return folder, load_run(folder)
     earlier = read_run_file(out / "run.json") if out and (out / "run.json").is_file() else {}
     if out and not set(launch).isdisjoint(earlier.get("launch") or []):
-        return out, read_run(out)
+        return out, load_run(out)
     if out and distributed.is_main():
         check_has_no_run(out)
     return out, None

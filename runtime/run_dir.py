@@ -14,7 +14,7 @@ from files import digest, explained, is_a, lock_file, read_json, require, warn, 
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # only one process at a time may write to a folder that has it
-FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
+RUN_FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
 CHECKSUM = "sha256"  # key of the digest of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
 RunFile = dict[str, Any]  # the contents of a run.json
@@ -55,22 +55,22 @@ def make_run_dir(out: Path | None, name: str) -> Path:
 
 
 def write_run_file(path: Path, run: RunFile) -> None:
-    run = {"format": FORMAT} | run
+    run = {"format": RUN_FORMAT} | run
     write_atomically(path, json.dumps(run | {CHECKSUM: digest(run)}, indent=2) + "\n")
 
 
 def read_run_file(path: Path) -> RunFile:
     """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
     run = read_json(path, dict)
-    other = f"{path} is of another version (format {run.get('format')}, not {FORMAT})"
-    require(run.get("format") == FORMAT, f"{other}; commit {run.get('commit')} can read it")
+    other = f"{path} is of another version (format {run.get('format')}, not {RUN_FORMAT})"
+    require(run.get("format") == RUN_FORMAT, f"{other}; commit {run.get('commit')} can read it")
     found = run.pop(CHECKSUM, None)
     require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")
     check_fields(run["resolved"], str(path))
     return run
 
 
-def read_run(folder: Path) -> RunFile:
+def load_run(folder: Path) -> RunFile:
     """The run.json of the run in `folder`. Raises ValueError if it or a log is damaged, or its checkpoints are gone."""
     has_run = (folder / "run.json").is_file()
     require(has_run, f"there is no run in {folder}; start one with python train.py, or name another folder")

@@ -34,7 +34,7 @@ class Watch:
     def start(self, tokens: Tensor, dtype: torch.dtype, loss_scale: float) -> None:
         """Measure the forward pass of `tokens` (B, T), and the gradients of the batch, without the `loss_scale`."""
         with autocast(tokens.device, dtype):
-            self.rows = measure(self.model, tokens, self.buffers)
+            self.rows = measure_sites(self.model, tokens, self.buffers)
         pairs = zip(self.rows, sites(self.model), strict=True)
         self.matrices = [(row, *named) for row, (_, _, site) in pairs for named in matrices_of(site)]
         for row, name, weight in self.matrices:
@@ -54,7 +54,7 @@ class Watch:
         append(self.path, "".join(json.dumps({"step": self.step} | row) + "\n" for row in self.rows))
 
 
-def measure(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) -> list[Row]:
+def measure_sites(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) -> list[Row]:
     """A row a site, about the forward pass of `tokens` (B, T) with the model's or other `buffers`. Keeps them."""
     rows, hooks = [], []
     for block, name, site in sites(model):

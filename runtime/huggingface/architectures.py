@@ -99,11 +99,11 @@ COMMON |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "residual_dropout": 
 COMMON |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_logit_softcapping": None, "use_sliding_window": False}
 COMMON |= dict.fromkeys(["attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"], False)
 COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual"], False) | {"quantization_config": None}
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+THEIR_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
 SMALL_EPS, TIED, SLIDING = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
-GEMMA = SMALL_EPS | TIED | SLIDING | {"query_pre_attn_scalar": 256}
-CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+OF_GEMMA = SMALL_EPS | TIED | SLIDING | {"query_pre_attn_scalar": 256}
+OF_GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 ARCHITECTURES = {
@@ -120,9 +120,11 @@ ARCHITECTURES = {
         has=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     ),
     "gemma": Architecture("Gemma", defaults=SMALL_EPS | TIED),
-    "gemma2": Architecture("Gemma2", defaults=GEMMA | CAPS, has=("query_pre_attn_scalar", *CAPS), window="layer_types"),
+    "gemma2": Architecture(
+        "Gemma2", defaults=OF_GEMMA | OF_GEMMA2, has=("query_pre_attn_scalar", *OF_GEMMA2), window="layer_types",
+    ),
     "gemma3_text": Architecture(
-        "Gemma3", defaults=GEMMA | {"rope_theta": 1e6},
+        "Gemma3", defaults=OF_GEMMA | {"rope_theta": 1e6},
         has=("query_pre_attn_scalar", "final_logit_softcapping"), window="layer_rope",
         unused=("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
     ),
@@ -166,7 +168,7 @@ def _ours(model_type: str) -> Fields:
 
 def _fixed(model_type: str, config: ModelConfig) -> Fields:
     """The fields that we compute at one value only, besides those in COMMON."""
-    architecture, activation = ARCHITECTURES[model_type], ACTIVATIONS[config.activation]
+    architecture, activation = ARCHITECTURES[model_type], THEIR_ACTIVATIONS[config.activation]
     fixed: Fields = {"attention_bias": config.attention_bias, "attention_dropout": 0.0, "hidden_act": activation}
     fixed |= {"hidden_activation": activation} if model_type.startswith("gemma") else {}
     fixed |= {"no_rope_layers": [1] * config.layers} if model_type == "smollm3" else {}

@@ -26,7 +26,7 @@ from runtime.plugins import import_records, warn_of_imports
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FORMAT = 1  # version of our part of config.json and of the names of weights; increase it whenever they change
-DTYPES = ("F32", "BF16", "F16")
+STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
 SETTING = bool | int | float | str
@@ -162,8 +162,8 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
         require(name in found, f"{differs} lacks {name}")
         there, wanted = found.pop(name), stored.to_theirs(ours, expected)
         require(there.shape == wanted.shape, f"{differs} has the wrong shape for {name}")
-        known = there.dtype in DTYPES or not wanted.is_floating_point()
-        require(known, f"{differs} has a dtype other than {', '.join(DTYPES)} for {name}")
+        known = there.dtype in STORED_DTYPES or not wanted.is_floating_point()
+        require(known, f"{differs} has a dtype other than {', '.join(STORED_DTYPES)} for {name}")
         rows = [len(expected[each]) for each in ours] if len(ours) > 1 else []
         for part, each in enumerate(ours):
             matched[each] = replace(there, change=partial(stored.to_ours, each, rows=rows, part=part))

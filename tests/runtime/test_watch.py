@@ -19,7 +19,7 @@ from runtime.checkpoint import load_pretrained
 from runtime.flags import read_train
 from runtime.run import open_run
 from runtime.run_dir import read_rows
-from runtime.watch import Watch, measure
+from runtime.watch import Watch, measure_sites
 
 LAYERS, LR = 3, 0.5
 # fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
@@ -156,7 +156,7 @@ def test_a_row_is_about_its_step_before_the_gradients_are_clipped(dtype, toleran
     model.loss(tokens, targets).backward()
     rows = [row for row in read_rows(folder / "watch.jsonl") if row["step"] == 4]
     columns = [row["stream_after"] for row in rows if "stream_after" in row]
-    expected = [row["stream_after"] for row in measure(model, tokens[:4]) if "stream_after" in row]
+    expected = [row["stream_after"] for row in measure_sites(model, tokens[:4]) if "stream_after" in row]
     assert len(columns) == 4 and columns == pytest.approx(expected, rel=tolerance)
     for row, layer in zip(rows[1:5:2], range(2), strict=True):
         weight = model.get_parameter(f"layers.{layer}.self_attn.q_proj.weight")
@@ -183,7 +183,7 @@ def test_what_is_not_finite_is_none_and_white(tmp_path):
     lines = (tmp_path / "watch.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert rows[3]["stream_after"] > 0 and rows[4]["stream_after"] is None
-    none = [row | {"step": 1} for row in measure(make_model(norm="none", placement="rezero"), tokens)]
+    none = [row | {"step": 1} for row in measure_sites(make_model(norm="none", placement="rezero"), tokens)]
     later = [row | {"step": 9, "stream_after": 5.0} for row in none[1:7]]
     first, last = plot_streams({"a": rows, "b": [*none, *later]}).axes
     broken, whole = (np.asarray(line.get_xydata()).tolist() for line in first.lines)
