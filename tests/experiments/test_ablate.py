@@ -107,7 +107,7 @@ def test_steps_of_equal_flops_are_written_down_and_printed(arguments, tmp_path, 
 def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, arguments, ends):
     before = (folder / "command.txt").read_text()
     with lock_file(folder / LOCK):
-        code, error = ends(ablate.main, [*arguments, "--steps", "13"])
+        code, error = ends(ablate.main, [*arguments, "--jobs", "1"])
     assert code == 4 and "in use" in error and error.count("\n") == 1
     assert (folder / "command.txt").read_text() == before
 

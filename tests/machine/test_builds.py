@@ -114,19 +114,13 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
 
 
 @pytest.mark.parametrize(
-    "flags, what",
-    [
-        ("--dtype float16", "--dtype float16"),
-        ("--watch 5", "--watch"),
-        ("--recompute", "--recompute"),
-        ("--deterministic", "--deterministic"),
-        ("--norm batchnorm", "--norm batchnorm"),
-    ],
+    "flags", ["--dtype float16", "--watch 5", "--recompute", "--deterministic", "--norm batchnorm"]
 )
-def test_a_cuda_graph_is_refused_where_replays_would_differ(flags, what, card, refused):
+def test_a_cuda_graph_is_refused_where_replays_would_differ(flags, card, refused):
     card((8, 9))
     assert run.resolve(read_train(["--cuda-graph"]))[2].cuda_graph
-    assert refused(train.main, f"--cuda-graph {flags}".split()) == f"error: --cuda-graph does not support {what}\n"
+    refusal = f"error: --cuda-graph does not support {flags.removesuffix(' 5')}\n"
+    assert refused(train.main, f"--cuda-graph {flags}".split()) == refusal
     assert refused(train.main, ["--cuda-graph", "--device", "cpu"]) == "error: --cuda-graph needs a GPU\n"
 
 
