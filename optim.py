@@ -120,14 +120,15 @@ class Muon(Optimizer):
                     torch._foreach_add_(batch, updates.unbind(), alpha=alpha)
 
     def nesterov(self, weights: list[Tensor], momentum: float) -> list[Tensor]:
-        """Update the running means of the gradients and return the Nesterov updates."""
+        """Update the running means of the gradients, and return the Nesterov updates, which replace the gradients."""
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         gradients: Any = [weight.grad for weight in weights]
         means = [self.state[weight]["momentum_buffer"] for weight in weights]
         torch._foreach_lerp_(means, gradients, 1 - momentum)
-        return [*torch._foreach_lerp(gradients, means, momentum)]
+        torch._foreach_lerp_(gradients, means, momentum)  # in place, as torch 2.11 needs it for sharded weights
+        return gradients
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,10 +30,10 @@ class CapturedStep:
         self.lr.fill_(lr)
         if self.plain:
             self.plain -= 1
-            self.stream.wait_stream(torch.cuda.current_stream())
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             with torch.cuda.stream(self.stream):
                 outputs = self.step(inputs, targets, self.lr)
-            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             return outputs
         if not self.inputs:
             self.inputs = [inputs.clone(), targets.clone()]

@@ -30,7 +30,7 @@ recipes="llama qwen3 gemma3 olmo2 muse_glimmer cohere"
 run 120 default train.py --device cuda --out "$out/default"
 run 120 default train.py --device cuda --out "$out/default-warm"
 run 120 default train.py --device cuda --out "$out/default-graph" --cuda-graph
-run 120 default train.py --device cuda --out "$out/default-700" --steps 700
+run 120 default train.py --device cuda --out "$out/default-700" --steps 700 --compile
 run 120 loss train.py --device cuda $model --lr 0.005 --steps 800 --eval-every 130 --save-every 800 --no-compile --out "$out/loss-eager"
 run 120 loss train.py --device cuda $model --lr 0.005 --steps 800 --eval-every 130 --save-every 800 --compile --out "$out/loss"
 run 120 generate bench.py generate --preset 1b --samples 64 --rounds 3 --compile --device cuda --json "$out/generate.json"

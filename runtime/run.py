@@ -20,6 +20,7 @@ from data.tokenizer import KINDS, NoTokenizer, Tokenizer
 from files import commit, require, warn
 from machine import distributed
 from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
+from model import LARGE_VOCABULARY
 from norms import TRAITS
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
@@ -225,6 +226,7 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
         require(config.device.startswith("cuda"), "--cuda-graph needs a GPU")
         others = {"--dtype float16": config.dtype == "float16", "several ranks": ranks > 1, "--watch": config.watch > 0}
         others |= {"--recompute": config.recompute, "--deterministic": config.deterministic}
+        others |= {f"a vocabulary above {LARGE_VOCABULARY:,}": model.vocab_size > LARGE_VOCABULARY}  # it recomputes too
         others |= {f"--norm {norm}": not TRAITS[norm].per_token, "--import": bool(import_records())}
         for what, there in others.items():
             require(not there, f"--cuda-graph does not support {what}")
