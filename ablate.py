@@ -10,10 +10,11 @@ import sys
 
 from config import Asked
 from experiments.ablation import AblationConfig, resolve_ablation, run_ablation
+from experiments.arms import pop_options
 from experiments.compare import main as compare_command
 from files import BadInput, lock_file
 from machine.process import bad_input, exit_codes
-from runtime.flags import Parser, add_flags, add_options, take
+from runtime.flags import Parser, add_flags, add_options
 from runtime.plugins import import_first
 from runtime.run_dir import LOCK
 
@@ -45,7 +46,7 @@ def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:
     add_flags(parser, hidden=("norm", "placement", "norm_args", "placement_args", "init_from"))
     import_first(parser, arguments)
     asked = parser.read(arguments)
-    return take(asked, AblationConfig), asked
+    return pop_options(asked, AblationConfig), asked
 
 
 if __name__ == "__main__":

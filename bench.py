@@ -15,10 +15,11 @@ import torch
 
 from config import Asked
 from experiments import benchmarks
+from experiments.arms import pop_options
 from files import require, write_atomically
 from machine.device import describe, pick_device, set_up_cpu
 from machine.process import bad_input, exit_codes
-from runtime.flags import Parser, add_flags, add_options, take
+from runtime.flags import Parser, add_flags, add_options
 from runtime.plugins import import_first
 
 # Of each command: the function, its own options, and what reads train.py's flags if it takes them as well.
@@ -72,7 +73,7 @@ def make_config(command: str, given: Asked) -> Any:
     """The options of the command. Raises ValueError for invalid values."""
     _, options, read_models = COMMANDS[command]
     require("init_from" not in given, "bench.py takes no --init-from; name the sizes of the model")
-    config = take(given, options)
+    config = pop_options(given, options)
     return read_models(config, given) if read_models else config
 
 

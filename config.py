@@ -355,7 +355,7 @@ def configure(
         both = previous["asked"], combine(previous["asked"], asked)
         then, now = (fields_of(*configure(each, found, memory=memory)) for each in both)
         changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
-        return split(DEFAULTS | previous["resolved"] | changed)
+        return configs_of(DEFAULTS | previous["resolved"] | changed)
     preset = dict(PRESETS[asked.get("preset", "tiny")])
     asked = combine(RECIPES[asked.get("recipe", "llama")], asked)
     for limit in (12e9, 6e9):
@@ -392,7 +392,7 @@ def configure(
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
     elif given.get("tokenizer") == "none":
         require("vocab_size" in asked, "token files need --tokenizer DIR or bytes, or --vocab-size")
-    return split(given)
+    return configs_of(given)
 
 
 def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:
@@ -414,7 +414,7 @@ def combine(*sources: Asked) -> Asked:
     return combined
 
 
-def split(given: Asked) -> tuple[ModelConfig, TrainConfig]:
+def configs_of(given: Asked) -> tuple[ModelConfig, TrainConfig]:
     """The configurations with the fields `given`. Other names are ignored."""
     names = (ModelConfig.__annotations__, TrainConfig.__annotations__)
     model, training = ({name: given[name] for name in fields if name in given} for fields in names)
@@ -423,7 +423,7 @@ def split(given: Asked) -> tuple[ModelConfig, TrainConfig]:
 
 def changed_options(before: Asked, model: ModelConfig, training: TrainConfig) -> tuple[list[str], list[str]]:
     """How options differ from those of a run that is resumed: the changes that are allowed, and the others."""
-    changed, fixed, then = [], [], fields_of(*split(DEFAULTS | before))  # an earlier version derived fewer options
+    changed, fixed, then = [], [], fields_of(*configs_of(DEFAULTS | before))  # an earlier version derived fewer options
     for name, here in fields_of(model, training).items():
         there = then[name]
         was = f"{flag_name(name)} {as_text(there) or 'nothing'}"

@@ -34,12 +34,12 @@ from runtime.flags import Parser, add_options
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # maximum of new tokens without --tokens
-INVALID = -2  # drawn where the largest logit is not finite
+INVALID = -2  # sampled where the largest logit is not finite
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are drawn. Raises ValueError, in one line that names the flag, for values out of range."""
+    """How the next tokens are sampled. Raises ValueError, in one line that names the flag, for values out of range."""
 
     tokens: int = option(
         None, f"maximum number of new tokens (default: as many as fit into the context, at most {DEFAULT_TOKENS})"
@@ -220,19 +220,19 @@ def stream_ids(
     decoder = decoder or model
     cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples
     for index in range(count):
-        drawn = draw(decoder.next_logits(tokens, cache), sampling, points[index])  # B
+        sampled = sample_ids(decoder.next_logits(tokens, cache), sampling, points[index])  # B
         # Reading the ids is the only time that Python waits for the device.
-        read = drawn.tolist()
+        read = sampled.tolist()
         if INVALID in read:
             raise NotFinite("a logit of the model is not finite")
         ids = [last if last in ends else token for last, token in zip(ids, read, strict=True)]
         yield ids
         if all(token in ends for token in ids):
             return
-        tokens = drawn.to(device).unsqueeze(1)  # B 1
+        tokens = sampled.to(device).unsqueeze(1)  # B 1
 
 
-def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
+def sample_ids(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     """One id for each row of `logits` (B, V), selected by that row's number in `points` (B), on its device.
 
     The id is `INVALID` for a row whose largest logit is infinite or NaN.
@@ -250,7 +250,7 @@ def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
         logits = keep_min_p(logits, sampling.min_p)
     # Inverse transform sampling: one uniform number per row; torch.multinomial draws V of them.
     sums = logits.exp().cumsum(-1)  # unnormalized
-    # 1 - points is in (0, 1], so a token of probability 0 is never drawn.
+    # 1 - points is in (0, 1], so a token of probability 0 is never sampled.
     ids = torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
     return ids.masked_fill(invalid.to(ids.device), INVALID)
 

@@ -34,7 +34,7 @@ from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers
 from pages.progress import Progress, losses_line
-from pages.run import write_report
+from pages.run import write_page
 from roles import draw_weights, matrices
 from runtime import checkpoint as checkpoints
 from runtime.acceleration import captured_step
@@ -43,7 +43,7 @@ from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.parallel import Parallel, matrices_on_meta
 from runtime.plugins import command_to_type, import_files, import_flags
 from runtime.run import Run, describe_run, open_run
-from runtime.run_dir import LOCK, check_run_dir, read_rows
+from runtime.run_dir import LOCK, check_has_no_run, read_rows
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
@@ -125,7 +125,7 @@ class Trainer:
         same_end = earlier and earlier["resolved"]["steps"] == config.steps
         if self.step > config.steps or (self.step == config.steps and self.evaluated and same_end):
             if distributed.is_main():
-                write_report(run.folder, run.data.val_gzip_bpb)  # the run may have been killed before it did
+                write_page(run.folder, run.data.val_gzip_bpb)  # the run may have been killed before it did
                 print(f"the run in {run.folder} already has {self.step} steps; raise --steps to continue")
             return
         description = describe_run(run, sum(weight.numel() for weight in self.model.parameters()))
@@ -427,7 +427,8 @@ def execute(run: Run) -> "Trainer":
     with ExitStack() as lock:
         with bad_input():
             distributed.from_main(lock.enter_context, lock_file(run.folder / LOCK))
-            distributed.from_main(check_run_dir, run.folder, run.earlier is not None)
+            if not run.earlier:
+                distributed.from_main(check_has_no_run, run.folder)
             distributed.from_main(checkpoints.clear_unfinished, run.folder)
             trainer = Trainer(run)
         trainer.train()

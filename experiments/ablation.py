@@ -18,7 +18,7 @@ from experiments.records import SEARCH, Arm, compared
 from experiments.report import make_report
 from files import digest, read_json, require, warned, write_atomically
 from norms.placement import PLACEMENTS
-from runtime.run_dir import RUNS_FOLDER, check_not_in_use, read_run_file
+from runtime.run_dir import RUNS_FOLDER, read_run_file
 
 TOKENS_PER_PARAMETER = 4.4
 COSTS = "costs.json"  # what was measured before the runs, and the steps that follow
@@ -92,7 +92,6 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     settings = [(arm.factors, compared(fields_of(*each))) for arm, each in configs.items()]
     name = f"ablation-{digest([options.equal, *settings])[:8]}"  # the same with more seeds or learning rates
     folder = Path(asked.get("out") or RUNS_FOLDER / name)
-    check_not_in_use(folder)
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     require(free or (folder / "cells").is_dir(), f"--out {folder} is a file, or not empty; choose another folder")
     for file in folder.glob("cells/*/run.json"):

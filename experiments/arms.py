@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import product
 from typing import Any
 
@@ -21,6 +22,11 @@ Configs = dict[Arm, tuple[ModelConfig, TrainConfig]]
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
 OWN_FLAG |= {"norm_args": "--norms", "placement_args": "--placements"}
 SHARED = NOT_COMPARED | {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens", "device", "shard"}
+
+
+def pop_options(asked: Asked, config: type) -> Any:
+    """The dataclass `config` with those of its fields that are in `asked`, from which they are removed."""
+    return config(**{each.name: asked.pop(each.name) for each in fields(config) if each.name in asked})
 
 
 def asked_of(arm: Arm) -> Asked:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import DEFAULTS, split
+from config import DEFAULTS, configs_of
 from experiments.costs import costs
 from experiments.records import SEARCH, Arm, Record, outcome, read_csv, settings_of
 from experiments.report import make_report
@@ -18,7 +18,7 @@ from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
 from runtime.plugins import import_first
-from runtime.run_dir import RUNS_FOLDER, check_run_dir, machine_of, read_rows, read_run_file
+from runtime.run_dir import RUNS_FOLDER, machine_of, read_rows, read_run_file
 
 
 def main(arguments: list[str]) -> None:
@@ -68,7 +68,6 @@ def find_records(folders: list[Path]) -> list[Record]:
 
 def read_run(folder: Path, planned: Record | None = None) -> Record:
     """The record of a run directory, or what has come of a `planned` run. Raises ValueError if it is damaged."""
-    check_run_dir(folder, exists=True)
     run, log = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     resolved = DEFAULTS | run["resolved"]
     values: dict[str, Any] = outcome(log, resolved["steps"], resolved["vocab_size"])
@@ -78,5 +77,5 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     values |= {"lr": resolved["lr"], "seed": resolved["seed"], "settings": settings_of(run), "run": str(folder)}
     values |= {"search": folder.parent.name == "cells" and resolved["seed"] >= SEARCH, "folder": str(folder.parent)}
     with suppress(ValueError):  # its norm or placement is not imported
-        values |= costs(*split(resolved))
+        values |= costs(*configs_of(resolved))
     return Record(Arm(), **values)

@@ -7,6 +7,7 @@ seeds, and so their initial weights and batches: they are compared in pairs.
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -23,9 +24,9 @@ from config import Asked, ModelConfig, TrainConfig, flag_name
 from data.prepare import Prepared
 from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
 from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, outcome, settings_of
-from files import InUse, require, warn
+from files import Ended, InUse, require, warn
 from machine.device import pick_device
-from machine.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
+from machine.process import NotFinite, Stopped, bad_input, stop_requests
 from runtime.flags import to_flags
 from runtime.plugins import check_imports, import_flags, import_records
 from runtime.run import fields_of
@@ -34,6 +35,15 @@ from runtime.run_dir import machine_of, read_rows, read_run_file
 WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 POLL_SECONDS = 0.3  # between checks of the running cells
 END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
+
+
+class CellFailed(Ended):
+    """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
+
+    def __init__(self, cell: str, code: int, line: str):
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        super().__init__(f"{cell}: {killed or line.removeprefix('error: ') or f'exit code {code}'}")
+        self.code = max(1, code)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,16 @@ import numpy as np
 from experiments.findings import Finding
 from experiments.records import SIZE, Arm, Record, grouped
 from pages.html import WIDTH, Style
-from pages.watch import LONG, add_legend
+from pages.watch import plot_streams
+from runtime.run_dir import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MARKERS = "os^DvP<p>hd"  # filled; hollow for the arms that take a marker or a line style a second time
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
+LINE_LENGTH = 60  # characters that fill a figure
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
@@ -54,7 +57,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     """
     from matplotlib.figure import Figure  # here and below because it takes half a second
 
-    names = [fill(arm.name, LONG // 2) for arm in found]
+    names = [fill(arm.name, LINE_LENGTH // 2) for arm in found]
     lines = max((name.count("\n") + 1 for name in names), default=1)
     figure = Figure(figsize=(WIDTH, 1.6 + max(0.4, 0.2 * lines) * len(found)), layout="constrained")
     axes = figure.subplots()
@@ -72,7 +75,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     axes.locator_params("x", nbins=5)
     axes.set_xlabel("val_bpb, paired by seed\n← better                    worse →\nfilled: a difference is shown")
     axes.grid(alpha=0.3)
-    figure.suptitle(fill(title, LONG), fontsize="medium")
+    figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
     return figure
 
 
@@ -103,7 +106,7 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     column[-1].set_xlabel("step")
-    figure.suptitle(fill(title, LONG), fontsize="medium")
+    figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
     add_legend(figure, column[0])
     return figure
 
@@ -113,3 +116,19 @@ def curve(runs: Sequence[Record], metric: str) -> np.ndarray:
     logged = grouped((row["step"], row[metric]) for run in runs for row in run.log if metric in row)
     means = [(step, np.mean(values)) for step, values in sorted(logged.items()) if len(values) == len(runs)]
     return np.reshape(means, (-1, 2))
+
+
+def plot_watched(arms: Mapping[str, list[Row]], styles: Mapping[str, Style]) -> "Figure":
+    """The residual stream of several arms."""
+    figure = plot_streams(arms, styles)
+    add_legend(figure, figure.axes[0])
+    return figure
+
+
+def add_legend(plot: "Figure", axes: "Axes") -> None:
+    """The names of the lines, below all panels. The figure grows by as much."""
+    lines, names = axes.get_legend_handles_labels()
+    columns = 2 if max(map(len, names), default=0) < LINE_LENGTH / 2 else 1
+    look: Style = {"ncols": columns, "fontsize": "small", "handlelength": 4}
+    legend = plot.legend(lines, [fill(name, LINE_LENGTH) for name in names], loc="outside lower center", **look)
+    plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)

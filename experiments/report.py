@@ -22,13 +22,13 @@ from experiments.findings import (
     Finding,
     compare,
 )
-from experiments.plots import arm_styles, plot_curves, plot_differences
+from experiments.markdown import markdown
+from experiments.plots import arm_styles, plot_curves, plot_differences, plot_watched
 from experiments.rates import POINTS, WINDOW
 from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of
 from experiments.statistics import ALPHA
 from files import write_atomically
-from pages.html import figure, folded, markdown, page, save_plot, settings_list
-from pages.watch import plot_streams
+from pages.html import details, figure, page, save_plot, settings_list
 from runtime.run_dir import Row, read_rows
 
 if TYPE_CHECKING:
@@ -327,8 +327,8 @@ def make_report(folder: Path, records: list[Record], command: str = "", notes: C
             else:
                 (folder / f"{name}.{kind}").unlink(missing_ok=True)
     parts = [markdown(first), *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items())]
-    parts += [markdown(middle), folded("How to read this", markdown(last))]
-    parts += [folded("Settings of the first arm", settings_list(records[0].options))]
+    parts += [markdown(middle), details("How to read this", markdown(last))]
+    parts += [details("Settings of the first arm", settings_list(records[0].options))]
     write_atomically(folder / "report.html", page(folder.resolve().name, parts))
     return [*filter(None, summary)]
 
@@ -391,5 +391,5 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
         figures["curves"] = curves
     logs = {run.arm.name: read_rows(run.path / "watch.jsonl") for run in ended}  # of each arm's last seed
     if watched := {name: log for name, log in logs.items() if log}:
-        figures["watch"] = plot_streams(watched, styles)
+        figures["watch"] = plot_watched(watched, styles)
     return figures

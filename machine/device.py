@@ -28,14 +28,11 @@ def pick_device(name: str) -> torch.device:
         name = next(device for device in ("cuda", "mps", "cpu") if has_device(device))
         if name == "cpu" and (reason := unused_gpu()):
             warn(f"warning: {reason}")
-    device_type, _, index = name.partition(":")
-    if not has_device(device_type):
-        reason = (device_type == "cuda" and unused_gpu()) or f"torch {torch.__version__} finds no such device"
-        raise ValueError(f"--device {name}: {reason}; try --device cpu")
-    if index and int(index) >= (count := torch.cuda.device_count()):
-        raise ValueError(f"--device {name}: the last of this machine's GPUs is cuda:{count - 1}")
     device = torch.device(name)
-    if device_type == "cuda":
+    if not has_device(name):
+        reason = (device.type == "cuda" and unused_gpu()) or f"torch {torch.__version__} finds no such device"
+        raise ValueError(f"--device {name}: {reason}; try --device cpu")
+    if device.type == "cuda":
         check_kernels(device)
     return device
 
@@ -51,8 +48,8 @@ def has_device(name: str) -> bool:
 def unused_gpu() -> str:
     """Why torch does not use this machine's GPU. Empty if it has none or the user has hidden it."""
     nvidia = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hidden or not (nvidia or Path("/dev/kfd").exists()):
+    used_or_hidden = torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if used_or_hidden or not (nvidia or Path("/dev/kfd").exists()):
         return ""
     brand, build = ("NVIDIA", torch.version.cuda) if nvidia else ("AMD", torch.version.hip)
     reason = f"finds no driver for version {build} of its libraries" if build else "is not built for it"
@@ -64,11 +61,10 @@ def check_kernels(device: torch.device) -> None:
     if not torch.version.cuda:  # ROCm, whose cards have no such number
         return
     major, minor = torch.cuda.get_device_capability(device)
-    found = False
-    for compiled, number in re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list())):
-        # Machine code (sm) runs on later cards of the same generation, PTX (compute) on all later ones.
-        same_generation = int(number) // 10 == major
-        found |= int(number) <= 10 * major + minor and (same_generation or compiled == "compute")
+    compiled = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    earlier = [(kind, int(number) // 10) for kind, number in compiled if int(number) <= 10 * major + minor]
+    # Machine code (sm) runs on later cards of the same generation, PTX (compute) on all later ones.
+    found = any(kind == "compute" or generation == major for kind, generation in earlier)
     card = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
     require(found, f"{card}, and torch {torch.__version__} has no kernels for it: see docs/gpu.md, or use --device cpu")
 
@@ -91,8 +87,7 @@ def pick_dtype(name: str, device: torch.device, shard: bool = False) -> torch.dt
 def fast_bfloat16() -> bool:
     """Whether products in bfloat16 take at most two thirds of the time of those in float32 on this processor.
 
-    They do with AMX, and with AVX-512's instructions for bfloat16 on an AMD. An Intel with only these is slower. A
-    limit to AVX2, as by ATEN_CPU_CAPABILITY, counts.
+    They do with AMX, and with AVX-512's instructions for bfloat16 on an AMD; an Intel with only these is slower.
     """
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -112,10 +107,7 @@ def set_up_cpu() -> None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype, cache: bool = False) -> contextlib.AbstractContextManager:
-    """Matrix products in `dtype`. Parameters, norms and the residual stream stay in float32.
-
-    With `cache`, the weights' copies in `dtype` are kept until the end: for several passes, as in generation.
-    """
+    """Matrix products in `dtype`, all else in float32. `cache` keeps copies of the weights, for several passes."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=cache)
 
 
@@ -151,10 +143,10 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes of the GPU's memory, or of this process on other devices (0 on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # on Windows
+    if sys.platform == "win32":
         return 0
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -165,21 +157,20 @@ def missing_for_compile(device: torch.device) -> str:
     """What `torch.compile` needs on `device` and this machine lacks, or nothing."""
     if device.type == "cuda" and not find_spec("triton"):
         return "the package triton"
-    variable, compilers = "CC", ["gcc", "clang"]  # Triton uses them
-    if device.type != "cuda":
-        variable, compilers = "CXX", [{"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")]
-    if variable in os.environ:
-        compilers = [os.environ[variable]]
+    variable, usual = "CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if device.type == "cuda":
+        variable, usual = "CC", "gcc clang"  # for Triton
+    compilers = os.environ.get(variable, usual).split()
     if not any(map(shutil.which, compilers)):
         return f"a compiler: {' or '.join(compilers)}, or one that {variable} names"
     header = Path(sysconfig.get_path("include"), "Python.h")  # the generated code includes it
     return "" if header.exists() else f"Python's headers, which are not in {header.parent}"
 
 
-def check_compile(device: torch.device, asked: bool = True) -> bool:
-    """Whether this machine has what `torch.compile` needs. If not, raise BadInput if it was `asked` for, else warn."""
+def check_compile(device: torch.device, required: bool = True) -> bool:
+    """Whether this machine has what `torch.compile` needs. If not, raise BadInput if it is `required`, else warn."""
     missing = missing_for_compile(device)
-    if missing and asked:
+    if missing and required:
         raise BadInput(f"--compile needs {missing}; or use --no-compile")
     if missing:
         warn(f"not compiled: torch.compile needs {missing}")

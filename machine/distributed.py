@@ -1,8 +1,7 @@
 """Several ranks, the processes of `torchrun`: what they agree on, and tensors that are sharded over them.
 
-Without torchrun there is no process group, and every function is a no-op or returns its input.
-Small values are exchanged between the CPUs, over Gloo, so that no agreement waits for a GPU. Gradients and weights are
-exchanged between the devices, over NCCL or Gloo.
+Without torchrun there is no process group, and every function is a no-op or returns its input. Small values are
+exchanged between the CPUs, so that no agreement waits for a GPU, gradients and weights between the devices.
 """
 
 import os
@@ -65,6 +64,19 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def check_device(device: torch.device) -> None:
+    """Raise ValueError unless each rank can have a `device` of its own."""
+    shared = device.index is not None or local_rank() >= torch.cuda.device_count()
+    if world_size() > 1 and device.type != "cpu" and shared:
+        raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")
+
+
+def rows(batch_size: int) -> range:
+    """The rows of the global batch that this rank trains on."""
+    count = batch_size // world_size()
+    return range(rank() * count, (rank() + 1) * count)
+
+
 # --- agreement -------------------------------------------------------------------------------------------------------
 
 
@@ -78,10 +90,9 @@ def all_gather(x: T) -> list[T]:
 
 def all_reduce_mean(x: Tensor) -> Tensor:
     """The mean over the ranks, on the device."""
-    if world_size() == 1:
-        return x
-    x = x / world_size()
-    dist.all_reduce(x)
+    if world_size() > 1:
+        x = x / world_size()
+        dist.all_reduce(x)
     return x
 
 
@@ -93,7 +104,7 @@ def all_reduce_max(*numbers: int) -> list[int]:
     return largest.tolist()
 
 
-def launch() -> list[str]:
+def torchrun_folders() -> list[str]:
     """The temporary folder of each machine's torchrun, which restarts keep. An --rdzv-id may be used twice."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/RANK/error.json
     return all_gather(f"{socket.gethostname()}:{Path(file).parents[2]}") if file else []
@@ -121,22 +132,6 @@ def from_main(function: Callable[..., T], *arguments: Any) -> T:
     return all_gather(result)[0]
 
 
-# --- what each rank gets ---------------------------------------------------------------------------------------------
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ValueError unless each rank can have a `device` of its own."""
-    shared = device.index is not None or local_rank() >= torch.cuda.device_count()
-    if world_size() > 1 and device.type != "cpu" and shared:
-        raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")
-
-
-def rows(batch_size: int) -> range:
-    """The rows of the global batch that this rank trains on."""
-    count = batch_size // world_size()
-    return range(rank() * count, (rank() + 1) * count)
-
-
 # --- sharded tensors -------------------------------------------------------------------------------------------------
 
 
@@ -150,13 +145,12 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def sharded_like(x: Tensor, example: Tensor) -> Tensor:
-    """`x`, the same on every rank, sharded as `example` is. Each rank keeps its part; nothing is sent."""
+def sharded_like(x: Tensor, example: Any) -> Tensor:
+    """`x`, the same on every rank, sharded as the tensor `example` is. Each rank keeps its part; nothing is sent."""
     if not hasattr(example, "placements"):
         return x
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    assert isinstance(example, DTensor)
     return distribute_tensor(x.to(example.device), example.device_mesh, example.placements, src_data_rank=None)
 
 
@@ -165,16 +159,12 @@ def copy(target: Tensor, x: Tensor) -> None:
     target.copy_(sharded_like(x, target))
 
 
-def on_whole_matrices(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """`function` of a batch of matrices, N rows columns.
-
-    If they are sharded, the ranks exchange their parts, so that each has some of the matrices whole, and back.
-    """
+def on_whole_matrices(function: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+    """`function` of a batch of matrices, N rows columns. If they are sharded, each rank gets some of them whole."""
     if not hasattr(batch, "placements"):
         return function(batch)
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
-    assert isinstance(batch, DTensor)
     whole = batch.redistribute(placements=[Shard(0)])
     own = whole.to_local()
     own.copy_(function(own))

@@ -1,11 +1,9 @@
-"""How a command starts, is stopped by signals, prints, and ends.
+"""How a command starts, is stopped by signals, prints, and ends. Only the standard library is imported here.
 
-A command calls `start` before it imports torch. That takes seconds, in which a signal must not end in a traceback, so
-only the standard library is imported here.
+A command calls `start` before it imports torch, which takes seconds, in which a signal must not end in a traceback.
 """
 
 import io
-import math
 import os
 import signal
 import sys
@@ -30,19 +28,15 @@ SAME_STOP = 1.0  # seconds in which several signals count as one, as when a term
 
 
 def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
-    """Prepare the process of a command, which continues when one of the streams `may_close` is closed meanwhile.
+    """Prepare the process of a command, which continues when the reader of one of the streams `may_close` leaves.
 
     They escape characters that the locale cannot encode.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed before the start; the lowest free number is that of the stream
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
     stop_at_signals()
     if missing := missing_packages():
         _print_error(missing)
         sys.exit(BadInput.code)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     for name in may_close:
         stream = getattr(sys, name)
@@ -99,19 +93,17 @@ def stop_now(number: int, frame: FrameType | None) -> None:
 def stop_requests() -> Iterator[list[int]]:
     """Collect signals in a list. The loop inside finishes its step, saves and stops.
 
-    A second signal, after `SAME_STOP` seconds, has its usual effect. With several ranks it has none: they get the
-    signals of the terminal and those of torchrun.
+    A later one has its usual effect, except with several ranks, which get the signals of the terminal and of torchrun.
     """
     requests: list[int] = []
-    first = math.inf
+    times: list[float] = []
 
     def request(number: int, frame: FrameType | None) -> None:
-        nonlocal first
         requests.append(number)
-        if time.monotonic() > first + SAME_STOP and os.environ.get("WORLD_SIZE", "1") == "1":
+        times.append(time.monotonic())
+        if times[-1] > times[0] + SAME_STOP and os.environ.get("WORLD_SIZE", "1") == "1":
             signal.signal(number, earlier[number])
             signal.raise_signal(number)  # stops a command; a KeyboardInterrupt in a notebook
-        first = min(first, time.monotonic())
 
     main = threading.current_thread() is threading.main_thread()  # others get no signals
     earlier = {number: signal.signal(number, request) for number in _not_ignored() if main}
@@ -145,15 +137,6 @@ class Stopped(Ended):
     def __init__(self, signum: int, resume_with: str, by: str = ""):
         super().__init__(f"stopped by {by or signal.Signals(signum).name}; continue with {resume_with}")
         self.code = 128 + signum
-
-
-class CellFailed(Ended):
-    """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
-
-    def __init__(self, cell: str, code: int, line: str):
-        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        super().__init__(f"{cell}: {killed or line.removeprefix('error: ') or f'exit code {code}'}")
-        self.code = max(1, code)
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""Self-contained HTML pages of Markdown and figures."""
+"""Self-contained HTML pages of text and figures."""
 
 import base64
 import io
-import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -49,6 +48,10 @@ def page(title: str, sections: Sequence[str]) -> str:
 """
 
 
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
 def preformatted(text: str) -> str:
     """HTML of text as it is, such as a sample or a command. Long lines wrap."""
     return f"<pre>{escape(text)}</pre>"
@@ -56,45 +59,21 @@ def preformatted(text: str) -> str:
 
 def figure(plot: "Figure", alt: str) -> str:
     """A matplotlib figure as SVG in an `img`, inverted in the dark theme. `alt` says in words what it shows."""
-    data = base64.b64encode(drawn(plot, "svg")).decode()
+    data = base64.b64encode(image_of(plot, "svg")).decode()
     return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
-def folded(title: str, content: str) -> str:
+def details(title: str, content: str) -> str:
     """HTML that opens with a click on `title`."""
     return f"<details><summary>{escape(title)}</summary>\n{content}\n</details>"
 
 
-def markdown(text: str) -> str:
-    """HTML of the headings, paragraphs, tables, `code` and **bold** of Markdown."""
-    return "\n".join(_block(block) for block in re.split(r"\n\s*\n", text.strip()))
-
-
-def _block(block: str) -> str:
-    if heading := re.fullmatch(r"(#+) (.*)", block):
-        level = len(heading[1])
-        return f"<h{level}>{_inline(heading[2])}</h{level}>"
-    if not block.startswith("|"):
-        return f"<p>{_inline(block)}</p>"
-    titles, _, *rows = ([_inline(cell.strip()) for cell in line.split("|")[1:-1]] for line in block.splitlines())
-    lines = [f"<tr><th>{'</th><th>'.join(titles)}</th></tr>"]
-    lines += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows]
-    return "\n".join(["<table>", *lines, "</table>"])
-
-
-def _inline(text: str) -> str:
-    def tagged(found: re.Match) -> str:
-        return f"<code>{found[1]}</code>" if found[1] else f"<strong>{found[2]}</strong>"
-
-    return re.sub(r"`([^`]+)`|\*\*([^`]+?)\*\*", tagged, escape(text))
-
-
 def save_plot(plot: "Figure", path: Path) -> None:
     """Write a plot as PNG, SVG or PDF, as the path ends. Raises OSError, naming the file, if the disk is full."""
-    write_atomically(path, drawn(plot, path.suffix[1:]))
+    write_atomically(path, image_of(plot, path.suffix[1:]))
 
 
-def drawn(plot: "Figure", kind: str) -> bytes:
+def image_of(plot: "Figure", kind: str) -> bytes:
     """A plot as a "png", "svg" or "pdf" file."""
     from matplotlib import rc_context  # imported here because it takes half a second
 

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from data.tokenizer import NoTokenizer
 from machine.device import peak_memory
 from machine.process import NotFinite, Stopped
-from pages.run import write_report
+from pages.run import write_page
 from runtime.plugins import command_to_type, keep_copies
 from runtime.run import Run
 from runtime.run_dir import Log, Row, RunFile, continued, keep_rows, open_tracker, write_run_file
@@ -70,7 +70,7 @@ class Progress:
         self.bar.write(f"step {row['step']}: {losses_line(row['val_loss'], row['val_bpb'])}{note}")
 
     def report(self) -> None:
-        write_report(self.run.folder, self.run.data.val_gzip_bpb)
+        write_page(self.run.folder, self.run.data.val_gzip_bpb)
         self.reported = time.perf_counter()
 
     def print_summary(self, seconds: float) -> None:

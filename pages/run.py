@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from files import write_atomically
-from pages.html import WIDTH, Style, figure, folded, markdown, page, preformatted, save_plot, settings_list
+from pages.html import WIDTH, Style, details, figure, page, paragraph, preformatted, save_plot, settings_list
 from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
     return plot
 
 
-def write_report(folder: Path, gzip_bpb: float | None) -> None:
+def write_page(folder: Path, gzip_bpb: float | None) -> None:
     """Write `loss.png` and `report.html` of a run."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     last = next((row for row in reversed(rows) if "val_bpb" in row or "not_finite" in row), {})
@@ -55,7 +55,8 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
     plot = plot_loss(rows, gzip_bpb)
     save_plot(plot, folder / "loss.png")
     sections = [
-        markdown(f"{result}\n\n{run['parameters']:,} parameters, on {run['device']}."),
+        paragraph(result),
+        paragraph(f"{run['parameters']:,} parameters, on {run['device']}."),
         figure(plot, alt=f"Loss over steps. {result}"),
     ]
     if watched := read_rows(folder / "watch.jsonl"):
@@ -67,6 +68,6 @@ def write_report(folder: Path, gzip_bpb: float | None) -> None:
         "<h2>Samples, which continue the beginning of the validation text</h2>",
         preformatted("".join(SAMPLE_HEADING.format(step) + text for step, text in read_samples(folder)[-20:])),
         preformatted(shlex.join(["python", *run.get("resumed", [run])[-1]["command"]])),
-        folded("Settings", settings_list(run["resolved"] | run["versions"])),
+        details("Settings", settings_list(run["resolved"] | run["versions"])),
     ]
     write_atomically(folder / "report.html", page(f"Run {folder.name}", sections))

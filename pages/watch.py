@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,10 +10,7 @@ from pages.html import WIDTH, Style
 from runtime.run_dir import Row
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-LONG = 60  # characters of a name that fill a figure
 
 
 def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
@@ -42,15 +38,4 @@ def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_formatter("")
-    if len(arms) > 1:
-        add_legend(plot, first)
     return plot
-
-
-def add_legend(plot: "Figure", axes: "Axes") -> None:
-    """The names of the lines, below all panels. The figure grows by as much."""
-    lines, names = axes.get_legend_handles_labels()
-    columns = 2 if max(map(len, names), default=0) < LONG / 2 else 1
-    look: Style = {"ncols": columns, "fontsize": "small", "handlelength": 4}
-    legend = plot.legend(lines, [fill(name, LONG) for name in names], loc="outside lower center", **look)
-    plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)

@@ -13,7 +13,6 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -42,54 +41,48 @@ def save_checkpoint(
 ) -> Path:
     """Save the complete state after `step` steps, and delete the oldest checkpoints until `keep` are left.
 
-    A checkpoint of the same step is replaced. Raises OSError, naming the bytes needed, if the disk is full; earlier
-    checkpoints are intact then. Every rank must call it; rank 0 writes whole tensors.
+    A checkpoint of the same step is replaced. Raises OSError if the disk is full; earlier ones are intact then. Every
+    rank must call it; rank 0 writes whole tensors.
     """
-    finished = run / f"checkpoints/step-{step:06d}"
+    checkpoints = run / "checkpoints"
+    finished = checkpoints / f"step-{step:06d}"
+    unfinished = checkpoints / f".{finished.name}-unfinished"
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     states = [(names[weight], state) for optimizer in optimizers for weight, state in optimizer.state.items()]
     values = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-    described = {"step": step} | trainer | ({"numbers": numbers} if numbers else {})
     weights = _gathered(stored_state(model))
-    state = _gathered({name: tensor for name, tensor in values.items() if name not in numbers})
-    distributed.from_main(_write, finished, model, weights, tokenizer, state, described, keep)
+    state = _gathered({name: value for name, value in values.items() if name not in numbers})
+    described = {"step": step} | trainer | ({"numbers": numbers} if numbers else {})
+
+    def retire(checkpoint: Path) -> None:  # A process killed while deleting would leave half of one under its name.
+        checkpoint.rename(checkpoints / f".{checkpoint.name}-retired")
+
+    def write() -> None:
+        try:
+            with describe_write_error(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
+                checkpoints.mkdir(exist_ok=True)  # not the run's folder, which may have been moved
+                unfinished.mkdir()
+                write_model(unfinished, model, weights, tokenizer)
+                save_tensors(state, unfinished / OPTIMIZER)
+                (unfinished / TRAINER).write_text(json.dumps(described, indent=1))
+                hashes = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
+                (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=1))
+                for path in (*unfinished.iterdir(), unfinished):
+                    sync(path)
+                if finished.exists():  # a directory cannot replace another one that has files
+                    retire(finished)
+                unfinished.rename(finished)
+                for path in (checkpoints, run):  # the new one is on the disk before others are deleted
+                    sync(path)
+                there = list_checkpoints(run)
+                for path in there[: max(0, there.index(finished) - keep + 1)]:
+                    retire(path)
+        finally:
+            clear_unfinished(run)
+
+    distributed.from_main(write)
     return finished
-
-
-def _write(
-    finished: Path,
-    model: Llama,
-    weights: dict[str, Tensor],
-    tokenizer: Tokenizer,
-    state: dict[str, Tensor],
-    described: dict,
-    keep: int,
-) -> None:
-    """Write a checkpoint beside its place, move it there, and delete the oldest ones."""
-    checkpoints, run = finished.parent, finished.parents[1]
-    unfinished = checkpoints / f".{finished.name}-unfinished"
-    earlier = [path for path in list_checkpoints(run) if _step(path) < _step(finished)]
-    try:
-        with describe_write_error(finished, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))):
-            checkpoints.mkdir(exist_ok=True)  # not the run's folder, which may have been moved
-            unfinished.mkdir()
-            write_model(unfinished, model, weights, tokenizer)
-            save_tensors(state, unfinished / OPTIMIZER)
-            (unfinished / TRAINER).write_text(json.dumps(described, indent=1))
-            hashes = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
-            (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=1))
-            for path in (*unfinished.iterdir(), unfinished):
-                sync(path)
-            if finished.exists():  # a directory cannot replace another one that has files
-                _retire(finished)
-            unfinished.rename(finished)
-            for path in (checkpoints, run):  # the new one is on the disk before others are deleted
-                sync(path)
-            for path in earlier[: max(0, len(earlier) - keep + 1)]:
-                _retire(path)
-    finally:
-        clear_unfinished(run)
 
 
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -102,11 +95,6 @@ def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return gathered
 
 
-def _retire(checkpoint: Path) -> None:
-    """Rename, so that a process killed while deleting does not leave half a checkpoint under this name."""
-    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}-retired"))
-
-
 def clear_unfinished(run: Path) -> None:
     """Delete unfinished and retired checkpoints: what a process that was killed while saving has left."""
     for leftover in (run / "checkpoints").glob(".step-*"):
@@ -116,31 +104,23 @@ def clear_unfinished(run: Path) -> None:
 def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -> None:
     """Write a model and its tokenizer into a new or empty directory that `load_pretrained` opens.
 
-    So does `transformers`, if it has the architecture; otherwise config.json says why not. It is written elsewhere,
-    read again and moved, config.json last. Raises ValueError, naming the tensor, for a model that could not be loaded
-    as it is.
+    So does `transformers`, if it has the architecture; otherwise config.json says why not. What was written is read
+    again. Raises ValueError, naming the tensor, for a model that could not be loaded as it is, and leaves no files.
     """
     require(isinstance(model, Llama), f"save the Llama itself, not {type(model).__name__}")
-    directory, state = Path(directory).resolve(), stored_state(model)
-    exists = directory.is_dir()
-    unused = not any(directory.iterdir()) if exists else not directory.exists()
-    require(unused, f"{directory} is not empty; name a new directory")
-    parent = directory if exists else directory.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
+    directory, state = Path(directory), stored_state(model)
+    directory.mkdir(parents=True, exist_ok=True)
+    require(not any(directory.iterdir()), f"{directory} is not empty; name a new directory")
     try:
         with describe_write_error(directory, sum(tensor.nbytes for tensor in state.values())):
-            write_model(unfinished, model, state, tokenizer)
-            read_tokenizer(unfinished)
-            for stored in open_model(unfinished)[1].values():
+            write_model(directory, model, state, tokenizer)
+            read_tokenizer(directory)
+            for stored in open_model(directory)[1].values():
                 stored.read()
-            directory.mkdir(exist_ok=True)
-            for path in sorted(unfinished.iterdir(), key=lambda path: path.name == CONFIG):
-                path.rename(directory / path.name)
-    except ValueError as error:
-        raise ValueError(str(error).replace(str(unfinished), str(directory))) from None
-    finally:
-        shutil.rmtree(unfinished)
+    except BaseException:
+        for path in directory.iterdir():
+            path.unlink()
+        raise
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -149,18 +129,12 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
 def list_checkpoints(run: Path) -> list[Path]:
     """The finished checkpoints of a run, the earliest first."""
     found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
-    return sorted(found, key=_step)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # a step may have more digits
 
 
 def find_checkpoint(where: str | Path | None) -> Path:
-    """`where` if it is a checkpoint or a Hugging Face directory, the last intact checkpoint if it is a run, or that of
-    the newest run for None.
-
-    Raises ValueError if there is none, or if what a model needs of it is damaged.
+    """`where` if it is a checkpoint or a Hugging Face directory, or the last intact checkpoint of a run; None is the
+    newest run. Raises ValueError if there is none, or if what a model needs of it is damaged.
     """
     folder = Path(newest_run() if where is None else where)
     if (folder / MANIFEST).is_file() or (folder / TRAINER).is_file():
@@ -174,11 +148,7 @@ def find_checkpoint(where: str | Path | None) -> Path:
 
 
 def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None:
-    """The last checkpoint of a run whose files match its manifest, or None if the run has no checkpoints.
-
-    If a later one is damaged, a line on standard error says so; it is replaced when its step is saved again. Raises
-    ValueError if all are damaged.
-    """
+    """The last intact checkpoint of a run, or None. A line says if a later one is damaged, a ValueError if all are."""
     problem = ""
     for checkpoint in reversed(list_checkpoints(run)):
         try:
@@ -198,9 +168,9 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
 
 
 def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
-    """The model of a run's last checkpoint, of a checkpoint or of a Hugging Face directory, and its tokenizer.
+    """The model of what `find_checkpoint` finds, in evaluation mode, and its tokenizer.
 
-    The model is in evaluation mode. Raises ValueError, naming the file, if one is missing, damaged or inconsistent.
+    Raises ValueError, naming the file, if one is missing, damaged or inconsistent.
     """
     _, model, tokenizer = open_checkpoint(directory, device)
     return model, tokenizer
@@ -231,9 +201,7 @@ def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer])
     """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
     load_weights(checkpoint, model)
     weights = dict(model.named_parameters())
-    owners: dict[Tensor, Optimizer] = {}
-    for optimizer in optimizers:
-        owners |= {weight: optimizer for group in optimizer.param_groups for weight in group["params"]}
+    owners = {weight: each for each in optimizers for group in each.param_groups for weight in group["params"]}
     for stored in stored_tensors(checkpoint / OPTIMIZER).values():
         name, _, key = stored.name.rpartition(".")
         weight, tensor = weights[name], stored.read()

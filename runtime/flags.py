@@ -37,10 +37,7 @@ class PrintVersion(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises BadInput, with one line, where argparse prints the usage and exits.
-
-    A flag that is not given sets nothing, unless it has a default.
-    """
+    """An argument parser that raises BadInput where argparse exits. A flag that is not given sets nothing."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
@@ -131,11 +128,6 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
         parser.add_argument(flag_name(each.name), **argument)
 
 
-def take(given: Asked, config: type) -> Any:
-    """The dataclass `config` with those of its fields that are in `given`, from which they are removed."""
-    return config(**{each.name: given.pop(each.name) for each in dataclasses.fields(config) if each.name in given})
-
-
 def read_pairs(flag: str, texts: Iterable[str]) -> dict[str, Any]:
     """{"eps": 1e-5, "bias": False} of "eps=1e-5" and "bias=false"."""
     pairs = {}
@@ -159,10 +151,7 @@ def read_value(text: str, wanted: Any = None) -> Any:
 
 
 def read_keywords(options: Asked, others: Asked) -> Asked:
-    """Options from Python, such as {"norm_args": {"alpha": 0.5}, "out": Path("runs/mine")}. None is not asked.
-
-    Raises ValueError like `check_fields`.
-    """
+    """Options from Python, such as {"out": Path("runs/mine"), "val_data": None}. None is not asked."""
     asked: Asked = {}
     for name, value in options.items():
         if isinstance(value, list | tuple):

@@ -17,8 +17,7 @@ T = TypeVar("T")
 class Parallel:
     """The objective of `model` with gradients averaged over the ranks. In one process, simply `model.objective`.
 
-    By default every rank holds the whole model (DDP). With `shard`, each holds its part of every tensor and gathers
-    the weights of a block, its matrices in `dtype`, when it needs them (FSDP2).
+    Every rank holds the whole model (DDP), or with `shard` a part of every tensor, and gathers a block's (FSDP2).
     """
 
     def __init__(self, model: Any, shard: bool, device: torch.device, dtype: torch.dtype = torch.float32):
@@ -56,10 +55,9 @@ class Objective(nn.Module):
 def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Shard the matrices of each block, and all else together: the embedding and the head may be tied.
 
-    The matrices are gathered in `dtype`, in which autocast multiplies, and their gradients averaged in fp32.
-    The rest stays in fp32: norms and scalars are small, and the embedding starts the residual stream.
-
-    The parts are on `device`. Those of weights on the meta device are not initialized.
+    The matrices are gathered in `dtype`, in which autocast multiplies, and their gradients averaged in fp32. The rest
+    stays in fp32: norms and scalars are small, and the embedding starts the residual stream. The parts are on `device`.
+    Those of weights on the meta device are not initialized.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -68,11 +66,7 @@ def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.f
     in_blocks = {layer.weight for layer in model.layers.modules() if hasattr(layer, "role")}
     fully_shard(model, mesh=mesh, ignored_params=in_blocks)
     others = set(model.parameters()) - in_blocks
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # the stream is not a matrix either
-    )
+    precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)  # nor the stream
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=precision, ignored_params=others)
     # As `to_empty` does, but it would do so with all parameters.

@@ -1,7 +1,4 @@
-"""Norms and placements from files outside the repository: `--import mynorm.py`.
-
-A file is run only if the user names it. A run keeps copies of its files to look at, which are never run.
-"""
+"""Norms and placements from files outside the repository: `--import mynorm.py`, which runs a file that is named."""
 
 import argparse
 import copy
@@ -26,8 +23,8 @@ from machine.process import bad_input
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
-Record = dict[str, Any]  # what run.json and config.json say about an imported file
-IMPORTED: dict[Path, tuple[Record, bytes]] = {}  # with the source
+ImportRecord = dict[str, Any]  # what run.json and config.json say about an imported file
+IMPORTED: dict[Path, tuple[ImportRecord, bytes]] = {}  # with the source
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
@@ -82,49 +79,46 @@ def command_to_type(script: str, *arguments: str) -> str:
 @torch.no_grad()
 def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     """Raise ValueError if an imported norm would give wrong results, or could not be loaded from a checkpoint."""
-    kind, traits = config.norm, TRAITS[config.norm]
-    if not any(kind in record["norms"] for record in import_records()):
+    if not any(config.norm in record["norms"] for record in import_records()):
         return
-
-    make = partial(build_norm, kind, config.dim, "attention", **config.norm_args)
-    norm = make()
+    named, traits = f"--norm {config.norm}", TRAITS[config.norm]
     tensors = "contiguous parameters and persistent buffers of its own, none float64"
-    unsaved = f"--norm {kind} could not be loaded from a checkpoint: its tensors must be {tensors}"
-    cached = any(tensor.is_meta for tensor in norm.state_dict().values())  # `ModelConfig` made a norm on meta before
-    require(not cached, unsaved)
+    unsaved = f"{named} could not be loaded from a checkpoint: its tensors must be {tensors}"
+    make = partial(build_norm, config.norm, config.dim, "attention", **config.norm_args)
+    norm = make()
+    require(not any(tensor.is_meta for tensor in norm.state_dict().values()), unsaved)  # of `ModelConfig`'s norm
     x = torch.ones(2, 8, config.dim, device=device).cumsum(0).cumsum(1).cumsum(2).sin()  # different values
-    changed = x.clone()
-    changed[:, -1] += 1
-
-    def apply(norm: nn.Module, tokens: Tensor, training: bool) -> Tensor:
-        given = tokens.clone()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # each call draws the same dropout
-            y = copy.deepcopy(norm).to(device).train(training)(given)
-        require(torch.equal(given, tokens), f"--norm {kind} changes its input in place; the stream needs it")
-        shaped = isinstance(y, Tensor) and y.shape == tokens.shape and y.dtype == tokens.dtype
-        require(shaped, f"--norm {kind} must return a tensor with the shape and dtype of its input")
-        return y.nan_to_num()
-
+    changed = torch.cat([x[:, :-1], x[:, -1:] + 1], dim=1)
     for training in (True, False):
-        y = apply(norm, x, training)
-        causal = torch.equal(y[:, :-1], apply(norm, changed, training)[:, :-1])
-        allowed = causal or (training and not traits.causal_in_training)
-        require(allowed, f"--norm {kind} lets a token see later tokens")
-        alone = not traits.per_token or torch.equal(y[:1], apply(norm, x[:1], training))
-        require(alone, f"--norm {kind} mixes the sequences of a batch; register it with per_token=False")
+        y, later, first = (_apply(norm.train(training), tokens, named) for tokens in (x, changed, x[:1]))
+        causal = torch.equal(y[:, :-1], later[:, :-1]) or (training and not traits.causal_in_training)
+        require(causal, f"{named} lets a token see later tokens")
+        alone = torch.equal(y[:1], first) or not traits.per_token
+        require(alone, f"{named} mixes the sequences of a batch; register it with per_token=False")
     try:
         state = load(save(norm.state_dict()))
         with torch.device("meta"):  # checkpoints are loaded this way
-            loaded = make()
+            loaded = make().eval()
         loaded.load_state_dict(state, assign=True)
-        kept = torch.equal(apply(loaded, x, training), y)
+        same = torch.equal(_apply(loaded, x, named), y)
     except (RuntimeError, ValueError):
-        kept = False
-    require(kept and all(tensor.dtype != torch.float64 for tensor in state.values()), unsaved)
+        same = False
+    require(same and all(tensor.dtype != torch.float64 for tensor in state.values()), unsaved)
 
 
-def import_records() -> list[Record]:
+def _apply(norm: nn.Module, tokens: Tensor, named: str) -> Tensor:
+    """What a copy of the norm makes of the tokens, with the same dropout each time."""
+    given = tokens.clone()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        y = copy.deepcopy(norm).to(tokens.device)(given)
+    require(torch.equal(given, tokens), f"{named} changes its input in place; the stream needs it")
+    shaped = isinstance(y, Tensor) and y.shape == tokens.shape and y.dtype == tokens.dtype
+    require(shaped, f"{named} must return a tensor with the shape and dtype of its input")
+    return y.nan_to_num()
+
+
+def import_records() -> list[ImportRecord]:
     """What was imported: name and SHA-256 of each file, and what it registered. A file may change anything else too."""
     return [record for record, _ in IMPORTED.values()]
 
@@ -137,10 +131,10 @@ def keep_copies(run: Path) -> None:
         write_atomically(kept, source)
 
 
-def check_imports(records: list[Record], added: bool = False) -> list[str]:
-    """A line for each file of `records`, those of a model, that has other content now, or with `added` is not in them.
+def check_imports(records: list[ImportRecord], added: bool = False) -> list[str]:
+    """A line for each imported file that differs from that in a model's `records`, or with `added` is not in them.
 
-    Raises ValueError, naming the file, if one is not imported: it may have changed anything.
+    Raises ValueError if one of theirs is not imported: it may have changed anything.
     """
     here = {record["file"]: record["sha256"] for record in import_records()}
     there = {record["file"]: record["sha256"] for record in records}  # the latest of each file
@@ -153,7 +147,7 @@ def check_imports(records: list[Record], added: bool = False) -> list[str]:
     return lines
 
 
-def warn_of_imports(records: list[Record], added: bool) -> None:
+def warn_of_imports(records: list[ImportRecord], added: bool) -> None:
     """`check_imports`, and print what differs, once per process."""
     for line in check_imports(records, added):
         warn(f"warning: {one_line(line)}")

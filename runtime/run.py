@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,19 +23,10 @@ from machine import distributed
 from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
 from model import LARGE_VOCABULARY
 from norms import TRAITS
-from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, list_checkpoints, weight_hashes
+from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import check_imported_norm, import_records, warn_of_imports
-from runtime.run_dir import (
-    RUNS_FOLDER,
-    RunFile,
-    check_not_in_use,
-    check_run_dir,
-    make_run_dir,
-    newest_run,
-    read_rows,
-    read_run_file,
-)
+from runtime.run_dir import RUNS_FOLDER, RunFile, check_has_no_run, load_run, make_run_dir, newest_run, read_run_file
 
 COMPILED_PASSES, COMPILED_FLOPS = 750, 5e13  # runs that are compiled have so many, on a GPU and on a CPU
 
@@ -62,11 +53,8 @@ class Run:
 
 
 def open_run(asked: Asked, command: list[str]) -> Run:
-    """The run that was `asked` for, with "resume", "eval_only" and "config" as flags have them.
-
-    Raises ValueError for incompatible options. All ranks get the same run or error.
-    """
-    launch = distributed.launch()
+    """The run that was `asked` for. All ranks get the same, or the same ValueError for incompatible options."""
+    launch = distributed.torchrun_folders()
     with distributed.raise_on_all_ranks():
         run = find_run(asked, command, launch)
     run.config = distributed.from_main(lambda: run.config)  # machines may differ
@@ -79,42 +67,34 @@ def open_run(asked: Asked, command: list[str]) -> Run:
 
 def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     """Resolve the run without writing anything. Cheap checks run first."""
-    eval_only = asked.get("eval_only", False)
+    eval_only, text = asked.get("eval_only", False), asked.get("val_data") or asked.get("data") or []
     both = eval_only and asked.get("val_data") and asked.get("data")
     require(not both, "--eval-only takes --data or --val-data, not both")
-    other_text = (asked.get("val_data") or asked.get("data") or []) if eval_only else []
-    if asked.get("init_from") and (asked.get("resume") or (eval_only and not other_text)):
-        raise ValueError("--init-from is for new runs, or for --eval-only with --data; a run has its own weights")
+    own_weights = asked.get("resume") or (eval_only and not text)
+    for_new = "--init-from is for new runs, or for --eval-only with --data; a run has its own weights"
+    require(not (own_weights and asked.get("init_from")), for_new)
     folder, earlier = find_folder(asked, launch)
-    resolved = resolve(asked, earlier or read_config_file(asked), continues=earlier is not None)
-    everything, model, config, tokenizer = resolved
+    everything, model, config, tokenizer = resolve(asked, earlier or read_config_file(asked), earlier is not None)
     changed, fixed = changed_options(earlier["resolved"], model, config) if earlier else ([], [])
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     above = (folder or RUNS_FOLDER / "new").resolve().parents
     paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
     inside = not eval_only and any(Path(path).resolve() in above for path in paths)
     require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
-    cache, column = Path(config.cache_dir), config.text_column
-    if earlier and other_text == config.data and not config.val_data:
-        own_text = Corpus(config.data, cache, (), column).hash == earlier["corpus"]["hash"]
-        other_text = [] if own_text else other_text
-    trained = [Path(name).resolve() for name in earlier["resolved"]["data"]] if earlier else []
-    for path in map(Path.resolve, map(Path, other_text)):
-        if any(path == each or path in each.parents or each in path.parents for each in trained):
-            warn(f"warning: the run was trained on text of {path}")
-    saved = None
-    if earlier and folder and (config.init_from or other_text or config.tokenizer not in TOKENIZER_KINDS):
-        saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
-    if not tokenizer and (saved or config.init_from or other_text):
-        tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from or folder))
     names, val_names = config.data, config.val_data
-    if other_text:
-        names, val_names = [], other_text
+    text = other_text(text, config, earlier) if eval_only else []
+    if text:
+        names, val_names = [], text
         config = replace(config, eval_tokens=asked.get("eval_tokens", MAX_SIZE))
-    size = model.vocab_size
+        tokenizer = tokenizer or read_tokenizer(find_checkpoint(folder))
+    elif earlier and folder and (config.init_from or config.tokenizer not in TOKENIZER_KINDS):
+        saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
+        if saved or config.init_from:
+            tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
+    cache, size, column = Path(config.cache_dir), model.vocab_size, config.text_column
     data = prepare(names, config.tokenizer, size, cache, model.context, tokenizer, val_names, column)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
-        known = not earlier or other_text or earlier[name]["hash"] == here
+        known = text or not earlier or earlier[name]["hash"] == here
         require(known, f"the run in {folder} was trained with another {name}; start a new run for this one")
     if changed and not eval_only and distributed.is_main():
         print(f"changed: {', '.join(changed)}", file=sys.stderr)
@@ -130,27 +110,29 @@ def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile |
     out, file = (Path(asked[name]) if asked.get(name) else None for name in ("out", "config"))
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     require(out or not may_restart, "torchrun --max-restarts needs --out, to find the run again")
-    exists = bool(asked.get("resume") or (asked.get("eval_only") and not asked.get("init_from")))
-    if exists:
+    if asked.get("resume") or (asked.get("eval_only") and not asked.get("init_from")):
         require(not ("preset" in asked or (file and out)), "--preset and --config are for new runs; leave them out")
-        out = out or (file.parent if file else newest_run())
-    elif launch and out and (out / "run.json").exists():
-        exists = not set(launch).isdisjoint(read_run_file(out / "run.json").get("launch") or [])
-    if out and distributed.is_main() and not asked.get("eval_only"):
-        check_not_in_use(out)
-    if out:
-        check_run_dir(out, exists)
-    if not out or not exists:
-        return out, None
-    run, rows = read_run_file(out / "run.json"), read_rows(out / "metrics.jsonl")
-    read_rows(out / "watch.jsonl")  # raises ValueError if it is damaged
-    first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
-    saved = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
-    lost = saved and not list_checkpoints(out)
-    require(not lost, f"{out}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again")
-    if not (out / "metrics.jsonl").is_file() and list_checkpoints(out):
-        warn(f"warning: {out}/metrics.jsonl is missing; the log begins again at the checkpoint")
-    return out, run
+        folder = out or (file.parent if file else newest_run())
+        return folder, load_run(folder)
+    earlier = read_run_file(out / "run.json") if out and (out / "run.json").is_file() else {}
+    if out and not set(launch).isdisjoint(earlier.get("launch") or []):
+        return out, load_run(out)
+    if out and distributed.is_main():
+        check_has_no_run(out)
+    return out, None
+
+
+def other_text(text: list[str], config: TrainConfig, earlier: RunFile | None) -> list[str]:
+    """`text`, or nothing if it is the run's own, of which a part is held out. A line says if it was trained on."""
+    if earlier and text == config.data and not config.val_data:
+        own = Corpus(text, Path(config.cache_dir), (), config.text_column)  # perhaps copies of its files
+        if own.hash == earlier["corpus"]["hash"]:
+            return []
+    trained = [Path(name).resolve() for name in earlier["resolved"]["data"]] if earlier else []
+    for path in map(Path.resolve, map(Path, text)):
+        if any(path == each or path in each.parents or each in path.parents for each in trained):
+            warn(f"warning: the run was trained on text of {path}")
+    return text
 
 
 def read_config_file(asked: Asked) -> RunFile | None:
@@ -161,17 +143,10 @@ def read_config_file(asked: Asked) -> RunFile | None:
     return read_run_file(Path(asked["config"]))
 
 
-class Resolved(NamedTuple):
-    """What was asked, with the preset, the configurations that follow on this machine, and a tokenizer from a file."""
-
-    asked: Asked
-    model: ModelConfig
-    training: TrainConfig
-    tokenizer: Tokenizer | None
-
-
-def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = False) -> Resolved:
-    """Configurations in which everything that depends on files and on the machine is settled.
+def resolve(
+    asked: Asked, previous: RunFile | None = None, continues: bool = False
+) -> tuple[Asked, ModelConfig, TrainConfig, Tokenizer | None]:
+    """What was asked, with the preset, the configurations that follow on this machine, and a tokenizer from a file.
 
     `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken. Raises
     ValueError for what this machine cannot do.
@@ -208,7 +183,7 @@ def resolve(asked: Asked, previous: RunFile | None = None, continues: bool = Fal
     compiled = compiled and check_compile(device, bool(asked.get("compile")))
     training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model, training, ranks)
-    return Resolved(everything, model, training, tokenizer)
+    return everything, model, training, tokenizer
 
 
 def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
@@ -227,9 +202,8 @@ def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
 def pays_to_compile(model: ModelConfig, training: TrainConfig, device: torch.device, ranks: int) -> bool:
     """Whether a run is so long that torch.compile saves more time than it takes.
 
-    On an H200 it takes 2.3 s for each block, and saves 1.7 to 5.5 ms for each in every forward and backward pass
-    (results/gpu-h200): it pays after 420 to 1,400 passes, and sooner on slower cards. On two cores it takes 20 s, and
-    saves 2 to 20 % of the five to ten minutes that so many FLOPs take.
+    On an H200 it takes 2.3 s for each block, and saves 1.7 to 5.5 ms for each in every pass (results/gpu-h200). On two
+    cores it takes 20 s, and saves 2 to 20 % of the five to ten minutes that so many FLOPs take.
     """
     if device.type == "cuda":
         passes = training.steps * max(1, training.batch_size // (training.micro_batch_size * ranks))
@@ -258,8 +232,7 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
             require(not there, f"--cuda-graph does not support {what}")
     if config.shard:
         require(ranks > 1, "--shard needs several ranks, which torchrun --nproc-per-node starts")
-        scaled = config.dtype == "float16"
-        require(not scaled, "--shard needs --dtype float32 or bfloat16: ranks would differ in float16's loss scale")
+        require(config.dtype != "float16", "--shard needs --dtype float32 or bfloat16, which need no loss scale")
         require(not config.watch, "--watch needs whole weights on each rank; use --no-shard")
     even = batch_size % ranks == 0 and (batch_size // ranks) % min(batch_size // ranks, micro) == 0
     parts = f"{ranks} ranks with --micro-batch-size {micro}"
@@ -283,7 +256,7 @@ def describe_run(run: Run, parameters: int) -> RunFile:
         "device": describe(run.device),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "ranks": distributed.world_size(),
-        "launch": distributed.launch(),
+        "launch": distributed.torchrun_folders(),
         "command": run.command,
         **origin,
         "id": secrets.token_hex(4),  # Weights & Biases knows the run by it, also when it is resumed

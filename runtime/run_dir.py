@@ -14,7 +14,7 @@ from files import describe_write_error, digest, is_a, lock_file, read_json, requ
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # only one process at a time may write to a folder that has it
-FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
+RUN_FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
 CHECKSUM = "sha256"  # key of the digest of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
 RunFile = dict[str, Any]  # the contents of a run.json
@@ -29,17 +29,16 @@ def newest_run() -> Path:
     return started[-1].parent
 
 
-def check_run_dir(folder: Path, exists: bool) -> None:
-    """Raise ValueError unless `folder` holds a run (`exists`) or can take a new one.
+def check_has_no_run(folder: Path) -> None:
+    """Raise ValueError unless `folder` can take a new run, and InUse if another process is at it.
 
     A run exists from the moment its run.json does. One that was killed before has left the lock and a part of that.
     """
-    has_run = (folder / "run.json").is_file()
-    missing, taken = exists and not has_run, has_run and not exists
-    require(not missing, f"there is no run in {folder}; start one with python train.py, or name another folder")
-    require(not taken, f"--out {folder} already holds a run; add --resume to continue it, or choose another folder")
+    if (folder / "run.json").is_file():
+        with lock_file(folder / LOCK):
+            raise ValueError(f"--out {folder} already holds a run; add --resume to continue, or choose another folder")
     others = {path.name for path in folder.glob("*")} - {LOCK, "run.json.part"}
-    require(exists or not others, f"--out {folder} is not empty; choose a new folder")
+    require(not others, f"--out {folder} is not empty; choose a new folder")
 
 
 def make_run_dir(out: Path | None, name: str) -> Path:
@@ -55,26 +54,35 @@ def make_run_dir(out: Path | None, name: str) -> Path:
         number += 1
 
 
-def check_not_in_use(folder: Path) -> None:
-    """Raise InUse if another process writes to `folder`, before the text is prepared for nothing."""
-    if (folder / LOCK).exists():
-        with lock_file(folder / LOCK):
-            pass
-
-
 def write_run_file(path: Path, run: RunFile) -> None:
-    run = {"format": FORMAT} | run
+    run = {"format": RUN_FORMAT} | run
     write_atomically(path, json.dumps(run | {CHECKSUM: digest(run)}, indent=2) + "\n")
 
 
 def read_run_file(path: Path) -> RunFile:
     """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
     run = read_json(path, dict)
-    other = f"{path} is of another version (format {run.get('format')}, not {FORMAT})"
-    require(run.get("format") == FORMAT, f"{other}; commit {run.get('commit')} can read it")
+    other = f"{path} is of another version (format {run.get('format')}, not {RUN_FORMAT})"
+    require(run.get("format") == RUN_FORMAT, f"{other}; commit {run.get('commit')} can read it")
     found = run.pop(CHECKSUM, None)
     require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")
     check_fields(run["resolved"], str(path))
+    return run
+
+
+def load_run(folder: Path) -> RunFile:
+    """The run.json of the run in `folder`. Raises ValueError if it or a log is damaged, or its checkpoints are gone."""
+    has_run = (folder / "run.json").is_file()
+    require(has_run, f"there is no run in {folder}; start one with python train.py, or name another folder")
+    run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
+    read_rows(folder / "watch.jsonl")
+    first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
+    logged = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
+    saved = any((folder / "checkpoints").glob("step-*"))
+    lost = f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again"
+    require(saved or not logged, lost)
+    if saved and not (folder / "metrics.jsonl").is_file():
+        warn(f"warning: {folder}/metrics.jsonl is missing; the log begins again at the checkpoint")
     return run
 
 
@@ -95,10 +103,9 @@ def continued(earlier: RunFile, run: RunFile, step: int) -> RunFile:
 
 
 class Log:
-    """`metrics.jsonl` of a run, one JSON object a line, also passed to the `tracker`; and `samples.txt`.
+    """`metrics.jsonl` of a run, whose rows the `tracker` gets too, and `samples.txt`.
 
-    Resuming from `step` drops what was logged after it, because those steps run again. A sample is written before the
-    row of its evaluation, so one without a row is dropped as well.
+    What was logged after `step` is dropped. A sample is written before its row, so one without a row is dropped too.
     """
 
     def __init__(self, folder: Path, step: int, tracker: Tracker):
@@ -154,13 +161,13 @@ def read_rows(path: Path) -> list[Row]:
         with suppress(ValueError):
             row = json.loads(line)
         valid = isinstance(row, dict) and is_a(row.get("step"), int)
-        damaged = f"{path} is damaged: line {number}"
-        require(valid, f"{damaged} is not a row of JSON with a step; repair or remove the file")
+        damaged, advice = f"{path} is damaged: line {number}", "repair or remove the file"
+        require(valid, f"{damaged} is not a row of JSON with a step; {advice}")
         finite = all(math.isfinite(value) for value in row.values() if isinstance(value, float))
-        require(finite, f"{damaged} has a value that is not finite; repair or remove the file")
+        require(finite, f"{damaged} has a value that is not finite; {advice}")
         names = (row["step"], row.get("block"), row.get("site"), *row)  # what is there once
         follows = names not in found and (not rows or row["step"] >= rows[-1]["step"])
-        require(follows, f"{damaged} does not follow the line before it; repair or remove the file")
+        require(follows, f"{damaged} does not follow the line before it; {advice}")
         found.add(names)
         rows.append(row)
     return rows
@@ -170,8 +177,8 @@ def read_rows(path: Path) -> list[Row]:
 def open_tracker(kind: str, folder: Path, run: RunFile, step: int) -> Iterator[Tracker]:
     """A function that passes rows on to TensorBoard or Weights & Biases (offline with WANDB_MODE=offline), if any.
 
-    TensorBoard then hides earlier rows after `step`, which run again. Weights & Biases continues the run with this id,
-    in the project that WANDB_PROJECT names, and marks it as failed if an error ends it.
+    TensorBoard then hides earlier rows after `step`. Weights & Biases continues the run with this id, and marks it as
+    failed if an error ends it.
     """
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter

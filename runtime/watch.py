@@ -1,7 +1,4 @@
-"""What happens inside a model while it trains: the residual stream, norms, attention, gradients and updates.
-
-`--watch 50` writes rows to `watch.jsonl` about every 50th step, the first and the last. docs/python.md has the columns.
-"""
+"""`--watch`: what happens inside a model while it trains. docs/python.md has the columns of `watch.jsonl`."""
 
 import json
 import math
@@ -37,9 +34,9 @@ class Watch:
     def start(self, tokens: Tensor, dtype: torch.dtype, loss_scale: float) -> None:
         """Measure the forward pass of `tokens` (B, T), and the gradients of the batch, without the `loss_scale`."""
         with autocast(tokens.device, dtype):
-            self.rows = measure(self.model, tokens, self.buffers)
-        sites = zip(self.rows, split(self.model), strict=True)
-        self.matrices = [(row, *named) for row, (_, _, site) in sites for named in matrices(site)]
+            self.rows = measure_sites(self.model, tokens, self.buffers)
+        pairs = zip(self.rows, sites(self.model), strict=True)
+        self.matrices = [(row, *named) for row, (_, _, site) in pairs for named in matrices_of(site)]
         for row, name, weight in self.matrices:
             if weight.grad is not None:
                 row[f"grad_rms.{name}"] = rms(weight.grad) / loss_scale
@@ -57,10 +54,10 @@ class Watch:
         append(self.path, "".join(json.dumps({"step": self.step} | row) + "\n" for row in self.rows))
 
 
-def measure(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) -> list[Row]:
+def measure_sites(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) -> list[Row]:
     """A row a site, about the forward pass of `tokens` (B, T) with the model's or other `buffers`. Keeps them."""
     rows, hooks = [], []
-    for block, name, site in split(model):
+    for block, name, site in sites(model):
         rows.append({"block": block, "site": name})
         hooks.extend(attach(rows[-1], site, PLACEMENTS[model.config.placement].streams))
     copies = {name: buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
@@ -71,7 +68,7 @@ def measure(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) ->
     return rows
 
 
-def split(model: Llama) -> Iterator[tuple[int, str, Modules]]:
+def sites(model: Llama) -> Iterator[tuple[int, str, Modules]]:
     """Block, name and modules of each site, in the order of the forward pass. Blocks count from 1."""
     yield 0, "embedding", modules(embed_tokens=model.embed_tokens)
     for block, layer in enumerate(model.layers, 1):
@@ -111,7 +108,7 @@ def attach(row: Row, site: Modules, streams: Callable[[Any], tuple[Tensor, ...]]
     return [module.register_forward_hook(record) for module in site.values()]
 
 
-def matrices(site: Modules) -> list[tuple[str, nn.Parameter]]:
+def matrices_of(site: Modules) -> list[tuple[str, nn.Parameter]]:
     """The weight matrices of a site: [("q_proj", ...), ("k_proj", ...)]."""
     named = ((name, weight) for name, module in site.items() for weight in module.parameters(recurse=False))
     return [(name, weight) for name, weight in named if weight.ndim == 2]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from config import TrainConfig, split
+from config import TrainConfig, configs_of
 from data.batches import training_batch
 from data.tokenizer import ByteTokenizer
 from model import Llama
@@ -97,7 +97,7 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     resolved = recorded["resolved"]
     assert resolved["tokenizer"] == recorded["tokenizer"]["kind"] == "pretrained"
     assert [resolved[name] for name in ("context", "dropout", "head_dim", "rope_theta")] == [24, 0.1, 16, 5e4]
-    start = Llama(split(resolved)[0])
+    start = Llama(configs_of(resolved)[0])
     optimizers = train.make_optimizers(start, TrainConfig(optimizer="adamw"))
     load_checkpoint(run / "checkpoints/step-000000", start, optimizers)
     theirs = load_pretrained(directory)[0].state_dict()
@@ -151,5 +151,5 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fin
     repeated = [*flags[:cut], "--config", str(tmp_path / "run/run.json"), "--steps", "4", "--lr", "1e-9"]
     train.main([*repeated, "--out", str(tmp_path / "again")])
     assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "run")
-    again = split(json.loads((tmp_path / "again/run.json").read_text())["resolved"])[0]
-    assert again == split(recorded["resolved"])[0] and (again.context, again.dropout) == (16, 0.1)
+    again = configs_of(json.loads((tmp_path / "again/run.json").read_text())["resolved"])[0]
+    assert again == configs_of(recorded["resolved"])[0] and (again.context, again.dropout) == (16, 0.1)

@@ -22,12 +22,12 @@ from data.tokenizer import ByteTokenizer, train_tokenizer
 from generate import (
     Sampling,
     TextStream,
-    draw,
     generate,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     max_new_tokens,
+    sample_ids,
     stream_ids,
     stream_text,
 )
@@ -76,7 +76,7 @@ def test_draw_follows_the_filtered_probabilities(sampling, kept):
     exp[np.argsort(exp)[:-kept]] = 0
     expected = exp / exp.sum()
     points = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids = draw(logits.expand(count, -1), sampling, points)
+    ids = sample_ids(logits.expand(count, -1), sampling, points)
     frequencies = np.bincount(ids.numpy(), minlength=8) / count
     assert not frequencies[expected == 0].any()
     # within five standard deviations
@@ -98,11 +98,11 @@ def test_tokens_kept_by_each_filter():
     assert kept_tokens(keep_min_p(logits, 0.61))[0] == [1]
 
 
-def test_a_token_of_probability_0_is_never_drawn():
+def test_a_token_of_probability_0_is_never_sampled():
     """Not even by the number 0, which a generator can return."""
     logits = torch.tensor([[5.0, 0.0, 6.0, 1.0]])
     points = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]
+    assert sample_ids(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from model import Llama
 from norms.placement import PLACEMENTS
 from roles import matrices
 from runtime.huggingface.architectures import to_theirs
-from runtime.watch import measure
+from runtime.watch import measure_sites
 from tests.random_values import randomize
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=48, context=16, vocab_size=29)
@@ -98,7 +98,7 @@ def test_generation_with_a_cache_is_that_without(option, monkeypatch):
         for part, end in zip(TOKENS.split([4, 3, 1], dim=1), ends, strict=True):
             found, expected = decoder.next_logits(part, cache), model(TOKENS[:, :end])[:, -1]
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # the table of RoPE is in fp32
-    rows = measure(model, TOKENS)
+    rows = measure_sites(model, TOKENS)
     assert not any(column.startswith("second") for row in rows for column in row)  # no option has two streams
     assert len(rows) == 6 and all(math.isfinite(row["max_logit"]) for row in rows if row["site"] == "attention")
 

@@ -99,7 +99,7 @@ def test_a_report_is_drawn_when_a_run_ends_or_stops(command, monkeypatch, tmp_pa
     drawn = []
     for module in ("train", "pages.progress"):
         record = lambda folder, gzip: drawn.append(read_metrics(folder)[-1]["step"])  # noqa: E731
-        monkeypatch.setattr(f"{module}.write_report", record)
+        monkeypatch.setattr(f"{module}.write_page", record)
     for flags, steps in (("", [6]), ("--resume", [6]), ("--resume --steps 8", [8])):
         command(f"--steps 6 --eval-every 2 {flags}")
         assert drawn == steps

@@ -1,8 +1,7 @@
 """Configurations of Hugging Face's architectures and ours, both ways.
 
-An architecture is a row in `ARCHITECTURES`, under its model_type. What it computes is its recipe, in recipes.py; the
-row says how its configuration and weights differ from Llama's. A field that is not known here is refused by its name,
-whatever its value: it may change what the model computes.
+An architecture is a row in `ARCHITECTURES`. What it computes is its recipe; the row says how its configuration and
+weights differ from Llama's. A field that is not known here is refused: it may change what the model computes.
 """
 
 import inspect
@@ -50,24 +49,22 @@ FOLDED: dict[str, tuple[Any, float, str]] = {  # multipliers: where they do noth
 # Other fields that are read, and those that do not change the logits, such as settings of generation and what tools
 # leave behind. `auto_map` names code, which is never run.
 OTHERS = """
-tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama
-_name_or_path architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map
-use_cache initializer_range pretraining_tp is_llama_config tokenizer_class is_decoder layer_types max_sequence_length
-bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
-attn_implementation _attn_implementation _attn_implementation_autoset cache_implementation
-gradient_checkpointing use_bfloat16 tf_legacy_loss
-return_dict output_attentions output_hidden_states torchscript task_specific_params
-id2label label2id num_labels problem_type finetuning_task
-do_sample temperature top_k top_p typical_p repetition_penalty max_length min_length early_stopping num_beams
-num_beam_groups diversity_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+tie_word_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor normal_llama _name_or_path
+architectures model_type transformers_version transformers.js_config dtype torch_dtype auto_map use_cache
+initializer_range pretraining_tp is_llama_config tokenizer_class is_decoder layer_types max_sequence_length bos_token_id
+eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id attn_implementation _attn_implementation
+_attn_implementation_autoset cache_implementation gradient_checkpointing use_bfloat16 tf_legacy_loss return_dict
+output_attentions output_hidden_states torchscript task_specific_params id2label label2id num_labels problem_type
+finetuning_task do_sample temperature top_k top_p typical_p repetition_penalty max_length min_length early_stopping
+num_beams num_beam_groups diversity_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
 remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal language model of `transformers`.
+    """A causal language model of `transformers`. Its class is called NAMEForCausalLM.
 
     eps: its field for the norm's eps, or "" if that is fixed.
     defaults: its defaults for missing fields, if not those in COMMON; that of `eps` is 1e-5 otherwise.
@@ -76,7 +73,7 @@ class Architecture:
     unused: its other fields, which are read elsewhere or do nothing.
     square: its head_dim is always hidden_size / num_attention_heads.
     window: "" if it has no sliding_window, "off" if that is not used, "null" if we compute null only; or the layers
-        that have it: "all", those of "layer_types", or these with "layer_rope", RoPE of their own.
+        that have it: "all", or those of "layer_types". With "layer_rope" these have RoPE of their own, and we none.
     names, interleaved: see `Layout`.
     """
 
@@ -92,51 +89,49 @@ class Architecture:
     interleaved: bool = False
 
 
+ALSO_CARRIED = ("eps", "cast_order")  # arguments of a norm; the order of casts changes rounding only
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
 # Fields that we compute at one value only, of any architecture, or of some that have this default.
-COMMON: Fields = {"is_causal": True, "rope_interleaved": False, "quantization_config": None}
+COMMON: Fields = {"is_causal": True, "rope_interleaved": False, "partial_rotary_factor": 1.0}
 COMMON |= {"is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False}
 COMMON |= {"chunk_size_feed_forward": 0, "pruned_heads": {}, "use_bidirectional_attention": False}
 COMMON |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "residual_dropout": 0.0, "clip_qkv": None}
 COMMON |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_logit_softcapping": None, "use_sliding_window": False}
 COMMON |= dict.fromkeys(["attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"], False)
-COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual"], False)
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual"], False) | {"quantization_config": None}
+THEIR_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
-LATE, TIED, WINDOW = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
-GEMMA = LATE | TIED | WINDOW | {"query_pre_attn_scalar": 256}
-CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+SMALL_EPS, TIED, SLIDING = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
+OF_GEMMA = SMALL_EPS | TIED | SLIDING | {"query_pre_attn_scalar": 256}
+OF_GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", defaults=LATE),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM", defaults=LATE | {"head_dim": 128}, window="off", unused=("max_window_layers",)
-    ),
-    "olmo": Architecture("OlmoForCausalLM", eps="", ours={"norm_args": {"eps": 1e-5}}),
-    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "llama": Architecture("Llama", defaults=SMALL_EPS),
+    "qwen3": Architecture("Qwen3", defaults=SMALL_EPS | {"head_dim": 128}, window="off", unused=("max_window_layers",)),
+    "olmo": Architecture("Olmo", eps="", ours={"norm_args": {"eps": 1e-5}}),
+    "olmo2": Architecture("Olmo2"),
     "stablelm": Architecture(
-        "StableLmForCausalLM", eps="layer_norm_eps", defaults={"partial_rotary_factor": 0.25},
+        "StableLm", eps="layer_norm_eps", defaults={"partial_rotary_factor": 0.25},
         has=("partial_rotary_factor",), square=True, ours={"norm_args": {"elementwise_affine": True, "bias": True}},
     ),
     "granite": Architecture(
-        "GraniteForCausalLM", defaults=LATE | {"attention_multiplier": 1.0},
+        "Granite", defaults=SMALL_EPS | {"attention_multiplier": 1.0},
         has=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     ),
-    "gemma": Architecture("GemmaForCausalLM", defaults=LATE | TIED),
+    "gemma": Architecture("Gemma", defaults=SMALL_EPS | TIED),
     "gemma2": Architecture(
-        "Gemma2ForCausalLM", defaults=GEMMA | CAPS, has=("query_pre_attn_scalar", *CAPS), window="layer_types",
+        "Gemma2", defaults=OF_GEMMA | OF_GEMMA2, has=("query_pre_attn_scalar", *OF_GEMMA2), window="layer_types",
     ),
     "gemma3_text": Architecture(
-        "Gemma3ForCausalLM", defaults=GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        "Gemma3", defaults=OF_GEMMA | {"rope_theta": 1e6},
         has=("query_pre_attn_scalar", "final_logit_softcapping"), window="layer_rope",
         unused=("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
     ),
-    "exaone4": Architecture(  # with a window, other layers have no positions
-        "Exaone4ForCausalLM", defaults=WINDOW, window="null", unused=("sliding_window_pattern",),
-    ),
+    # With a window, other layers have no positions.
+    "exaone4": Architecture("Exaone4", defaults=SLIDING, window="null", unused=("sliding_window_pattern",)),
     "glm4": Architecture(
-        "Glm4ForCausalLM", has=("partial_rotary_factor", "attention_bias"),
+        "Glm4", has=("partial_rotary_factor", "attention_bias"),
         defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
         names=FUSED | {
             "post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm",
@@ -144,28 +139,25 @@ ARCHITECTURES = {
         },
         interleaved=True,
     ),
-    "arcee": Architecture("ArceeForCausalLM"),
+    "arcee": Architecture("Arcee"),
     "qwen2": Architecture(  # without a field for its biases
-        "Qwen2ForCausalLM", defaults=LATE | {"attention_bias": True}, has=("attention_bias",),
-        ours={"attention_bias": True}, window="off", unused=("max_window_layers",),
+        "Qwen2", defaults=SMALL_EPS, ours={"attention_bias": True}, window="off", unused=("max_window_layers",),
     ),
     # What these compute is also a Llama or OLMo 2, and is saved as that unless it was read as one of these.
-    "mistral": Architecture("MistralForCausalLM", defaults=LATE | WINDOW, window="all"),
-    "helium": Architecture(
-        "HeliumForCausalLM", defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5}, square=True, interleaved=True,
-    ),
-    "ernie4_5": Architecture("Ernie4_5ForCausalLM", defaults=TIED | {"rope_theta": 5e5}, interleaved=True),
+    "mistral": Architecture("Mistral", defaults=SMALL_EPS | SLIDING, window="all"),
+    "helium": Architecture("Helium", square=True, interleaved=True, defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5}),
+    "ernie4_5": Architecture("Ernie4_5", defaults=TIED | {"rope_theta": 5e5}, interleaved=True),
     "smollm3": Architecture(
-        "SmolLM3ForCausalLM", defaults=LATE | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
+        "SmolLM3", defaults=SMALL_EPS | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
         unused=("no_rope_layer_interval", "max_window_layers"),
     ),
-    "seed_oss": Architecture("SeedOssForCausalLM", defaults=LATE | {"attention_bias": True}, has=("attention_bias",)),
+    "seed_oss": Architecture("SeedOss", defaults=SMALL_EPS | {"attention_bias": True}, has=("attention_bias",)),
     "phi3": Architecture(
-        "Phi3ForCausalLM", has=("partial_rotary_factor",), ours={"rope_scaling": {}}, window="all",
+        "Phi3", has=("partial_rotary_factor",), ours={"rope_scaling": {}}, window="all",
         unused=("original_max_position_embeddings",),
         names=FUSED | {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"},
     ),
-    "olmo3": Architecture("Olmo3ForCausalLM", defaults=WINDOW | {"rope_theta": 5e5}, window="layer_rope"),
+    "olmo3": Architecture("Olmo3", defaults=SLIDING | {"rope_theta": 5e5}, window="layer_rope"),
 }  # fmt: skip
 
 
@@ -175,33 +167,32 @@ def _ours(model_type: str) -> Fields:
 
 
 def _fixed(model_type: str, config: ModelConfig) -> Fields:
-    """The fields that we compute at one value only, except those in COMMON."""
-    activation, layers = ACTIVATIONS[config.activation], config.layers
-    fixed: Fields = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": activation}
+    """The fields that we compute at one value only, besides those in COMMON."""
+    architecture, activation = ARCHITECTURES[model_type], THEIR_ACTIVATIONS[config.activation]
+    fixed: Fields = {"attention_bias": config.attention_bias, "attention_dropout": 0.0, "hidden_act": activation}
     fixed |= {"hidden_activation": activation} if model_type.startswith("gemma") else {}
-    fixed |= {"no_rope_layers": [1] * layers} if model_type == "smollm3" else {}
-    return {name: value for name, value in fixed.items() if name not in ARCHITECTURES[model_type].has}
+    fixed |= {"no_rope_layers": [1] * config.layers} if model_type == "smollm3" else {}
+    if architecture.window == "null":
+        fixed |= {"sliding_window": None, "layer_types": ["full_attention"] * config.layers}
+    return {name: value for name, value in fixed.items() if name not in architecture.has}
 
 
 def _differences(config: ModelConfig, model_type: str) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
-    defaults = {each.name: each.default for each in inspect.signature(KINDS[config.norm]).parameters.values()}
-    options = _ours(model_type)
-    carried = {*options["norm_args"], "eps", "cast_order"}  # the order of casts changes rounding only
+    architecture, recipe, plain = ARCHITECTURES[model_type], _ours(model_type), ModelConfig()
     computed = [each.name for each in fields(ModelConfig) if each.metadata["export"] == "computed"]
-    plain = ModelConfig()
     theirs = {name: getattr(plain, name) for name in computed}
-    theirs |= {name: defaults[name] for name in config.norm_args if name not in carried}
-    theirs |= options | options["norm_args"]
+    arguments = inspect.signature(KINDS[config.norm]).parameters
+    theirs |= {name: arguments[name].default for name in config.norm_args if name not in ALSO_CARRIED}
+    theirs |= recipe | recipe["norm_args"]
     if theirs["embedding_scale"] == "sqrt":
         theirs["embedding_scale"] = math.sqrt(config.dim)
-    architecture = ARCHITECTURES[model_type]
-    for name in {"norm_args", *(CARRIED.get(each, "norm_args") for each in architecture.has)}:
-        del theirs[name]
     if config.dim % config.heads or architecture.square:
         theirs["head_dim"] = config.dim / config.heads
+    carried = {"norm_args", *(CARRIED[name] for name in CARRIED.keys() & architecture.has)}
     ours = NORM_DEFAULTS | asdict(config) | config.norm_args
-    return [f"{name} {value}, not {ours[name]}" for name, value in theirs.items() if ours[name] != value]
+    differs = [name for name, value in theirs.items() if ours[name] != value and name not in carried]
+    return [f"{name} {theirs[name]}, not {ours[name]}" for name in differs]
 
 
 def to_theirs(config: ModelConfig) -> Fields:
@@ -210,31 +201,29 @@ def to_theirs(config: ModelConfig) -> Fields:
     nearest = min(names, key=lambda name: len(_differences(config, name)))
     architecture, differences = ARCHITECTURES[nearest], _differences(config, nearest)
     if differences:
-        reason = f"{architecture.name.removesuffix('ForCausalLM')}, the nearest, has {', '.join(differences)}"
+        reason = f"{architecture.name}, the nearest, has {', '.join(differences)}"
         raise ValueError(f"no Hugging Face architecture computes this: {reason}")
-    theirs: Fields = {"model_type": nearest, "architectures": [architecture.name]}
+    theirs: Fields = {"model_type": nearest, "architectures": [f"{architecture.name}ForCausalLM"]}
     theirs |= {name: getattr(config, ours) for name, ours in SIZES.items()}
+    theirs["max_position_embeddings"] = longest = max(config.context, config.trained_context or 0)
+    theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta}
     if architecture.eps:
         theirs[architecture.eps] = config.norm_args.get("eps", 1e-6 if config.norm == "rmsnorm" else 1e-5)
-    scaling = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else None
-    theirs["max_position_embeddings"] = max(config.context, config.trained_context or 0)
-    theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta}
     for name in CARRIED.keys() & architecture.has:
         value = getattr(config, CARRIED[name])
         theirs[name] = None if name in NULLABLE and not value else value
-    if scaling:
-        scaling[ROPE_SCALING[-1]] = int(scaling[ROPE_SCALING[-1]])  # transformers asks for an integer
-    theirs["rope_scaling"] = scaling  # the spelling of transformers 4; the next is that of 5
-    rope = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
-    if "partial_rotary_factor" in theirs:
-        rope["partial_rotary_factor"] = theirs["partial_rotary_factor"]
-    by_layer = architecture.window.startswith("layer")
-    if by_layer or architecture.window == "null":
-        theirs["layer_types"] = ["full_attention"] * config.layers
-    if by_layer or architecture.window in ("null", "all"):  # null is an error by layer, although none has the window
-        theirs["sliding_window"] = theirs["max_position_embeddings"] if by_layer else None
-    theirs["rope_parameters"] = dict.fromkeys(LAYER_TYPES, rope) if architecture.window == "layer_rope" else rope
     theirs |= {name: FOLDED[name][0](config) for name in FOLDED.keys() & architecture.has}
+    rope: Fields = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else {}
+    if rope:
+        rope[ROPE_SCALING[-1]] = int(rope[ROPE_SCALING[-1]])  # transformers asks for an integer
+    theirs["rope_scaling"] = rope or None  # the spelling of transformers 4; the next is that of 5
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta} | rope
+    rope |= {name: theirs[name] for name in ["partial_rotary_factor"] if name in theirs}
+    theirs["rope_parameters"] = dict.fromkeys(LAYER_TYPES, rope) if architecture.window == "layer_rope" else rope
+    if architecture.window.startswith("layer"):  # null is an error by layer, although none has the window
+        theirs |= {"layer_types": ["full_attention"] * config.layers, "sliding_window": longest}
+    elif architecture.window == "all":
+        theirs["sliding_window"] = None
     return theirs | _fixed(nearest, config)
 
 
@@ -244,8 +233,8 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     supported = list(ARCHITECTURES)
     require(model_type in supported, f"model_type {model_type!r} is not supported; {', '.join(supported)} are")
     architecture = ARCHITECTURES[model_type]
-    names = theirs.get("architectures")
-    require(names in (None, [architecture.name]), f"architectures must be [{architecture.name!r}], not {names!r}")
+    names, expected = theirs.get("architectures"), [f"{architecture.name}ForCausalLM"]
+    require(names in (None, expected), f"architectures must be {expected}, not {names!r}")
     theirs = _with_defaults(theirs)
     given = _ours(model_type)
     for name, ours in SIZES.items():
@@ -256,25 +245,18 @@ def from_theirs(theirs: Fields) -> ModelConfig:
             given[ours] = value
     if architecture.eps:
         given["norm_args"] |= {"eps": _number(theirs, architecture.eps, 1e-5)}
-    tied = theirs.get("tie_word_embeddings", False)
-    require(is_a(tied, bool), "tie_word_embeddings must be true or false")
-    by_layer = architecture.window.startswith("layer")
-    types = theirs.get("layer_types", [])
-    valid = is_a(types, list[str]) and len(types) in (0, given["layers"])
-    require(valid, f"layer_types must name the kind of each of {given['layers']} layers, not {types!r}")
-    types = types or (list(LAYER_TYPES) if by_layer else [])
-    others = [kind for kind in types if kind not in (LAYER_TYPES if by_layer else LAYER_TYPES[:1])]
-    require(not others, f"layer_types {others[:1]} is not supported, only 'full_attention'")
-    rope = _rope(theirs | (_same_rope(theirs, types) if architecture.window == "layer_rope" else {}))
-    whole = rope["rotary_fraction"] == 1 or "partial_rotary_factor" in architecture.has
-    require(whole, f"partial_rotary_factor {rope['rotary_fraction']} is not supported with {architecture.name}")
+    types = theirs.get("layer_types") or LAYER_TYPES[: 2 if architecture.window.startswith("layer") else 1]
+    others = set(types) - set(LAYER_TYPES[: 2 if architecture.window == "layer_types" else 1])
+    require(not others, f"layer_types {sorted(others)} is not supported, only 'full_attention'")
+    theirs |= _rope(theirs)
     for name in CARRIED.keys() & architecture.has:
         usual = getattr(ModelConfig(), CARRIED[name])
         given[CARRIED[name]] = value = theirs.get(name, usual)
         require(is_a(value, type(usual)), f"{name} must be of type {type(usual).__name__}, not {value!r}")
-    config = ModelConfig(**given | rope, tie_embeddings=tied)
-    window, windowed = theirs.get("sliding_window"), architecture.window in ("all", "null") or LAYER_TYPES[1] in types
-    whole = window is None or (is_a(window, int) and window >= config.context and architecture.window != "null")
+    given |= {"rope_theta": theirs["rope_theta"], "rope_scaling": theirs["rope_scaling"]}
+    config = ModelConfig(**given, tie_embeddings=theirs.get("tie_word_embeddings", False))
+    window, windowed = theirs.get("sliding_window"), architecture.window == "all" or LAYER_TYPES[1] in types
+    whole = window is None or (is_a(window, int) and window >= config.context)
     least = f"only null or at least max_position_embeddings, {config.context}"
     require(whole or not windowed, f"sliding_window {window!r} is not supported, {least}")
     for name in FOLDED.keys() & architecture.has:
@@ -291,9 +273,8 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     known |= {"sliding_window"} if architecture.window else set()
     for name in (name for name in theirs.keys() - known if not name.startswith("unsloth_")):
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
-    for name in ARCHITECTURES[model_type].ours.keys() - {"norm_args"}:
-        expected = ARCHITECTURES[model_type].ours[name]
-        require(getattr(config, name) == expected, f"{architecture.name} has {name} {expected}")
+    differences = _differences(config, model_type)
+    require(not differences, f"{architecture.name} has {', '.join(differences)}")
     nearest = min(ARCHITECTURES, key=lambda name: len(_differences(config, name)))
     return config if nearest == model_type else replace(config, model_type=model_type)
 
@@ -324,27 +305,11 @@ def _with_defaults(theirs: Fields) -> Fields:
     return theirs
 
 
-def _same_rope(theirs: Fields, kinds: list[str]) -> Fields:
-    """RoPE's fields for all layers, of which each kind has its own. Raises ValueError unless they are equal."""
-    given, theta, scaling = theirs.get("rope_parameters", {}), theirs["rope_theta"], theirs.get("rope_scaling", {})
-    require(isinstance(scaling, dict), f"rope_scaling must be an object, not {scaling!r}")
-    valid = is_a(given, dict[str, dict]) and given.keys() <= set(LAYER_TYPES)
-    require(valid, f"rope_parameters must have a part for each kind of layers, not {given!r}")
-    local = ARCHITECTURES[theirs["model_type"]].defaults["rope_theta"]  # rope_theta is that of full attention
-    full = {"rope_theta": theta} | given.get("full_attention", {})
-    sliding = {"rope_theta": theirs.get("rope_local_base_freq", local)} | given.get("sliding_attention", {})
-    parts = {"full_attention": full | scaling, "sliding_attention": sliding}
-    used = [parts[kind] for kind in kinds]
-    require(used.count(used[0]) == len(used), f"RoPE that differs by layer is not supported: {parts}")
-    return {"rope_parameters": used[0], "rope_scaling": None}
-
-
 def _rope(theirs: Fields) -> Fields:
-    """Our fields for the rotary positions, from the spelling of transformers 4 or 5."""
+    """The fields of the rotary positions as our configuration has them, from the spelling of transformers 4 or 5."""
     spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
-    rope = theirs.get(spelling) or {}
-    require(isinstance(rope, dict), f"{spelling} must be an object, not {rope!r}")
-    rope = {name: value for name, value in rope.items() if value is not None}
+    rope: Any = theirs.get(spelling) or {}
+    rope = {name: value for name, value in rope.get("full_attention", rope).items() if value is not None}
     everything = theirs | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
     if (kind, rope.get("factor")) == ("linear", 1):  # a factor of 1 changes nothing
@@ -354,9 +319,9 @@ def _rope(theirs: Fields) -> Fields:
     for name in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *names}:
         raise ValueError(f"{spelling} has {name!r}, which is not supported with type {kind!r}")
     rope = {"original_max_position_embeddings": theirs["max_position_embeddings"]} | rope
-    theta, fraction = _number(everything, "rope_theta", 10000.0), _number(everything, "partial_rotary_factor", 1.0)
-    scaling = {name: _number(rope, name, None) for name in names}
-    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
+    plain = {"rope_scaling": {name: _number(rope, name, None) for name in names}}
+    usual = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    return plain | {name: _number(everything, name, value) for name, value in usual.items()}
 
 
 def _number(given: Fields, name: str, default: float | None) -> float:

@@ -11,26 +11,24 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import ModelConfig, check_fields
 from data.pretrained import PretrainedTokenizer, read_files
-from data.tokenizer import TOKENIZER_KINDS, ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import is_a, read_json, require, warn
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
-from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, join, save_tensors, stored_weights
+from runtime.huggingface.weights import KNOWN, WEIGHTS, Layout, StoredTensor, save_tensors, stored_tensors, weight_files
 from runtime.plugins import import_records, warn_of_imports
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FORMAT = 1  # version of our part of config.json and of the names of weights; increase it whenever they change
-DTYPES = ("F32", "BF16", "F16")
-TENSORS_PER_LAYER = 6  # at least: the matrices of attention and of a plain MLP
+STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
-TOKENIZERS = (*TOKENIZER_KINDS, PRETRAINED)
 SETTING = bool | int | float | str
 OF_TRAINING = {"training", "recompute", "p"}  # attributes of modules that change nothing afterwards; p is of dropout
 
@@ -44,13 +42,12 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     stored = Layout(config)
     described = {"dtype": dtype} | (ids if tokenizer.token_ids is None else tokenizer.token_ids)
     edited = edited_module(model)
-    changed = "" if edited is None else f"{edited or 'the model'} is not as model.py makes it"
-    if changed:
-        warn(f"warning: {changed}, and is saved without the change")
+    if edited:
+        warn(f"warning: {edited} is not as model.py makes it, and is saved without the change")
     try:
         imported = [record["file"] for record in import_records()]
         require(not imported, f"{', '.join(imported[:1])} was imported, and may change what is computed")
-        require(not changed, changed)
+        require(not edited, f"{edited} is not as model.py makes it")
         theirs = to_theirs(config)
         unknown = [name for name in stored.places(state) if not re.fullmatch(KNOWN, name)]
         require(not unknown, f"no Hugging Face architecture has {', '.join(unknown[:1])}")
@@ -60,42 +57,38 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
-    tensors = {}
-    for name, ours in stored.places(state).items():
-        tensors[name] = join([stored.reordered(each, state[each], back=True) for each in ours])
+    tensors = {name: stored.to_theirs(ours, state) for name, ours in stored.places(state).items()}
     save_tensors(tensors, directory / WEIGHTS)
     tokenizer.save(directory)
     if tokenizer.generation:
         (directory / GENERATION).write_text(json.dumps(tokenizer.generation, indent=1), "utf-8")
 
 
-def edited_module(model: Llama) -> str | None:
-    """The first module that does not compute what model.py's own does for this configuration, or None.
-
-    The model itself is "".
-    """
+def edited_module(model: Llama) -> str:
+    """The first module that does not compute what model.py's own does for this configuration, if there is one."""
     with torch.device("meta"):
         own = dict(Llama(model.config).named_modules())
-    for name, module in model.named_modules():
-        fresh = own.pop(name, None)
-        if fresh is None:
-            return name
-        plain, kind, now = type(fresh), type(module), vars(module)  # sharding swaps classes, but not what they define
-        defined = [each for each, value in vars(plain).items() if callable(value) and not each.startswith("_")]
-        same = all(getattr(kind, each, None) is getattr(plain, each) for each in ("forward", *defined))
-        made_with = {
-            each: value for each, value in vars(fresh).items() if hasattr(value, "__name__") or is_a(value, SETTING)
-        }
-        same = same and all(now.get(each) == made_with[each] for each in made_with.keys() - OF_TRAINING)
-        if not same or now.keys() & {"forward", "hidden", "logits"}:  # sharding replaces other methods
-            return name
-    return next(iter(own), None)
+    modules = dict(model.named_modules())
+    for name in modules | own:
+        if not (name in modules and name in own and computes_as(modules[name], own[name])):
+            return name or "the model"
+    return ""
+
+
+def computes_as(module: nn.Module, own: nn.Module) -> bool:
+    """Whether a module has the class and the settings of model.py's `own`."""
+    kind = next(each for each in type(module).__mro__ if not each.__name__.startswith("FSDP"))  # which sharding adds
+    now, made_with = vars(module), vars(own)
+    settings = [name for name, value in made_with.items() if hasattr(value, "__name__") or is_a(value, SETTING)]
+    same = all(now.get(name) == made_with[name] for name in settings if name not in OF_TRAINING)
+    replaced = now.keys() & {"forward", "hidden", "logits"}  # sharding replaces other methods
+    return kind is type(own) and same and not replaced
 
 
 def stored_state(model: Llama) -> dict[str, Tensor]:
-    """The state that a file holds, under our names: a tied head is stored as the embedding only.
+    """The state that a file holds, under our names: without a tied head, which must still be the embedding.
 
-    Raises ValueError, naming the tensor, if a tied head has come apart or two other names share a tensor.
+    Raises ValueError, naming the tensor, also if two other names share a tensor.
     """
     state, names = model.state_dict(), dict[int, str]()
     if model.config.tie_embeddings:
@@ -119,9 +112,8 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         if own is None:
             return from_theirs(described), None
         require(is_a(own, dict), f"{OWN} is damaged")
-        version = own.get("format")
+        version = own["format"]
         require(version == FORMAT, f"another version of normal-llama wrote it: its format is {version!r}, not {FORMAT}")
-        require(is_a(own.get("model"), dict) and own.get("tokenizer") in TOKENIZERS, f"{OWN} is damaged")
         check_fields(own["model"], OWN)
         warn_of_imports(own["imports"], added=True)
         config = ModelConfig(**own["model"])
@@ -132,15 +124,14 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         return config, own["tokenizer"]
     except KeyError as error:
         raise ValueError(f"{path}: {OWN} lacks {error}") from None
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:  # also of values of other types
         raise ValueError(f"{path}: {error}") from None
 
 
 def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
     """The model on the CPU, in the dtype of the files. Memory peaks one tensor above the weights' size.
 
-    `config` may differ from the stored one in what has no weights, such as the context. Raises ValueError, naming the
-    file, before anything is allocated if weights and configuration do not fit together.
+    `config` may differ from the stored one in what has no weights. Raises ValueError before anything is allocated.
     """
     model, weights = open_model(directory, config)
     state = {name: stored.read() for name, stored in weights.items()}
@@ -151,49 +142,33 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
 
 
 def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
-    """The model without storage, and the stored tensor of each of its weights. See `read_model`."""
+    """The model without storage, and the stored tensor of each name in its `stored_state`. See `read_model`."""
     config = config or read_config(directory)[0]
-    found = stored_weights(directory)
+    found = stored_tensors(*weight_files(directory))
     size = sum(path.stat().st_size for path in {stored.path for stored in found.values()})
-    most = max(MAX_ROPE_BYTES, size)
-    fits = 4 * config.context * config.head_dim <= most
+    fits = 4 * config.context * config.head_dim <= max(MAX_ROPE_BYTES, size)
     require(fits, f"{directory / CONFIG}: a context of {config.context} has a RoPE table that exceeds the weights")
-    fits = config.layers * TENSORS_PER_LAYER <= len(found)
-    require(fits, f"{directory / CONFIG} describes {config.layers} layers, but has only {len(found)} tensors")
     with torch.device("meta"):
         model = Llama(config)
-    return model, match_weights(found, model, directory)
-
-
-def match_weights(found: dict[str, StoredTensor], model: Llama, directory: Path) -> dict[str, StoredTensor]:
-    """The stored tensor, not read yet, of each name in `stored_state(model)`. A ValueError names a difference."""
-    expected, stored = stored_state(model), layout(read_json(directory / CONFIG, dict), model.config)
-    places = stored.places(expected)
-    wanted = {name: join([expected[each] for each in ours]) for name, ours in places.items()}
     # transformers < 4.32 stored rotary frequencies too.
     found = {name: found[name] for name in found if not name.endswith(".rotary_emb.inv_freq")}
-    if model.config.tie_embeddings and "lm_head.weight" in found:
+    if config.tie_embeddings and "lm_head.weight" in found:
         head, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())
         require(same, f"{head.path}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
-    for name in sorted(places.keys() | found.keys()):
-        if name not in found:
-            problem = "lacks"
-        elif name not in places:
-            problem = "has an unknown"
-        elif found[name].shape != wanted[name].shape:
-            problem = "has the wrong shape for"
-        elif wanted[name].is_floating_point() and found[name].dtype not in DTYPES:
-            problem = f"has a dtype other than {', '.join(DTYPES)} for"
-        else:
-            continue
-        raise ValueError(f"{directory / WEIGHTS} does not match {directory / CONFIG}: it {problem} {name}")
-    matched = {}
-    for name, ours in places.items():
+    expected, stored = stored_state(model), layout(read_json(directory / CONFIG, dict), config)
+    matched, differs = {}, f"{directory / WEIGHTS} does not match {directory / CONFIG}: it"
+    for name, ours in stored.places(expected).items():
+        require(name in found, f"{differs} lacks {name}")
+        there, wanted = found.pop(name), stored.to_theirs(ours, expected)
+        require(there.shape == wanted.shape, f"{differs} has the wrong shape for {name}")
+        known = there.dtype in STORED_DTYPES or not wanted.is_floating_point()
+        require(known, f"{differs} has a dtype other than {', '.join(STORED_DTYPES)} for {name}")
         rows = [len(expected[each]) for each in ours] if len(ours) > 1 else []
         for part, each in enumerate(ours):
-            matched[each] = replace(found[name], change=partial(stored.to_ours, each, rows=rows, part=part))
-    return matched
+            matched[each] = replace(there, change=partial(stored.to_ours, each, rows=rows, part=part))
+    require(not found, f"{differs} has an unknown {min(found, default='')}")
+    return model, matched
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
@@ -208,11 +183,9 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     described = read_json(directory / CONFIG, dict)
     generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
     ends: list[int] = []
-    for name, fields in ((CONFIG, described), (GENERATION, generation)):
-        ids = fields.get("eos_token_id")
-        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        require(is_a(ids, list[int]), f"{directory / name}: eos_token_id must be a token id or a list of them")
-        ends += ids
+    for ids in (described.get("eos_token_id"), generation.get("eos_token_id")):
+        ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    require(is_a(ends, list[int]), f"{directory}: eos_token_id must be a token id or a list of them")
     if kind == PRETRAINED:
         tokenizer: Tokenizer = PretrainedTokenizer(directory)
     else:

@@ -1,7 +1,4 @@
-"""Weights under Hugging Face's names, in one safetensors file or several with an index. No pickle.
-
-The layouts of most architectures agree with ours. `Layout` has the differences of others.
-"""
+"""Weights under Hugging Face's names, in one safetensors file or several with an index. No pickle."""
 
 import math
 import re
@@ -21,8 +18,7 @@ from machine.process import out_of_memory
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
-# The norms' names depend on the placement: `post_attention_layernorm` comes before the MLP in one and after attention
-# in two.
+# The norms' names depend on the placement: `post_attention_layernorm` comes before the MLP in one of them.
 NORMS = {
     "pre": {  # Llama, Qwen 3, StableLM
         "attention_residual.norm": "input_layernorm",
@@ -88,6 +84,11 @@ class Layout:
         start = float("norm" in module and self.config.norm_args.get("zero_centered", False))  # the gain is 1 + weight
         return ((weight.float() + start) * factor - start).to(weight.dtype)
 
+    def to_theirs(self, names: list[str], state: dict[str, Tensor]) -> Tensor:
+        """What is stored of our weights with these `names` in `state`."""
+        parts = [self.reordered(name, state[name], back=True) for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
     def reordered(self, name: str, weight: Tensor, back: bool = False) -> Tensor:
         """With interleaved pairs, `weight` with each head's features in our order, or `back` in theirs."""
         if not self.interleaved or name.split(".")[-2] not in ("q_proj", "k_proj"):
@@ -95,11 +96,6 @@ class Layout:
         order, rotated = torch.arange(self.config.head_dim), int(self.config.head_dim * self.config.rotary_fraction)
         order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
         return weight.unflatten(0, (-1, len(order)))[:, order.argsort() if back else order].flatten(0, 1)
-
-
-def join(parts: list[Tensor]) -> Tensor:
-    """One below the other."""
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,7 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor in its own memory, because matrix products round differently at other alignments.
 
-        The file is closed again, so that the pages of a large file do not add up. Raises ValueError for NaN and inf,
-        and MemoryError, naming the file, if there is too little memory.
+        The file is closed again, so that its pages do not add up. Raises ValueError for NaN and inf, and MemoryError.
         """
         try:
             with safe_open(self.path, "pt") as file:
@@ -145,13 +140,7 @@ def weight_files(directory: Path) -> list[Path]:
     for file in files:
         inside = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)
         require(inside, f"{path}: weight_map names {file!r}, which is not a .safetensors file in this directory")
-        require((directory / file).is_file(), f"{directory / file} is missing; {INDEX} names it")
     return [directory / file for file in files]
-
-
-def stored_weights(directory: Path) -> dict[str, StoredTensor]:
-    """The weights of a directory by name. See `weight_files` and `stored_tensors`."""
-    return stored_tensors(*weight_files(directory))
 
 
 def stored_tensors(*files: Path) -> dict[str, StoredTensor]:

@@ -314,7 +314,7 @@ def test_several_cards(monkeypatch, resolve):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_devices("cuda:0,1") == ("cuda:0", "cuda:1") and resolve_devices("cuda:1") == ("cuda:1",)
-    for device, named in (("cuda:0,2", "GPUs is cuda:1"), ("cuda,1", "choose auto")):
+    for device, named in (("cuda:0,2", "cuda:2: .* no such device"), ("cuda,1", "choose auto")):
         with pytest.raises(ValueError, match=named):
             resolve_devices(device)
     grid, cell = resolve(), Cell(ARM, 0.01, 0)

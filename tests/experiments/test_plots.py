@@ -12,10 +12,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from experiments.findings import compare
-from experiments.plots import COLORS, arm_styles, plot_curves, plot_differences
+from experiments.plots import COLORS, arm_styles, plot_curves, plot_differences, plot_watched
 from experiments.records import Arm, Record
 from experiments.report import figures_of
-from pages.watch import plot_streams
 from tests.experiments.made import records
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
@@ -91,7 +90,7 @@ def test_many_arms_with_long_names_overlap_nothing_and_leave_room_for_the_panels
     outcomes = [replace(run, arm=arm) for i, arm in enumerate(arms) for run in runs("x", 2.0 + 0.001 * i, 2.1)]
     row = {"step": 1, "site": "mlp", "stream_after": 0.5}
     watched = {arm.name: [row | {"block": block} for block in (1, 2)] for arm in arms}
-    for figure in (differences(outcomes), curves(outcomes), plot_streams(watched, arm_styles(arms))):
+    for figure in (differences(outcomes), curves(outcomes), plot_watched(watched, arm_styles(arms))):
         FigureCanvasAgg(figure).draw()
         panels = [axes.get_window_extent() for axes in figure.axes]
         assert all(panel.height > 1.5 * figure.dpi and panel.width > 1.5 * figure.dpi for panel in panels)

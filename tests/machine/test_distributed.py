@@ -29,7 +29,7 @@ from runtime.checkpoint import find_checkpoint
 from runtime.flags import to_flags
 from runtime.parallel import Parallel, matrices_on_meta
 from runtime.run import check_options, find_folder
-from runtime.run_dir import LOCK
+from runtime.run_dir import LOCK, write_run_file
 from tests.test_options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -265,11 +265,10 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
     assert refused.value.code == 2 and "--max-restarts needs --out" in capsys.readouterr().err
 
 
-def test_a_restart_is_one_if_a_machine_was_in_the_launch(monkeypatch, tmp_path):
+def test_a_restart_is_one_if_a_machine_was_in_the_launch(tmp_path):
     """Another may have been replaced."""
-    (tmp_path / "run.json").touch()
-    run = {"launch": ["a:/tmp/x", "b:/tmp/y"], "resolved": {"save_every": 1, "steps": 1}}
-    monkeypatch.setattr("runtime.run.read_run_file", lambda path: run)
+    run = {"format": 3, "launch": ["a:/tmp/x", "b:/tmp/y"], "resolved": {"save_every": 1, "steps": 1}}
+    write_run_file(tmp_path / "run.json", run)
     assert find_folder({"out": str(tmp_path)}, ["b:/tmp/y", "c:/tmp/z"]) == (tmp_path, run)
     with pytest.raises(ValueError, match="already holds a run"):
         find_folder({"out": str(tmp_path)}, ["a:/tmp/z", "c:/tmp/z"])
@@ -287,8 +286,9 @@ def test_what_several_ranks_refuse(monkeypatch):
     for batch, micro in ((1, 1), (12, 4)):
         with pytest.raises(ValueError, match=f"{batch} cannot be split evenly over 2 ranks"):
             check_options(ModelConfig(), TrainConfig(batch_size=batch, micro_batch_size=micro), 2)
-    with pytest.raises(ValueError, match="--shard needs --dtype float32 or bfloat16"):
-        check_options(ModelConfig(), TrainConfig(shard=True, dtype="float16"), 2)
+    for refused, options in (("--shard needs --dtype", {"dtype": "float16"}), ("--watch .* --no-shard", {"watch": 5})):
+        with pytest.raises(ValueError, match=refused):
+            check_options(ModelConfig(), TrainConfig(shard=True, **options), 2)  # type: ignore[arg-type]
 
 
 def test_an_error_keeps_its_errno_on_its_own_rank(monkeypatch):

@@ -1,4 +1,4 @@
-"""The page and the loss curve of a run: HTML from Markdown, and what is drawn."""
+"""The page and the loss curve of a run."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
-from pages.html import markdown
-from pages.run import plot_loss, write_report
+from pages.run import plot_loss, write_page
 from runtime.run_dir import Log, read_run_file, write_run_file
 
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
@@ -20,20 +19,6 @@ ROWS = [
     {"step": 30, "train_loss": 4.5},
     {"step": 30, "val_loss": 4.0, "val_bpb": 4.0 * 0.577078},
 ]
-
-
-@pytest.mark.parametrize(
-    "text, html",
-    [
-        ("# Title", "<h1>Title</h1>"),
-        ("### a `b`", "<h3>a <code>b</code></h3>"),
-        ("**1.25** and *not run*", "<p><strong>1.25</strong> and *not run*</p>"),
-        ("<script>alert(1)</script>", "<p>&lt;script&gt;alert(1)&lt;/script&gt;</p>"),
-        ("`python ablate.py --out **x**`", "<p><code>python ablate.py --out **x**</code></p>"),
-    ],
-)
-def test_markdown(text, html):
-    assert markdown(text) == html
 
 
 def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
@@ -78,7 +63,7 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
         log.add_sample(step, f"text {step}. if a < b: café")
     for row in ROWS:
         log.add(**row)
-    write_report(tmp_path, gzip_bpb=2.0)
+    write_page(tmp_path, gzip_bpb=2.0)
     html = (tmp_path / "report.html").read_text("utf-8")
     needs = "After 30 steps the model needs 2.3083 bits per byte of the validation text"
     assert f"{needs}, 15% worse than gzip -9 on the validation text (2.0000)." in html
@@ -88,7 +73,7 @@ def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     resumed = [{"command": ["a"]}, {"command": ["train.py", "--resume"]}]
     write_run_file(tmp_path / "run.json", described | {"resumed": resumed})
     log.add(step=31, not_finite=True)
-    write_report(tmp_path, gzip_bpb=2.0)
+    write_page(tmp_path, gzip_bpb=2.0)
     html = (tmp_path / "report.html").read_text("utf-8")
     assert "Diverged: loss, gradient or weight not finite at step 31." in html
     assert "<pre>python train.py --resume</pre>" in html, "the command that ran last"

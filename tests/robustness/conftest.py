@@ -1,5 +1,6 @@
 """What must survive kills, signals, full disks and damaged files: tiny runs, and commands in forks of this process."""
 
+import gc
 import multiprocessing.context
 import os
 import signal
@@ -75,6 +76,7 @@ class Child(ForkProcess):  # type: ignore[misc,valid-type]
         log.touch()
 
     def run(self) -> None:
+        gc.freeze()  # collecting what belongs to threads of this process, which a fork lacks, may crash
         sys.stdout = sys.stderr = self.log.open("w", buffering=1)
         for descriptor in (1, 2):
             os.dup2(sys.stderr.fileno(), descriptor)

@@ -14,10 +14,7 @@ from files import ROOT, commit
 SMALL = "--tokenizer bytes --device cpu --dtype float32 --dim 8 --layers 1 --context 16 --eval-tokens 32 --steps 2"
 REFUSED: dict[str, tuple[Callable, str]] = {
     "--norm batch": (train.main, "argument --norm: invalid choice: 'batch' (choose from "),
-    "--norm dyt --norm-arg site=mlp": (
-        train.main,
-        "norm 'dyt' has no argument 'site'; it takes alpha, attention_ratio",
-    ),
+    "--norm dyt --norm-arg site=mlp": (train.main, "norm 'dyt' has no argument 'site'; it takes alpha, attention"),
     "--norm-arg eps": (train.main, "--norm-arg takes key=value, not 'eps'"),
     "--learning-rate 3": (train.main, "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
     "--no-comiple": (train.main, "unrecognized arguments: --no-comiple; did you mean --no-compile?"),

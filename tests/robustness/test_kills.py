@@ -125,8 +125,9 @@ def test_two_runs_in_one_folder(command, undisturbed, fork, same, until, tmp_pat
     until(lambda: any(child.ended() for child in pair) and any(not c.ended() and suspended(c.pid) for c in pair))
     loser, winner = sorted(pair, key=lambda child: not child.ended())
     assert loser.exitcode == 4 and loser.text.endswith(f"error: {run} is in use by another process\n"), loser.text
-    resumed = fork(train.main, ["--resume", "--out", str(run)])
-    assert resumed.wait() == 4 and resumed.text == f"error: {run} is in use by another process\n", resumed.text
+    for again in (command, ["--resume", "--out", str(run)]):
+        other = fork(train.main, again)
+        assert other.wait() == 4 and other.text == f"error: {run} is in use by another process\n", other.text
     winner.send(signal.SIGKILL)
     winner.wait()
     train.main(["--resume", "--out", str(run)])

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,16 +26,14 @@ ODD = PLACES | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "P
 ODD |= {"MPLBACKEND": "missing"}  # a notebook's, as for !python train.py
 
 
-@pytest.mark.parametrize("closed", ["", "2>&-"])
-def test_a_run_in_odd_surroundings(closed, tmp_path):
-    """Its folder, text and options are not ASCII, standard error may be closed, and the reader of its output leaves."""
+def test_a_run_in_odd_surroundings(tmp_path):
+    """Its folder, text and options are not ASCII, and the reader of its output leaves."""
     (tmp_path / "é.txt").write_text("grüße an alle, die das hier lesen\n" * 500, "utf-8")
     command = f"{TINY} --data é.txt --steps 4 --eval-every 2 --save-every 2 --out ü".split()
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ODD
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, ROOT / "train.py", *command],
-        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    whole = [sys.executable, str(ROOT / "train.py"), *command]
+    process = subprocess.Popen(whole, cwd=tmp_path, env=environment, **streams)
     assert process.stdout
     process.stdout.close()
     assert process.wait(120) == 0 and not (tmp_path / "ü/.lock").read_bytes()

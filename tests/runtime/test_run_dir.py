@@ -1,26 +1,17 @@
 """The files of a run directory, of which run.json is the description that is read again."""
 
-import errno
 import itertools
-import json
 import sys
 from contextlib import suppress
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from files import describe_write_error, write_atomically
+from files import write_atomically
 from machine.process import NotFinite
 from runtime.run_dir import Log, open_tracker, read_rows, read_run_file, write_run_file
 
 RUN = {"asked": {}, "resolved": {"dim": 16, "lr": 0.01}, "versions": {}, "commit": "0123abc"}
-
-
-def test_a_full_disk_is_explained_where_not_even_the_folder_can_be_made(tmp_path):
-    said = r"step-1 cannot be written: full; it needs 5 bytes, and [\d,]+ are free"
-    with pytest.raises(OSError, match=said), describe_write_error(tmp_path / "checkpoints/step-1", 5):
-        raise OSError(errno.ENOSPC, "full")
 
 
 def test_what_a_link_leads_to_is_not_overwritten(tmp_path):
@@ -71,13 +62,6 @@ def test_a_damaged_log_names_its_line(line, problem, tmp_path):
     path.write_text(path.read_text() + "\n")
     with pytest.raises(ValueError, match=rf"metrics\.jsonl is damaged: line 2 {problem}; repair or remove the file"):
         read_rows(path)
-
-
-def test_rows_of_one_step_differ(tmp_path):
-    rows: list[dict[str, Any]] = [{"step": 3, "train_loss": 1.0}, {"step": 3, "val_loss": 1.0}]
-    rows += [{"step": 4, "block": block, "site": site} for block in (0, 1) for site in ("attention", "mlp")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_rows(tmp_path / "rows.jsonl") == rows
 
 
 def test_a_tracker_gets_every_row(tmp_path, monkeypatch):

@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import train
-from config import ModelConfig, TrainConfig
 from data.batches import training_batch
 from model import Llama, rotate
-from norms import KINDS, TRAITS
 from pages.watch import plot_streams
 from runtime.checkpoint import load_pretrained
 from runtime.flags import read_train
-from runtime.run import check_options, open_run
+from runtime.run import open_run
 from runtime.run_dir import read_rows
-from runtime.watch import Watch, measure
+from runtime.watch import Watch, measure_sites
 
 LAYERS, LR = 3, 0.5
 # fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
@@ -58,34 +56,18 @@ def largest_logit(x: Tensor, model: Any, layer: int) -> float:
     return max(float(q[b, t, h] @ k[b, s, h // 2]) / 2 for b, h, t, s in seen)
 
 
-class Running(nn.Module):
-    """Divides by what earlier batches have left, then moves it."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.square: Tensor = nn.Buffer(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        square = self.square
-        self.square = square.lerp(x.detach().square().mean((0, 1)), 0.5)
-        return x * square.rsqrt()
-
-
 @pytest.mark.parametrize(
     "norm, placement",
     [
         ("rmsnorm", "pre"),
         ("layernorm", "siamese"),
         ("batchnorm", "post"),
-        ("running", "post"),
         ("rmsnorm", "mhc"),
         ("rmsnorm", "attnres"),
         ("rmsnorm", "attnres-block"),
     ],
 )
-def test_rows_match_float64(norm, placement, tmp_path, monkeypatch):
-    monkeypatch.setitem(KINDS, "running", Running)
-    monkeypatch.setitem(TRAITS, "running", TRAITS["batchnorm"])
+def test_rows_match_float64(norm, placement, tmp_path):
     fields: Any = {"qk_norm": "head", "qk_norm_after_rope": True} if placement == "pre" else {}
     model, (tokens, targets) = make_model(norm, placement, embedding_norm="gain", **fields), make_batch()
     exact = copy.deepcopy(model).double()
@@ -174,7 +156,7 @@ def test_a_row_is_about_its_step_before_the_gradients_are_clipped(dtype, toleran
     model.loss(tokens, targets).backward()
     rows = [row for row in read_rows(folder / "watch.jsonl") if row["step"] == 4]
     columns = [row["stream_after"] for row in rows if "stream_after" in row]
-    expected = [row["stream_after"] for row in measure(model, tokens[:4]) if "stream_after" in row]
+    expected = [row["stream_after"] for row in measure_sites(model, tokens[:4]) if "stream_after" in row]
     assert len(columns) == 4 and columns == pytest.approx(expected, rel=tolerance)
     for row, layer in zip(rows[1:5:2], range(2), strict=True):
         weight = model.get_parameter(f"layers.{layer}.self_attn.q_proj.weight")
@@ -201,15 +183,10 @@ def test_what_is_not_finite_is_none_and_white(tmp_path):
     lines = (tmp_path / "watch.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert rows[3]["stream_after"] > 0 and rows[4]["stream_after"] is None
-    none = [row | {"step": 1} for row in measure(make_model(norm="none", placement="rezero"), tokens)]
+    none = [row | {"step": 1} for row in measure_sites(make_model(norm="none", placement="rezero"), tokens)]
     later = [row | {"step": 9, "stream_after": 5.0} for row in none[1:7]]
     first, last = plot_streams({"a": rows, "b": [*none, *later]}).axes
     broken, whole = (np.asarray(line.get_xydata()).tolist() for line in first.lines)
     assert broken[:3] == [[0.5, rows[1]["stream_after"]], [1, rows[2]["stream_after"]], [1.5, rows[3]["stream_after"]]]
     assert math.isnan(broken[3][1]) and whole[5] == [3, none[6]["stream_after"]]
     assert np.asarray(last.lines[1].get_ydata()).tolist() == [5.0] * 6
-
-
-def test_a_sharded_model_cannot_be_watched():
-    with pytest.raises(ValueError, match=r"--watch .* --no-shard"):
-        check_options(ModelConfig(), TrainConfig(watch=5, shard=True), 2)
