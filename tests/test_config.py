@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import bench
 from config import (
     DEFAULTS,
+    PRESETS,
     RECIPES,
     ROPE_SCALING,
     ModelConfig,
@@ -19,7 +22,9 @@ from config import (
     configure,
     flag_name,
 )
-from runtime.flags import read_train
+from experiments.ablation import AblationConfig
+from generate import Options
+from runtime.flags import SYNONYMS, read_train
 from runtime.run import fields_of, read_config_file, resolve
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -129,6 +134,7 @@ NEW: dict[str, dict[str, Any]] = {
     "--preset 1b --heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 512},
     "--preset 7b --heads 8 --no-recompute": {"heads": 8, "kv_heads": 8, "head_dim": 512, "recompute": False},
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
+    "--preset 124m --norm batchnorm": {"norm": "batchnorm", "micro_batch_size": 480},
     "--mlp plain": {"mlp": "plain", "hidden_dim": 512},
     "--preset 7b --mlp plain --activation relu2": {"mlp": "plain", "activation": "relu2", "hidden_dim": 16384},
     "--recipe olmo2 --placement pre --dim 64": {"qk_norm": "full", "dim": 64, "head_dim": 32, "hidden_dim": 192},
@@ -199,6 +205,21 @@ def test_an_option_changes_what_follows_from_it_and_nothing_else(flags, expected
     run = run_of(flags[0])
     assert options("", run) == run["resolved"]
     assert changes(run["resolved"], options(flags[1], run)) == expected
+
+
+def test_presets_defaults_and_synonyms_are_as_recorded():
+    """In options.json: what tiny, the preset without --preset, resolves to, and how others differ from it.
+
+    A changed value is changed there as well. GPUs with less memory have smaller micro-batches.
+    """
+    presets = {name: fields_of(*configure({"preset": name})) for name in PRESETS}
+    found = {name: changes(presets["tiny"], presets[name]) for name in PRESETS} | {"tiny": presets["tiny"]}
+    found |= {"ablate.py": dataclasses.asdict(AblationConfig()), "generate.py": dataclasses.asdict(Options())}
+    found |= {f"bench.py {name}": dataclasses.asdict(each[1]()) for name, each in bench.COMMANDS.items()}
+    recorded = json.loads(Path(__file__).with_name("options.json").read_text("utf-8"))
+    assert found | {"synonyms": SYNONYMS} == recorded
+    for memory, size in ((13e9, 64), (11e9, 32), (5e9, 16)):
+        assert configure({"preset": "small"}, memory=memory)[1].micro_batch_size == size
 
 
 def test_flags_come_before_the_run_and_the_run_before_defaults():

@@ -19,18 +19,7 @@ from hypothesis import strategies as st
 import generate as command
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from generate import (
-    Sampling,
-    TextStream,
-    draw,
-    generate,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    max_new_tokens,
-    stream_ids,
-    stream_text,
-)
+from generate import Sampling, TextStream, draw, generate, max_new_tokens, stream_ids, stream_text
 from model import LayerCache, Llama
 from runtime.checkpoint import save_checkpoint
 from tests.random_values import randomize
@@ -90,12 +79,12 @@ def kept_tokens(logits: torch.Tensor) -> list[list[int]]:
 def test_tokens_kept_by_each_filter():
     probabilities = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
     logits = probabilities.log()
-    assert kept_tokens(keep_top_k(logits, 2))[0] == [1, 3] and len(kept_tokens(keep_top_k(logits, 2))[1]) == 2
-    assert kept_tokens(keep_top_k(logits, 9)) == [[0, 1, 2, 3]] * 2
-    assert kept_tokens(keep_top_p(logits, 0.51))[0] == [1, 3]  # the token that crosses p is kept
-    assert [len(row) for row in kept_tokens(keep_top_p(logits, 0.5))] == [1, 2]  # reaching p exactly is enough
-    assert kept_tokens(keep_min_p(logits, 0.59)) == [[1, 3], [0, 1, 2, 3]]  # relative to each row's highest
-    assert kept_tokens(keep_min_p(logits, 0.61))[0] == [1]
+    assert kept_tokens(command.keep_top_k(logits, 2))[0] == [1, 3] and len(kept_tokens(command.keep_top_k(logits, 2))[1]) == 2
+    assert kept_tokens(command.keep_top_k(logits, 9)) == [[0, 1, 2, 3]] * 2
+    assert kept_tokens(command.keep_top_p(logits, 0.51))[0] == [1, 3]  # the token that crosses p is kept
+    assert [len(row) for row in kept_tokens(command.keep_top_p(logits, 0.5))] == [1, 2]  # reaching p exactly is enough
+    assert kept_tokens(command.keep_min_p(logits, 0.59)) == [[1, 3], [0, 1, 2, 3]]  # relative to each row's highest
+    assert kept_tokens(command.keep_min_p(logits, 0.61))[0] == [1]
 
 
 def test_a_token_of_probability_0_is_never_drawn():
@@ -187,9 +176,9 @@ def test_memory_is_for_the_tokens_that_are_generated(model, monkeypatch):
 def test_generation_restores_the_mode_and_records_no_gradients():
     """Also when it fails."""
     model, recorded = random_weights_model().train(), set()
-    model.final_norm.register_forward_hook(lambda module, inputs, output: recorded.add(output.requires_grad))
+    model.final_norm.register_forward_hook(lambda norm, _, output: recorded.add((norm.training, output.requires_grad)))
     generate(model, [7], tokens=3)
-    assert model.training and recorded == {False}
+    assert model.training and recorded == {(False, False)}
     with pytest.raises(ValueError, match="--tokens 99"):
         generate(model, [7], tokens=99)
     assert model.training
@@ -277,10 +266,13 @@ def test_streamed_text_matches_decoded_text():
 
 
 @pytest.mark.parametrize("dtype, fast", [("float32", ""), ("bfloat16", ""), ("float16", "--no-fast")])
-def test_prompt_and_continuation_are_printed_to_stdout(run, model, dtype, fast, capsys):
+def test_prompt_and_continuation_are_printed_to_stdout(run, model, dtype, fast, capsys, monkeypatch):
     """In half precision too: the likeliest tokens of this model are those of float32, by several nats."""
+    opened, open_checkpoint = list[Any](), command.open_checkpoint
+    monkeypatch.setattr(command, "open_checkpoint", lambda *each: opened.extend(open_checkpoint(*each)) or opened)
     flags = f"--checkpoint {run} --prompt def --tokens 6 --temperature 0 --device cpu --dtype {dtype} {fast}"
     command.main(flags.split())
+    assert opened[1].lm_head.weight.dtype == getattr(torch, dtype)
     output = capsys.readouterr()
     sampling = Sampling(tokens=6, temperature=0)
     assert output.out == f"def{join_pieces(stream_text(model, ByteTokenizer(), list(b'def'), sampling))}\n"

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -23,12 +22,12 @@ from torch import Tensor, nn
 from config import ModelConfig
 from fast.compiled import CompiledDecoder, StaticCache
 from machine.device import deterministic
-from model import MLP, Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
+from model import Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS, Placement, PreNorm, Site
 from norms.registry import Traits
 from norms.rmsnorm import RMSNorm
-from roles import matrices
+from roles import draw_weights, matrices
 from tests.random_values import drawn, normal, randomize
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
@@ -57,17 +56,20 @@ def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
 
 
 @pytest.mark.parametrize("most", [1 << 16, 10])
-def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32(most, monkeypatch):
-    """In bf16 it would have 3 digits, also where the vocabulary is a large one."""
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32(cap, most, monkeypatch):
+    """In bf16 it would have 3 digits, also where the vocabulary is a large one. A cap makes fp32 of the logits."""
     monkeypatch.setattr("model.LARGE_VOCABULARY", most)
-    model = random_weights_model(SMALL).bfloat16()
+    model = random_weights_model(dataclasses.replace(SMALL, logit_cap=cap)).bfloat16()
     with torch.no_grad():
-        loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1]).double()
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+        loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1])
+    assert logits.dtype == (torch.float32 if cap else torch.bfloat16)
+    expected = nn.functional.cross_entropy(logits.double().flatten(0, 1), TOKENS[:, 1:].flatten())
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(monkeypatch):
+@pytest.mark.parametrize("backend", ["", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(backend, monkeypatch):
     """It is the loss of all logits in float64, and so are its gradients, also compiled. Training adds the z-loss."""
     model = Llama(dataclasses.replace(SMALL, z_loss=0.1, logit_cap=0.05)).double()
     tokens, targets = torch.randint(model.config.vocab_size, (2, 2, 7))
@@ -77,12 +79,12 @@ def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(m
     torch.testing.assert_close(model.loss(tokens, targets), cross_entropy, rtol=1e-14, atol=0)
     monkeypatch.setattr("model.LARGE_VOCABULARY", 10)
     monkeypatch.setattr("model.LOSS_TOKENS", 4)
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-    for objective in (model.objective, torch.compile(model.objective, backend="aot_eager")):
-        loss = torch.stack([*objective(tokens, targets).values()]).sum()
-        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
-        for found, gradient in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
-            assert (found - gradient).norm() <= 1e-14 * gradient.norm()
+    objective = torch.compile(model.objective, backend=backend) if backend else model.objective
+    loss = torch.stack([*objective(tokens, targets).values()]).sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    weights = list(model.parameters())
+    for found, gradient in zip(*(torch.autograd.grad(each, weights) for each in (loss, expected)), strict=True):
+        assert (found - gradient).norm() <= 1e-14 * gradient.norm()
     counted = Mock(side_effect=model.logits)
     monkeypatch.setattr(model, "logits", counted)
     model.loss(tokens, targets)
@@ -227,21 +229,8 @@ def test_nothing_is_uninitialized_when_a_constructor_returns():
             assert tensor.isfinite().all(), f"{name} of {module}"
 
 
-PLAIN: dict[str, Callable[[], Any]] = {
-    "linear": lambda: nn.Linear(24, 3),
-    "embedding": lambda: nn.Embedding(24, 3),
-    "v_norm_parameter": lambda: nn.Parameter(torch.zeros(3, 3)),
-}
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_matrix_without_a_role_is_an_error_at_construction(name, monkeypatch):
+def test_a_matrix_without_a_role_is_an_error(monkeypatch):
     """Whatever it is called, unless a norm or a residual connection owns it, which initialize themselves."""
-
-    class Wider(MLP):
-        def __init__(self, config: ModelConfig):
-            super().__init__(config)
-            setattr(self, name, PLAIN[name]())
 
     class Mixed(RMSNorm):
         def __init__(self, dim: int):
@@ -258,10 +247,11 @@ def test_a_matrix_without_a_role_is_an_error_at_construction(name, monkeypatch):
     monkeypatch.setitem(PLACEMENTS, "with_matrix", Placement(WithMatrix))
     mixed = dataclasses.replace(SMALL, norm="mixed", placement="with_matrix", qk_norm="full")
     assert Llama(mixed).get_submodule("layers.0.attention_residual.mix")
-    monkeypatch.setattr("model.MLP", Wider)
-    where = rf"^layers\.0\.mlp\.{name}(\.weight)?"
-    with pytest.raises(ValueError, match=where + r" is a matrix without a role; make it with model\.Linear\(inputs"):
-        Llama(SMALL)
+    plain = {"linear": nn.Linear(24, 3), "embedding": nn.Embedding(24, 3), "v_norm": nn.Parameter(torch.zeros(3, 3))}
+    for name, matrix in plain.items():
+        setattr((model := Llama(SMALL)).get_submodule("layers.0.mlp"), name, matrix)
+        with pytest.raises(ValueError, match=rf"^layers\.0\.mlp\.{name}(\.weight)? is a matrix without a role"):
+            draw_weights(model, 0)
     with pytest.raises(ValueError, match=r"role 'extra_gate' is not known: add it to ROLES in roles\.py"):
         Linear(3, 5, "extra_gate")
 
@@ -297,19 +287,22 @@ def test_dropout_applies_to_attention_and_mlp(dtype, cap):
             assert torch.allclose(first[kept], second[kept]) != probabilities
 
 
-def test_gradient_checkpointing_is_bit_identical():
+def test_gradient_checkpointing_computes_each_block_twice_and_is_bit_identical():
     """Loss and gradients of two batches with dropout."""
-    tokens = torch.arange(4 * 18).view(2, 4, 9) % 11
+    tokens, calls = torch.arange(4 * 18).view(2, 4, 9) % 11, []
 
     def two_batches(recompute: bool) -> list[torch.Tensor]:
         model = Llama(dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2)
         model.recompute = recompute
+        for number, block in enumerate(model.layers):
+            block.register_forward_pre_hook(lambda *args, number=number: calls.append(number))
         torch.manual_seed(0)
         losses = [model.loss(batch[:, :-1], batch[:, 1:]) for batch in tokens]
         torch.stack(losses).sum().backward()
         return [*losses, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
-    assert all(map(torch.equal, two_batches(True), two_batches(False)))
+    assert all(map(torch.equal, two_batches(False), two_batches(True)))
+    assert calls == [0, 1, 2] * 4 + [2, 1, 0] * 2
 
 
 def test_what_is_scaled_is_no_linear_and_no_embedding_to_tools_that_merge_adapters():

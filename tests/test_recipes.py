@@ -69,6 +69,7 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     "llama4": {"model_type": "llama4_text", "moe_layers": [], "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
     | {"attention_chunk_size": 64, "attn_temperature_tuning": False, "use_qk_norm": True},
     "nanochat": {"final_logit_softcapping": 3.0, "rms_norm_eps": 1e-3},
+    "bitnet": {"rms_norm_eps": 1e-3},
     "starcoder2": {"use_bias": False},
     "cohere2": {"layer_types": ["sliding_attention"] * 2},
     "minimax": DENSE | {"full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.7}
@@ -89,6 +90,7 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
 OURS: dict[str, dict[str, Any]] = {  # what our models have besides SIZES: caps that matter at these sizes
     "gemma4": {"norm_args": {"eps": 1e-3}},
     "nanochat": {"norm_args": {"eps": 1e-3}},
+    "bitnet": {"norm_args": {"eps": 1e-3}},
     "granite": {"embedding_scale": 3.0},
     "minimax": {"placement_args": {"alpha": 1.5, "beta": 0.7}},
     "inkling2": {"layers": 4, "placement_args": {"layers": 2}},
@@ -259,6 +261,16 @@ def test_a_recipe_is_the_released_code(name):
             assert expected is None or expected.norm() <= 1e-12, path
         else:
             assert (found - expected).norm() <= 1e-12 * expected.norm(), path
+
+
+def test_caps_and_blocks_are_as_large_as_in_released_models():
+    """The models above have smaller ones."""
+    fields = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+    for name, row in RECIPES.items():
+        config = transformers.AutoConfig.for_model(THEIRS.get(name, {}).get("model_type", name))
+        for option, field in fields.items():
+            assert row.get(option) == getattr(config, field, None), name
+        assert row.get("placement_args", {}).get("layers") == getattr(config, "n_layers_per_attn_res_block", None), name
 
 
 # The last recipe with this value of an option. Arguments of placements are in test_options.py.

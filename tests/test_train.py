@@ -22,6 +22,7 @@ import train
 from config import TrainConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from files import ROOT, said
+from generate import TextStream
 from machine import distributed
 from machine.process import NotFinite
 from model import Llama
@@ -55,6 +56,13 @@ def command(text: Path, tmp_path: Path):
         return tmp_path / out
 
     return run
+
+
+@pytest.fixture
+def make_trainer(text: Path, tmp_path: Path):
+    """`make_trainer(flags)`: before the first step of a run on `text`."""
+    common = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'}"
+    return lambda flags: train.Trainer(opened(f"{common} {flags}"))
 
 
 def opened(flags: str) -> Run:
@@ -168,9 +176,8 @@ ARMS = [(kind, "pre") for kind in sorted(KINDS)] + [("rmsnorm", name) for name i
 
 
 @pytest.mark.parametrize("kind, placement", ARMS)
-def test_every_norm_and_placement_trains_from_the_weights_of_its_seed(kind, placement, text, tmp_path):
-    flags = f"{SIZES} --seed 5 --norm {kind} --placement {placement} --data {text} --cache-dir {tmp_path}"
-    trainer = train.Trainer(opened(f"{flags} --lr 0.005 --warmup 0 --out {tmp_path / 'run'}"))
+def test_every_norm_and_placement_trains_from_the_weights_of_its_seed(kind, placement, make_trainer):
+    trainer = make_trainer(f"--seed 5 --norm {kind} --placement {placement} --lr 0.005 --warmup 0")
     start = Llama(trainer.run.model_config, 5).state_dict()
     assert all(torch.equal(start[name], weight) for name, weight in trainer.model.state_dict().items())
     for trainer.step in range(12):
@@ -183,6 +190,35 @@ def test_every_norm_and_placement_trains_from_the_weights_of_its_seed(kind, plac
         if placement == "ngpt" and weight.ndim == 2:  # length 1 along the features of the residual stream
             lengths = weight.norm(dim=0 if "o_proj" in name or "down_proj" in name else 1)
             torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=1e-6, atol=0)
+
+
+def test_a_sample_ends_with_its_document(make_trainer):
+    """It continues 16 tokens of the validation text, with a temperature of 0.8 and a top-p of 0.95."""
+    trainer = make_trainer("--norm layernorm --context 128")
+    model, data = trainer.model, trainer.run.data
+    with torch.no_grad():  # ends become likely
+        model.final_norm.bias.copy_(model.lm_head.weight[ByteTokenizer.end_of_document] * 250)
+    ids = train.generate(model, data.val[:16].tolist(), tokens=64, temperature=0.8, top_p=0.95).tolist()
+    assert len(set(ids[16 + ids[16:].index(ByteTokenizer.end_of_document) :])) > 3, "without ends, text would follow"
+    assert trainer.sample() == TextStream().add(bytes(ids[: ids.index(ByteTokenizer.end_of_document)]))
+
+
+def test_columns_of_a_file_are_different_texts(tmp_path):
+    """Also in one cache."""
+    path = tmp_path / "both.jsonl"
+    path.write_text(json.dumps({"a": "the cat sings. " * 99, "b": "a dog hears the bird. " * 99}) + "\n")
+    flags = f"{SIZES} --data {path} --cache-dir {tmp_path} --out {tmp_path / 'run'} --text-column"
+    texts = [bytes(opened(f"{flags} {column}").data.train[:9].tolist()) for column in "aba"]
+    assert texts == [b"the cat s", b"a dog hea", b"the cat s"]
+
+
+def test_a_step_has_the_windows_of_its_order(make_trainer):
+    trainer, seen = make_trainer("--order epochs --seed 3"), list[Tensor]()
+    trainer.update = lambda inputs, targets, lr: seen.extend((inputs, targets)) or {}
+    for trainer.step in (0, 1):
+        trainer.train_step()
+    expected = [train.training_batch(trainer.run.data.train, 3, step, range(8), 32, "epochs", 8) for step in (0, 1)]
+    assert all(map(torch.equal, seen, [*expected[0], *expected[1]]))
 
 
 # --- optimizer and schedule ------------------------------------------------------------------------------------------
@@ -285,10 +321,9 @@ def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch, fing
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.down_proj.weight"])
-def test_an_overflow_in_one_weight_skips_every_optimizer(name, text, tmp_path):
+def test_an_overflow_in_one_weight_skips_every_optimizer(name, make_trainer):
     """In float16: of AdamW's weights or of Muon's. The scale of the loss is halved, and no momentum has changed."""
-    flags = f"{SIZES} --dtype float16 --clip 0 --data {text} --cache-dir {tmp_path} --out {tmp_path / 'run'}"
-    trainer = train.Trainer(opened(f"{flags} --lr 1e-3 --warmup 0"))
+    trainer = make_trainer("--dtype float16 --clip 0 --lr 1e-3 --warmup 0")
     weights = list(trainer.model.parameters())
 
     def tensors() -> list[Tensor]:
@@ -307,10 +342,9 @@ def test_an_overflow_in_one_weight_skips_every_optimizer(name, text, tmp_path):
 
 
 @pytest.mark.parametrize("clip, dtype", [(0.01, "float32"), (0.01, "float16"), (0, "float32")])
-def test_gradients_are_clipped(clip, dtype, text, tmp_path, monkeypatch):
+def test_gradients_are_clipped(clip, dtype, make_trainer, monkeypatch):
     """Their norm over the weights of both optimizers, when these take their steps."""
-    flags = f"{SIZES} --dtype {dtype} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'}"
-    trainer = train.Trainer(opened(f"{flags} --recompute --clip {clip}"))
+    trainer = make_trainer(f"--dtype {dtype} --recompute --clip {clip}")
     assert trainer.model.recompute
     norms = list[float]()
     for optimizer in trainer.optimizers:
@@ -326,13 +360,11 @@ def test_gradients_are_clipped(clip, dtype, text, tmp_path, monkeypatch):
     assert norms == [pytest.approx(clip, rel=1e-3)] * 2 if clip else min(norms) > 0.1
 
 
-def test_dropout_differs_between_steps_seeds_and_ranks_and_repeats_with_them(text, tmp_path, monkeypatch):
+def test_dropout_differs_between_steps_seeds_and_ranks_and_repeats_with_them(make_trainer, monkeypatch):
     """Of the same weights, on a training text of a single window, so that every step has the same batch."""
-    flags = f"{SIZES} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --dropout 0.5"
-    run = opened(flags)
-    one_window = run.data.train[:33]
-    run.data = dataclasses.replace(run.data, train=one_window)
-    trainer, losses = train.Trainer(run), []
+    trainer, losses = make_trainer("--dropout 0.5"), []
+    run = trainer.run
+    run.data = dataclasses.replace(run.data, train=run.data.train[:33])
     monkeypatch.setattr(train, "update_weights", lambda *args: torch.zeros(()))
     for seed, step, rank in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (0, 0, 0)):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)

@@ -1,39 +1,55 @@
-"""The project without fast/: it trains, and generates the same text as with it."""
+"""The project without its attachments: fast/, and experiments/ with its two commands. Neither needs the other."""
 
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+
+import pytest
+import torch
 
 import generate
+from data.tokenizer import ByteTokenizer
+from fast.native import load
+from files import ROOT
+from runtime.run_dir import read_rows
 
-ROOT = Path(__file__).parents[1]
-LEAVE_OUT = shutil.ignore_patterns("fast", "tests", "results", "runs", ".*", "__pycache__", "env*", "venv*")
-CPU_FLOAT32 = ["--device", "cpu", "--dtype", "float32"]
-FLAGS = "--tokenizer bytes --dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --steps 20 --eval-tokens 512"
+transformers = pytest.importorskip("transformers")
+
+ATTACHMENTS = ("fast", "experiments", "ablate.py", "bench.py")
+LEFT_OUT = (*ATTACHMENTS, "tests", "results", "docs", "runs", ".*", "__pycache__", "env*", "venv*")
+HERE = "--device cpu --dtype float32"
+SIZES = "--tokenizer bytes --dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --eval-tokens 512"
+PROGRAM = """
+import sys, generate, train
+for command, *flags in map(str.split, sys.argv[1:]):
+    {"train": train, "generate": generate}[command].main(flags)
+"""
 
 
-def command(project: Path, script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(project / script), *CPU_FLOAT32, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=project,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def test_it_trains_and_generates_as_with_fast(tmp_path, text, capsys):
-    run, without = tmp_path / "run", tmp_path / "normal-llama"
-    shutil.copytree(ROOT, without, ignore=LEAVE_OUT)
-    assert not (without / "fast").exists()
-    trained = command(without, "train.py", "--data", text, "--cache-dir", tmp_path, "--out", run, *FLAGS.split())
-    assert trained.returncode == 0, trained.stderr
-    flags = f"--checkpoint {run} --prompt def --temperature 0 --tokens 20".split()
-    plain = command(without, "generate.py", *flags)
-    assert "in float32, without fast/: the package is missing\n" in plain.stderr
-    generate.main([*CPU_FLOAT32, *flags])
-    accelerated = capsys.readouterr()
-    assert plain.stdout == accelerated.out and len(plain.stdout) > 20
-    assert "tokens computed by fast/\n" in accelerated.err or "needs Linux" in accelerated.err
+def test_it_trains_and_generates_as_with_them(tmp_path, text, capsys):
+    """It resumes and watches, and also continues a text with a model of transformers."""
+    shutil.copytree(ROOT, project := tmp_path / "project", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    assert not {path.name for path in project.iterdir()} & {*ATTACHMENTS}
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=257)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.5))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ByteTokenizer().save(tmp_path / "theirs")
+    new = f"train {HERE} {SIZES} --data {text} --cache-dir {tmp_path} --out {tmp_path}/run --steps 10 --watch 5"
+    models = [
+        f"{HERE} --checkpoint {tmp_path}/{name} --prompt def --temperature 0 --tokens 20" for name in ("run", "theirs")
+    ]
+    commands = [new, f"train --resume --out {tmp_path}/run --steps 15", *(f"generate {flags}" for flags in models)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-c", PROGRAM, *commands]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=project, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("without fast/: the package is missing\n") == 2
+    assert {row["step"] for row in read_rows(tmp_path / "run/watch.jsonl")} == {1, 5, 10, 15}
+    capsys.readouterr()
+    for flags in models:
+        generate.main(flags.split())
+    here, reason = capsys.readouterr(), load(torch.float32)[1]
+    assert done.stdout.endswith(here.out) and here.err.count("20 tokens in") == done.stderr.count("20 tokens in") == 2
+    assert here.err.count(f"without fast/: {reason}" if reason else "tokens computed by fast/") == 2

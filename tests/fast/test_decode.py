@@ -14,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import generate as command
 import model as model_file
 from config import ModelConfig, option
+from data.tokenizer import ByteTokenizer
 from fast import decode
 from fast.decode import FastDecoder, accelerate
 from generate import cast_matrices, generate
 from model import MLP, LayerCache, Llama
+from runtime.checkpoint import save_pretrained
 from tests.random_values import randomize
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +128,26 @@ def test_generated_ids_are_those_of_the_plain_model(by_c):
     assert by_c == [True] * 199
 
 
+def test_the_command_decodes_with_it_unless_told_not_to(by_c, tmp_path, capsys, monkeypatch):
+    """C and the model compute two tokens to compare them. Of six tokens, the model computes the first one."""
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    save_pretrained(tmp_path / "model", make(vocab_size=257, tie_embeddings=False), ByteTokenizer())
+    texts = []
+    for flags, computed, said in (
+        ("", 2 + 5, "in float32, tokens computed by fast/\n"),
+        ("--no-fast", 0, "in float32\n"),
+        ("--no-fast --compile", 0, "in float32, tokens compiled by fast/\n"),
+        ("--samples 33", 0, "in float32, without fast/: for more than 32 samples torch is faster\n"),
+    ):
+        by_c.clear()
+        command.main(f"--checkpoint {tmp_path}/model --tokens 6 --device cpu --dtype float32 {flags}".split())
+        printed = capsys.readouterr()
+        texts.append(printed.out)
+        assert by_c == [True] * computed and said in printed.err
+    assert texts[0] == texts[1] == texts[2] in texts[3]
+
+
 def test_several_tokens_run_plain_and_unknown_ids_are_refused(by_c):
     model = make()
     plain, ours = model, decoder_of(model)
@@ -144,7 +167,6 @@ def test_several_tokens_run_plain_and_unknown_ids_are_refused(by_c):
     ids = TOKENS[:1, 11:12]
     expected, found = (decoder.next_logits(ids, cache) for decoder, cache in zip((plain, ours), caches, strict=True))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert accelerate(model, 33) == "for more than 32 samples torch is faster"
 
 
 @pytest.mark.parametrize("size, error", [(4, RuntimeError), (40, ValueError)])

@@ -1,7 +1,9 @@
-"""Placements in whole models, compared with hand-written float64 models, and their initialization."""
+"""Placements in whole models, compared with hand-written float64 models, and their initialization.
+
+Rotation and attention without norms are compared in test_minimal.py.
+"""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from config import ModelConfig
-from model import Llama
+from model import Llama, precompute_freqs_cis, rotate
 from norms.placement import PLACEMENTS, PostNorm, PreNorm
+from norms.rmsnorm import RMSNorm
 from roles import matrices
 from tests.random_values import drawn, randomize
 
@@ -49,36 +53,23 @@ def reference_logits(
     def unit(h: Tensor) -> Tensor:
         return h / (h * h).sum(-1, keepdim=True) ** 0.5
 
-    def rotated(h: Tensor) -> Tensor:  # (T, 8): feature i is the real part and i + 4 the imaginary part
-        angle = torch.outer(torch.arange(len(h)).double(), 10000.0 ** (-torch.arange(4).double() / 4))
-        cos, sin = angle.cos().float().double(), angle.sin().float().double()  # the model keeps its table in fp32
-        z = torch.complex(h[:, :4], h[:, 4:]) * torch.complex(cos, sin)
-        return torch.cat((z.real, z.imag), -1)
-
     def attention(path: str) -> Callable[[Tensor], Tensor]:
         def f(h: Tensor) -> Tensor:
             q, k, v = (h @ w[f"{path}{part}_proj.weight"].T for part in "qkv")
             hybrid = placement in ("hybrid", "hybrid-star")
-            per_head = qk_norm == "head" or (hybrid and qk_norm == "none")
             if qk_norm == "full":
                 q, k = norm(path + "q_norm.norm")(q), norm(path + "k_norm.norm")(k)
-            elif per_head:
-                q = torch.cat([norm(path + "q_norm")(part) for part in q.split(8, -1)], -1)
-                k = norm(path + "k_norm")(k)
-            if hybrid:
-                v = norm(path + "v_norm")(v)
-            future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
-            rows = []
-            for b, head in itertools.product(range(len(h)), range(2)):
-                query, key = rotated(q[b, :, 8 * head : 8 * head + 8]), rotated(k[b])
-                if placement == "ngpt":
-                    scale = 4 * w[path + "rotated_q_norm.scale"][8 * head : 8 * head + 8]
-                    scores = (unit(query) * scale) @ (unit(key) * scale).T * 8**0.5
-                else:
-                    scores = query @ key.T / 8**0.5
-                rows.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[b])
-            y = torch.stack([torch.cat(rows[2 * b : 2 * b + 2], -1) for b in range(len(h))])
-            return y @ w[path + "o_proj.weight"].T
+            q, k, v = (x.unflatten(-1, (-1, 8)) for x in (q, k, v))  # B T H D, B T K D twice
+            if qk_norm == "head" or (hybrid and qk_norm == "none"):
+                q, k = norm(path + "q_norm")(q), norm(path + "k_norm")(k)
+            v = norm(path + "v_norm")(v) if hybrid else v
+            q, k = (rotate(x, precompute_freqs_cis(8, h.shape[1])) for x in (q, k))
+            if placement == "ngpt":
+                scale = 4 * w[path + "rotated_q_norm.scale"].view(2, 8)
+                q, k = unit(q) * scale * scale * 8, unit(k)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return y.transpose(1, 2).flatten(2) @ w[path + "o_proj.weight"].T
 
         return f
 
@@ -212,6 +203,22 @@ def test_ngpt_starts_with_the_scales_of_the_paper():
         x, residual = torch.eye(16).double(), model.layers[0].mlp_residual
         expected = (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05)
         torch.testing.assert_close(residual(x, lambda x: 7 * x.roll(1, -1)), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_output_norms_are_those_whose_result_is_in_the_stream(placement):
+    """So their gains have gradients that do not come through the sublayer, which returns a constant here."""
+    model: Any = model_of(placement)
+    stream, constant = model.init_stream(model.embed_tokens(TOKENS)), torch.ones(1, 6, CONFIG.dim, requires_grad=True)
+    for block in model.layers:
+        for residual in (block.attention_residual, block.mlp_residual):
+            stream = residual(stream, lambda h, *args: constant)
+            total = sum(part.square().sum() for part in PLACEMENTS[placement].streams(stream))
+            norms = {name: norm for name, norm in residual.named_children() if isinstance(norm, RMSNorm)}
+            gains = [*(norm.weight for norm in norms.values()), constant]
+            *gradients, _ = torch.autograd.grad(total, gains, retain_graph=True, allow_unused=True, materialize_grads=True)
+            found = [name for name, gradient in zip(norms, gradients, strict=True) if gradient.any()]
+            assert found == list(getattr(residual, "output_norms", ()))
 
 
 @pytest.mark.parametrize("layers, post", [(1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (12, 3)])
