@@ -101,9 +101,10 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
         on_device["dtype"] = started[0]["resolved"]["dtype"]
         configs = resolve_arms(arms, on_device)
     config = next(iter(configs.values()))[1]
+    on_device["dtype"] = config.dtype
     data = prepare_text(configs)
-    measured = measure(configs, options, folder, "warmup" in asked)
-    steps: Mapping[Arm, Asked] = {arm: measured["steps"][arm.name] for arm in configs if measured["steps"]}
+    measured = measure(configs, options, folder)
+    steps: Mapping[Arm, Asked] = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
     configs = resolve_arms(arms, on_device, steps)
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     times = measured["step_time"]
@@ -129,26 +130,28 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     return grid
 
 
-def measure(configs: Configs, options: AblationConfig, folder: Path, warmup: bool) -> dict[str, Any]:
-    """The relative time of a step of each arm, by name, and the steps that follow from --equal.
+def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str, Any]:
+    """What `COSTS` holds: the relative time of a step of each arm, by name, and the steps that follow from --equal.
 
-    What the folder has stays, also if arms are added. Without --equal time, a measurement takes ten seconds, and there
-    is none of compiled steps.
+    What the folder has stays, also if arms are added. Without --equal time, the measurement is brief, and there is none
+    on a GPU or of compiled steps. Raises ValueError if the steps follow from another command.
     """
-    before: dict[str, Any] = {"equal": options.equal, "step_time": {}, "steps": {}}
+    baseline, (_, config) = next(iter(configs.items()))
+    here: dict[str, Any] = {"equal": options.equal, "baseline": baseline.name, "steps": config.steps}
+    times: dict[str, float] = {}
     if (folder / COSTS).exists():
-        before = read_json(folder / COSTS, dict)
-        was = before.get("equal")
-        require(was == options.equal, f"{folder} has --equal {was}, not {options.equal}; choose another --out")
-    compiled = any(config.compile for _, config in configs.values())
-    wanted = options.equal == "time" or not (compiled or options.print_commands)
-    times = dict(before["step_time"])
+        there = read_json(folder / COSTS, dict)
+        for name, value in here.items():
+            same = there.get(name) == value or there.get("equal") == options.equal == "tokens"
+            require(same, f"{folder} was made with {name} {there.get(name)}, not {value}; choose another --out")
+        times = there["step_time"] if there | here == there else {}
+    plain = config.device == "cpu" and not any(config.compile for _, config in configs.values())
+    wanted = options.equal == "time" or (plain and not options.print_commands)
     if wanted and any(arm.name not in times for arm in configs):
         found = step_times(configs, options.threads, briefly=options.equal != "time")
         times = {arm.name: round(middle, 4) for arm, (middle, *_) in found.items()} | times
-    relative = {arm: times[arm.name] for arm in configs if arm.name in times}
-    steps = {arm.name: asked for arm, asked in equal_steps(configs, options.equal, relative, warmup).items()}
-    return {"equal": options.equal, "step_time": times, "steps": steps | before["steps"]}
+    asked = {arm.name: asked for arm, asked in equal_steps(configs, options.equal, times).items()}
+    return here | {"step_time": times, "asked": asked}
 
 
 def prepare_text(configs: Configs) -> Prepared:

@@ -103,7 +103,7 @@ def ladder(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per
         given = name in shared or name in dict(arms[0].factors)
         require(not given, f"{flag_name(name)} follows from --ladder; leave it out")
     ((model, _),) = resolve_arms(arms[:1], shared).values()
-    head_dim, sized = model.head_dim, []
+    head_dim, sized, lines = model.head_dim, [], []
     for width in sorted(widths):
         advice = f"must be a multiple of the size of a head, {head_dim}; --head-dim sets it"
         require(width % head_dim == 0, f"--ladder {width} {advice}")
@@ -115,6 +115,7 @@ def ladder(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per
         parameters = costs(model, config)["parameters"]
         steps = max(1, round(tokens_per_parameter * parameters / (config.batch_size * model.context)))
         value = f"dim={width},heads={heads},steps={steps}"
-        print(f"{value}: {parameters:,} parameters, {tokens_per_parameter:g} tokens for each", file=sys.stderr)
+        lines.append(f"{value}: {parameters:,} parameters, {tokens_per_parameter:g} tokens for each")
         sized += [Arm(((SIZE, value), *arm.factors)) for arm in arms]
+    print(*lines, sep="\n", file=sys.stderr)
     return sized

@@ -12,9 +12,9 @@ from typing import Any
 
 from config import DEFAULTS, split
 from experiments.costs import costs
-from experiments.records import SEARCH, Arm, Record, outcome, read_csv, settings_of
+from experiments.records import COLUMNS, SEARCH, Arm, Record, outcome, read_csv, settings_of
 from experiments.report import write_report
-from files import digest, require
+from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
 from runtime.plugins import import_first
@@ -30,10 +30,11 @@ def main(arguments: list[str]) -> None:
     import_first(parser, arguments)
     asked = parser.read(arguments[1:])
     with bad_input():
-        records = find_records([Path(name) for name in asked["runs"]])
-        name = f"compare-{digest([str(Path(name).resolve()) for name in asked['runs']])[:8]}"
+        folders = [Path(name) for name in asked["runs"]]
+        records = find_records(folders)
+        name = f"compare-{digest([str(folder.resolve()) for folder in folders])[:8]}"
         out = Path(asked.get("out") or RUNS_FOLDER / name)
-        taken = (out / "run.json").exists() or (out / "cells").exists()
+        taken = (out / "run.json").exists() or (out / "cells").exists() or out.resolve() in map(Path.resolve, folders)
         require(not taken, f"--out {out} holds runs, with a report of their own; choose another folder")
         out.mkdir(parents=True, exist_ok=True)
     summary = write_report(out, records)
@@ -43,21 +44,28 @@ def main(arguments: list[str]) -> None:
 def find_records(folders: list[Path]) -> list[Record]:
     """The runs in all folders. Raises ValueError if one has no run, or is named twice.
 
-    Files beside runs are ignored, and so are earlier reports on runs that are named as well, so that `runs/*` names all
-    of them.
+    Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
-    found: dict[Path, Record] = {}
+    found: dict[Any, Record] = {}
     named = set[Path]()
     for folder in (folder for folder in folders if not folder.is_file()):
         require(folder.resolve() not in named, f"{folder} is named twice")
         named.add(folder.resolve())
-        records = read_csv(folder / "runs.csv") if (folder / "runs.csv").exists() else [read_run(folder)]
+        file, cells = folder / "runs.csv", {path.parent.name for path in folder.glob("cells/*/run.json")}
+        require(file.exists() or not cells, f"{folder} has no report yet; continue it, or name runs in {folder}/cells")
+        records = read_csv(file) if file.exists() else [read_run(folder)]
+        if others := cells - {record.run for record in records}:
+            warn(f"{len(others)} runs in {folder}/cells are left out, because runs.csv does not have them")
         for record in records:
-            exists = (record.path / "run.json").exists()
-            path = record.path if exists else Path(record.folder, record.run)
-            found.setdefault(path.resolve(), read_run(path, record) if exists else record)
+            if (record.path / "run.json").exists():
+                record = read_run(record.path, record)
+            values = [getattr(record, name) for name in COLUMNS if name not in ("run", "step_time")]
+            same = Path(record.run).name, record.ended or record.folder, *values
+            if same not in found or record.log:
+                found[same] = record
     require(len(found) > 1, f"compare needs at least two runs, not {len(found)}")
-    return [*found.values()]
+    one = len({record.folder for record in found.values()}) == 1  # relative times of two ablations do not compare
+    return [record if one else replace(record, step_time=None) for record in found.values()]
 
 
 def read_run(folder: Path, planned: Record | None = None) -> Record:

@@ -34,8 +34,8 @@ def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
 def step_times(arms: Configs, threads: int, briefly: bool) -> dict[Arm, Interval]:
     """The time of a training step over that of the first arm of its size. All arms take their steps in turn.
 
-    Steps are as in a run with so many `threads`, on random tokens. Rounds end when all intervals are narrow, or
-    `briefly` after five seconds. Raises ValueError if they stay wide, as on a busy machine.
+    Steps are as in a run with so many `threads`, on random tokens. Rounds end when all intervals are narrow. If some
+    stay wide, as on a busy machine, raises ValueError; or `briefly`, after five seconds, leaves these out.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -43,22 +43,26 @@ def step_times(arms: Configs, threads: int, briefly: bool) -> dict[Arm, Interval
     steps = {arm: Step(Llama(model).to(device), config, whole=True) for arm, (model, config) in arms.items()}
     first = {arm.size: arm for arm in reversed([*arms])}
     ratios: dict[Arm, list[float]] = {arm: [] for arm in arms}
+    least, most = (10, ROUNDS) if briefly else (ROUNDS, MOST_ROUNDS)
     started = time.monotonic()
-    for number in range(-3, ROUNDS if briefly else MOST_ROUNDS):
+    for number in range(-3, most):
         order = [*steps] if number % 2 else [*reversed(steps)]
         seconds = {arm: host_seconds(steps[arm], device) for arm in order}
         if number >= 0:  # the first ones compile, and allocate the optimizers' state
             for arm in arms:
                 ratios[arm].append(seconds[arm] / seconds[first[arm.size]])
-        enough = ROUNDS if not briefly else 10
-        found = {arm: interval(each) for arm, each in ratios.items()} if number >= enough - 1 else {}
-        if found and (precise(found) or (briefly and time.monotonic() - started > BRIEFLY)):
+        found = {arm: interval(each) for arm, each in ratios.items() if number + 1 >= least}
+        if (found and all(map(precise, found.values()))) or (briefly and time.monotonic() - started > BRIEFLY):
             break
     torch.set_num_threads(before)
-    worst, low, high = max(found.values(), key=lambda each: each[2] - each[1])
-    busy = f"this machine is busy: a step takes {worst:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
-    require(briefly or precise(found), f"--equal time: {busy}")
-    return found
+    steps.clear()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()  # the runs need the memory
+    if not briefly:
+        worst = middle, low, high = max(found.values(), key=lambda each: each[2] - each[1])
+        busy = f"a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
+        require(precise(worst), f"--equal time: this machine is busy: {busy}")
+    return {arm: each for arm, each in found.items() if precise(each)}
 
 
 def interval(values: list[float]) -> Interval:
@@ -68,25 +72,24 @@ def interval(values: list[float]) -> Interval:
     return median(ordered), ordered[low], ordered[n - 1 - low]
 
 
-def precise(found: Mapping[Arm, Interval]) -> bool:
-    return all(high - low <= 2 * PRECISE * middle for middle, low, high in found.values())
+def precise(found: Interval) -> bool:
+    middle, low, high = found
+    return high - low <= 2 * PRECISE * middle
 
 
-def equal_steps(arms: Configs, equal: str, times: Mapping[Arm, float], warmup: bool) -> dict[Arm, Asked]:
+def equal_steps(arms: Configs, equal: str, times: Mapping[str, float]) -> dict[Arm, Asked]:
     """The steps with which an arm costs as much as the first of its size, by `equal` of `EQUAL`.
 
-    A `warmup` that was asked for grows and shrinks with them.
+    `times` are those of a step, by the names of arms. A warmup that does not follow from the steps grows with them.
+    Whether to compile does not: it was measured as it is.
     """
     first = {arm.size: arm for arm in reversed([*arms])}
     asked: dict[Arm, Asked] = {}
-    for arm, (model, config) in arms.items():
-        base = first[arm.size]
-        ratio = times[arm] if equal == "time" else 1.0
-        if equal == "flops":
-            ratio = costs(model, config)["flops"] / costs(*arms[base])["flops"]
-        if equal != "tokens":
-            steps = max(1, round(arms[base][1].steps / ratio))
-            asked[arm] = {"steps": steps}
-            if warmup:
-                asked[arm]["warmup"] = round(config.warmup * steps / config.steps)
+    for arm, (model, config) in arms.items() if equal != "tokens" else ():
+        base = arms[first[arm.size]]
+        ratio = times[arm.name] if equal == "time" else costs(model, config)["flops"] / costs(*base)["flops"]
+        steps = max(1, round(base[1].steps / ratio))
+        asked[arm] = {"steps": steps, "compile": config.compile}
+        if config.warmup != config.steps // 20:
+            asked[arm]["warmup"] = round(config.warmup * steps / config.steps)
     return asked

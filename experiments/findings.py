@@ -6,22 +6,26 @@ tuning. Neither has a p-value.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
-from operator import mul
-from statistics import fmean
 from typing import Any
 
-from experiments.records import Arm, BySeed, grouped
-from experiments.statistics import ALPHA, Estimate, estimate, holm
+import numpy as np
+
+from experiments.rates import find_optimum, losses_of
+from experiments.records import UNNAMED, Arm, Record, final_bpb, grouped
+from experiments.statistics import ALPHA, Estimate, detectable, differ, estimate, holm
 from runtime.run_dir import Row
 
 MARGIN = 0.01  # a difference in val_bpb that does not matter
 SEEDS = 3  # fewer call no arm better or worse
 WIDE = 3  # a rung of a ladder whose interval is so many times that of the best is left out of the slope
 VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
-NO_VERDICT = "no verdict"
+NO_VERDICT, NO_TREND = "no verdict", "no trend shown"
+AT_A_RATE = " at this rate"  # of a verdict, if learning rates were not searched for
+PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
 Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
 
@@ -34,11 +38,11 @@ class Finding:
 
     estimate: Estimate | None  # None if no seed is left; its p is not corrected
     planned: int  # seeds it should rest on
-    tuned: bool = True  # whether the optimum of every arm in it is known
+    tuned: bool | None = None  # whether the optimum of every arm in it is known; None without a search
     values: Sequence[float] = ()  # one for each seed
     slack: float = 0.0  # what errors of learning rates may cost
     p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
-    searched: bool = True  # whether learning rates were searched for
+    tests: int = 1  # that are corrected together
 
     @property
     def complete(self) -> bool:
@@ -53,7 +57,7 @@ class Finding:
             return UNDECIDED, ended if self.planned else "no seed is in common"
         if found.n == 1:
             return NO_VERDICT, "a single seed"
-        if not self.tuned:
+        if self.tuned is False:
             return UNDECIDED, "the best learning rate was not found, here or in the baseline"
         if max(-found.low, found.high) < MARGIN:
             return AS_GOOD, ""
@@ -70,13 +74,15 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """The verdict. Without a search for learning rates it holds for the rates that were used."""
+        """The verdict. Without a search for learning rates it holds for those that were used."""
         verdict, _ = self.verdict
-        return verdict if self.searched or verdict in (UNDECIDED, NO_VERDICT) else f"{verdict} at this rate"
+        decided = verdict not in (UNDECIDED, NO_VERDICT, NO_TREND)
+        return verdict + AT_A_RATE if decided and self.tuned is None else verdict
 
     @property
     def detectable(self) -> float | None:
-        return self.estimate.detectable if self.complete and self.estimate else None
+        can_be_shown = self.p is not None and len(self.values) >= SEEDS
+        return detectable(self.values, self.slack, self.tests) if can_be_shown else None
 
     @property
     def row(self) -> Row:
@@ -92,15 +98,17 @@ class Finding:
 class Trend(Finding):
     """The mean slope of an effect over compute."""
 
-    ends: tuple[float, float] = (0.0, 0.0)  # the effect at the smallest and at the largest size, on the line
+    ends: Sequence[float] = ()  # the effect at the smallest and at the largest size, on the line
     rungs: Mapping[str, Finding] = field(default_factory=dict)  # the effect at each size
     left_out: Sequence[str] = ()  # sizes whose effect is too imprecise for the slope
     doublings: float = 0.0  # of FLOPs, between the ends
 
     @property
     def verdict(self) -> tuple[str, str]:
+        if len(self.rungs) - len(self.left_out) < 2:
+            return NO_TREND, "fewer than two sizes are precise"
         if self.p is None or self.p >= ALPHA or len(self.values) < SEEDS:
-            return "no trend shown", "fewer than two sizes are precise" if self.too_few else super().verdict[1]
+            return NO_TREND, super().verdict[1]
         rungs = [*self.rungs.values()]
         shown = rungs[0].verdict[0], rungs[-1].verdict[0]
         if {*shown} == {BETTER, WORSE}:
@@ -110,104 +118,164 @@ class Trend(Finding):
             return "the difference falls" if last < first else "the difference rises", ""
         return "the gap grows" if abs(last) > abs(first) else "the gap closes", ""
 
-    @property
-    def words(self) -> str:
-        return self.verdict[0]
 
-    @property
-    def too_few(self) -> bool:
-        return len(self.rungs) - len(self.left_out) < 2
-
-
-def find(values: Sequence[float], planned: int, slack: float = 0.0, tests: int = 1, known: bool = True) -> Finding:
+def find(values: Sequence[float], planned: int, slack: float = 0.0, tuned: bool | None = None) -> Finding:
     """The finding of these values. Its p is not corrected yet."""
-    measured = estimate(values, slack, tests) if values else None
-    p = measured.p if measured and measured.n == planned and known else None
-    return Finding(measured, planned, known, values, slack, p)
+    measured = estimate(values, slack) if values else None
+    p = measured.p if measured and measured.n == planned and tuned is not False else None
+    return Finding(measured, planned, tuned, values, slack, p)
 
 
-def compare(
-    bpb: Mapping[Arm, BySeed],
-    planned: Mapping[Arm, Collection[int]],
-    regrets: Mapping[Arm, float | None] = {},
-    flops: Mapping[Arm, float] = {},
-    texts: Mapping[Arm, Any] = {},
-) -> tuple[dict[Pair, Finding], dict[Arm, Trend], int]:
-    """The differences of `pairs_of` the arms, paired by seed, `trends_of` these in a ladder, and the number of tests.
+@dataclass
+class Group:
+    """The runs of an arm, and those that searched for its learning rate."""
 
-    `planned` are the seeds of each arm, with those of runs that diverged or have not ended. `regrets` is what the
-    error of a learning rate is expected to cost, of arms that were searched for one; None if the best was not found.
-    Only arms with equal `texts` are paired. Holm's method corrects all p-values together. One that is missing counts as
-    a comparison that found nothing: which runs diverge is chance too, so they must not make the correction of the
-    others milder. Arms with no seed in common are no comparison.
+    runs: list[Record]
+    search: list[Record]
+
+    @cached_property
+    def bpb(self) -> dict[int, float]:
+        return final_bpb(self.runs)
+
+    @cached_property
+    def regret(self) -> float | None:
+        """What an error of its learning rate is expected to cost. None if the best was not found, or not searched."""
+        losses = losses_of(self.search)
+        return find_optimum(losses).regret_at(self.runs[0].lr, self.bpb.values()) if losses else None
+
+    @property
+    def text(self) -> tuple[str, ...]:
+        """What runs must share besides the seed to be paired. Where that is not known, the folder."""
+        first = self.runs[0]
+        return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if first.known else (first.folder,)
+
+
+@dataclass
+class Comparison:
+    """What is found of all arms."""
+
+    arms: dict[Arm, Group]  # empty while the search for learning rates goes on
+    search: dict[Arm, list[Record]]  # its runs
+    baselines: dict[Arm, Arm]  # what each arm is compared with: the first one with its size and text
+    flops: dict[str, float]  # of a run of the first arm of each size, the smallest first; 0 if they are not known
+    pairs: dict[Pair, Finding]
+    trends: dict[Arm, Trend]  # in a ladder
+
+    @property
+    def runs(self) -> list[Record]:
+        """All that are reported."""
+        return [run for group in self.arms.values() for run in group.runs]
+
+    @property
+    def found(self) -> dict[Arm, Finding]:
+        """The difference of each arm from its baseline, the lowest first, but not in a ladder."""
+        found = {arm: each for (arm, other), each in self.pairs.items() if other == self.baselines[arm]}
+        means = {arm: each.estimate.mean if each.estimate else math.inf for arm, each in found.items()}
+        return found if self.trends else {arm: found[arm] for arm in sorted(found, key=means.__getitem__)}
+
+    @property
+    def tuned(self) -> bool:
+        return bool(self.arms) and all(group.search for group in self.arms.values())
+
+    @property
+    def ordered(self) -> list[Arm]:
+        """Each baseline, and then the arms that are compared with it."""
+        bases = dict.fromkeys(self.baselines.values())
+        return [arm for base in bases for arm in (base, *self.found) if self.baselines[arm] == base]
+
+    @property
+    def against(self) -> str:
+        """What arms are compared with."""
+        compared = {self.baselines[arm] for arm in self.found}
+        names = {arm.without_size.name for arm in compared}
+        if len(compared) == 1:
+            return compared.pop().name
+        if len(names) == 1:
+            return f"{names.pop()} of the same size"
+        known = all(run.known for run in self.runs)
+        return "the first arm with the same text and batches" if known else "the first arm of its folder"
+
+
+def compare(records: Iterable[Record]) -> Comparison:
+    """What is found of runs whose arms `name_arms` has named."""
+    runs = grouped(((record.search, record.arm), record) for record in records)
+    search = {arm: each for (searched, arm), each in runs.items() if searched}
+    arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
+    return compare_groups(arms, search)
+
+
+def compare_groups(arms: dict[Arm, Group], search: dict[Arm, list[Record]]) -> Comparison:
+    """The differences of `pairs_of` the arms, and `trends_of` these in a ladder.
+
+    Holm's method corrects all p-values together. One that is missing counts as a comparison that found nothing: which
+    runs diverge is chance too, so they must not make the correction of the others milder. Arms with no seed in common
+    are no comparison.
     """
-    found, pairs = {}, pairs_of([*bpb], texts)
-    shared = {pair: len(set(planned[pair[0]]) & set(planned[pair[1]])) for pair in pairs}
-    tests = sum(map(bool, shared.values())) + len({arm.without_size for arm, _ in pairs} if flops else ())
-    for arm, other in pairs:
-        searched = {arm, other} & regrets.keys()
-        costs = [regrets.get(each) for each in (arm, other)] if searched else [0.0, 0.0]
-        values = [bpb[arm][seed] - bpb[other][seed] for seed in sorted(bpb[arm].keys() & bpb[other].keys())]
-        slack = sum(cost or 0.0 for cost in costs)
-        found[arm, other] = find(values, shared[arm, other], slack, tests, None not in costs)
-        found[arm, other].searched = bool(searched)
-    trends = trends_of(found, flops, tests) if found and flops else {}
-    everything = [each for each in (*found.values(), *trends.values()) if each.planned]
+    first: dict[Any, Arm] = {}
+    baselines = {arm: first.setdefault((arm.size, group.text), arm) for arm, group in arms.items()}
+    flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values()}
+    flops = dict(sorted(flops.items(), key=lambda item: item[1]))
+    pairs = {(arm, other): difference(arms[arm], arms[other]) for arm, other in pairs_of(baselines)}
+    trends = trends_of(pairs, flops) if "" not in flops and all(flops.values()) else {}
+    everything = [each for each in (*pairs.values(), *trends.values()) if each.planned]
     corrected = holm([1.0 if each.p is None else each.p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
-        each.p = None if each.p is None else p
-    return found, trends, tests
+        each.p, each.tests = None if each.p is None else p, len(everything)
+    return Comparison(arms, search, baselines, flops, pairs, trends)
 
 
-def trends_of(found: Mapping[Pair, Finding], flops: Mapping[Arm, float], tests: int) -> dict[Arm, Trend]:
-    """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
+def difference(one: Group, other: Group) -> Finding:
+    """The first arm minus the other, for each seed."""
+    seeds = sorted(one.bpb.keys() & other.bpb.keys())
+    planned = {run.seed for run in one.runs} & {run.seed for run in other.runs}
+    regrets = one.regret, other.regret
+    slack, tuned = sum(regret or 0.0 for regret in regrets), None
+    if one.search or other.search:
+        tuned = None not in regrets
+    return find([one.bpb[seed] - other.bpb[seed] for seed in seeds], len(planned), slack, tuned)
 
-    Keys are arms without their size. There is a slope only if the effect is known at every size. Sizes where its
-    interval is more than `WIDE` times that of the best do not count. Slopes are some of so many `tests` that are
-    corrected together.
+
+def pairs_of(baselines: Mapping[Arm, Arm]) -> list[Pair]:
+    """Each arm and its baseline. If several factors vary, also each and the one with the first value of a factor.
+
+    In a ladder, only each arm and its baseline.
     """
-    x = {other.size: math.log2(flops[other]) for _, other in found}
-    trends: dict[Arm, Trend] = {}
-    for plain, pairs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
-        rungs: dict[str, Finding] = dict(pairs)
-        widths = {size: each.estimate.half_width or 0.0 for size, each in rungs.items() if each.estimate}
-        left_out = [size for size, width in widths.items() if width > WIDE * min(widths.values())]
-        kept = {size: each for size, each in rungs.items() if size not in left_out}
-        middle = fmean(x[size] for size in kept)
-        spread = sum((x[size] - middle) ** 2 for size in kept)
-        weights = [(x[size] - middle) / spread for size in kept] if spread else []
-        slopes: list[float] = []
-        if weights and len(rungs) == len(x) and all(each.complete for each in rungs.values()):
-            by_seed = zip(*(each.values for each in kept.values()), strict=True)
-            slopes = [sum(map(mul, weights, values)) for values in by_seed]
-        slack = sum(abs(weight) * each.slack for weight, each in zip(weights, kept.values(), strict=False))
-        planned, tuned = min(each.planned for each in kept.values()), all(each.tuned for each in kept.values())
-        slope = find(slopes, planned, slack, tests, tuned)
-        ends = [x[size] for size in (min(kept, key=x.__getitem__), max(kept, key=x.__getitem__))]
-        trends[plain] = trend = Trend(**vars(slope), rungs=rungs, left_out=left_out, doublings=ends[1] - ends[0])
-        if slope.estimate:
-            mean = fmean(value for each in kept.values() for value in each.values)
-            first, last = (mean + slope.estimate.mean * (end - middle) for end in ends)
-            trend.ends = first, last
-    return trends
-
-
-def pairs_of(arms: Sequence[Arm], texts: Mapping[Arm, Any] = {}) -> list[Pair]:
-    """Each arm and its baseline, the first one with its size and text.
-
-    If several factors vary, also each arm and the one with the first value of a factor, except in a ladder.
-    """
-    baselines = baselines_of(arms, texts)
-    pairs = [(arm, baselines[arm]) for arm in arms]
-    if not arms[0].size:
-        for arm, (index, first) in product(arms, enumerate(arms[0].factors)):
-            other = Arm((*arm.factors[:index], first, *arm.factors[index + 1 :]))
-            if other in arms and baselines[other] == baselines[arm]:
-                pairs.append((arm, other))
+    pairs = [*baselines.items()]
+    first = next(iter(baselines), Arm())
+    for arm, (index, level) in product(baselines, enumerate(first.factors if not first.size else ())):
+        other = Arm((*arm.factors[:index], level, *arm.factors[index + 1 :]))
+        if baselines.get(other) == baselines[arm]:
+            pairs.append((arm, other))
     return [(arm, other) for arm, other in dict.fromkeys(pairs) if arm != other]
 
 
-def baselines_of(arms: Sequence[Arm], texts: Mapping[Arm, Any] = {}) -> dict[Arm, Arm]:
-    """The first arm with the size and the text of each."""
-    first: dict[Any, Arm] = {}
-    return {arm: first.setdefault((arm.size, texts.get(arm)), arm) for arm in arms}
+def trends_of(found: Mapping[Pair, Finding], flops: Mapping[str, float]) -> dict[Arm, Trend]:
+    """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
+
+    Keys are arms without their size. `flops` are those of each size. There is a slope only if the effect is known at
+    every size. Those where it is `imprecise` do not count.
+    """
+    trends: dict[Arm, Trend] = {}
+    for plain, pairs in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
+        rungs: dict[str, Finding] = dict(sorted(pairs, key=lambda pair: flops[pair[0]]))
+        left_out = imprecise(rungs)
+        kept = {size: each for size, each in rungs.items() if size not in left_out}
+        x = np.log2([flops[size] for size in kept])
+        line = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives the slope and the middle
+        known = len(kept) > 1 and len(rungs) == len(flops) and all(each.complete for each in rungs.values())
+        slopes, middles = line @ [each.values for each in kept.values()] if known else np.empty((2, 0))
+        slack, tuned = abs(line[0]) @ [each.slack for each in kept.values()], {each.tuned for each in kept.values()}
+        planned = min(each.planned for each in kept.values())
+        slope = find(slopes.tolist(), planned, float(slack), False if False in tuned else all(tuned) or None)
+        ends = np.array([x.min(), x.max()]) - x.mean()
+        effects = (middles.mean() + slopes.mean() * ends).tolist() if known else []
+        trends[plain] = Trend(**vars(slope), ends=effects, rungs=rungs, left_out=left_out, doublings=float(np.ptp(x)))
+    return trends
+
+
+def imprecise(rungs: Mapping[str, Finding]) -> list[str]:
+    """The sizes whose interval is more than `WIDE` times that of the best, and not by chance."""
+    widths = {size: each.estimate.half_width or 0.0 for size, each in rungs.items() if each.estimate}
+    best = min(widths.values(), default=0.0)
+    wide = [size for size, width in widths.items() if width > WIDE * best]
+    return [size for size in wide if differ(widths[size], best, rungs[size].planned)]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -23,7 +23,7 @@ from config import Asked, ModelConfig, TrainConfig, combine, flag_name
 from data.prepare import Prepared
 from experiments.arms import asked_of
 from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
-from experiments.records import RESUMED_WITH, SEARCH, Arm, Record, outcome, settings_of
+from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, outcome, settings_of
 from files import InUse, require, warn
 from machine.device import pick_device
 from machine.process import CellFailed, NotFinite, Stopped, bad_input, stop_requests
@@ -85,9 +85,10 @@ class Grid:
         return self.folder / "cells" / f"{cell.name}.log"
 
     def record(self, cell: Cell) -> Record:
-        """What has come of a cell. Raises BadInput if its run has other settings, or is damaged."""
+        """What has come of a cell. Raises ValueError if it cannot be trained, is damaged, or has other settings."""
         folder, (model, config) = self.cell_folder(cell), self.configs[cell.arm]
-        planned = {
+        config = replace(config, lr=cell.lr, seed=cell.seed)
+        planned: dict[str, Any] = {
             "resolved": fields_of(model, config),
             "asked": combine(self.shared, asked_of(cell.arm)),
             "imports": import_records(),
@@ -100,10 +101,10 @@ class Grid:
             if (folder / "run.json").exists():
                 run = read_run_file(folder / "run.json")
                 values |= {"machine": machine_of(run), "commit": str(run["commit"])}
-                here = settings | {"lr": str(cell.lr), "seed": str(cell.seed)}
-                there = settings_of(run) | {name: str(run["resolved"][name]) for name in ("lr", "seed")}
-                changed = [name for name in here | there if here.get(name) != there.get(name) and name != "imports"]
-                problems = [f"has {flag_name(name)} {there.get(name)}, not {here.get(name)}" for name in changed]
+                here = UNNAMED | settings | {"lr": str(cell.lr), "seed": str(cell.seed)}
+                there = UNNAMED | settings_of(run) | {name: str(run["resolved"][name]) for name in ("lr", "seed")}
+                changed = [name for name in here if here[name] != there[name] and name != "imports"]
+                problems = [f"has {flag_name(name)} {there[name]}, not {here[name]}" for name in changed]
                 problems += check_imports(run["imports"])
                 require(not problems, f"the run in {folder} {'; '.join(problems)}; choose another --out")
         values |= {"search": cell.seed not in self.seeds, "run": cell.name, "folder": str(self.folder)}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MARKERS = "os^DvP<p>hd"  # filled; hollow for the arms that take a marker or a line style a second time
 LINES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 4))]
 SIDES = "← better                    worse →"
+FILLED = "filled: a difference is shown"
 METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validation bits per byte"}
 
 
@@ -43,11 +44,12 @@ def arm_styles(arms: Collection[Arm]) -> dict[str, Style]:
     return styles
 
 
-COLORS = [f"C{number}" for number in range(8)] + ["#8c8c00", "C9"]  # Matplotlib's, with a ninth that dark mode shows
+# Those of Matplotlib, darker where a color has no contrast of 3 : 1 on white or, inverted, in dark mode.
+COLORS = ["C0", "#d86600", "C2", "C3", "C4", "C5", "#c0509a", "C7", "#808000", "#008ca0"]
 
 
-def plot_differences(found: Mapping[str, Finding], title: str = "", styles: Mapping[str, Style] = {}) -> "Figure":
-    """A row for each finding, by its name: a small dot per seed, and the mean with its 95% interval.
+def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[str, Style]) -> "Figure":
+    """A row for each arm: a small dot per seed, and the mean difference with its 95% interval.
 
     The mean is filled where the corrected test shows a difference, else hollow. An arm has none if one of its runs, or
     of the baseline's, diverged or has not ended: that of the remaining seeds could be too good. Intervals of two seeds
@@ -55,13 +57,13 @@ def plot_differences(found: Mapping[str, Finding], title: str = "", styles: Mapp
     """
     from matplotlib.figure import Figure  # here and below because it takes half a second
 
-    names = [fill(name, LONG // 2) for name in found]
+    names = [fill(arm.name, LONG // 2) for arm in found]
     lines = max((name.count("\n") + 1 for name in names), default=1)
-    figure = Figure(figsize=(WIDTH, 1.4 + max(0.4, 0.2 * lines) * len(found)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.6 + max(0.4, 0.2 * lines) * len(found)), layout="constrained")
     axes = figure.subplots()
     dots = [0.0]
-    for height, (name, finding) in enumerate(found.items()):
-        style = styles.get(name, {"color": f"C{height + 1}", "marker": "o"}) | {"linestyle": "", "fillstyle": "full"}
+    for height, (arm, finding) in enumerate(found.items()):
+        style = styles[arm.name] | {"linestyle": "", "fillstyle": "full"}
         dots += finding.values
         axes.plot(finding.values, [height] * len(finding.values), alpha=0.5, markersize=4, **style)
         note = f" n = {len(finding.values)}" + ("" if finding.complete else f" of {finding.planned}")
@@ -77,24 +79,25 @@ def plot_differences(found: Mapping[str, Finding], title: str = "", styles: Mapp
         axes.set_xlim(*np.clip(frame, min(dots) - room, max(dots) + room))
     axes.locator_params("x", nbins=5)
     cut = "\nintervals are cut at the frame" if axes.get_xlim() != frame else ""
-    axes.set_xlabel(f"val_bpb, paired by seed; filled: a difference is shown\n{SIDES}{cut}")
+    axes.set_xlabel(f"val_bpb, paired by seed\n{SIDES}\n{FILLED}{cut}")
     axes.grid(alpha=0.3)
     figure.suptitle(fill(title, LONG), fontsize="medium")
     return figure
 
 
-def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[str, float | None], title: str) -> "Figure":
+def plot_ladder(
+    found: Mapping[Arm, Finding], flops: Mapping[str, float], title: str, styles: Mapping[str, Style]
+) -> "Figure":
     """The effect of each arm over the FLOPs of each size, with its 95% interval. It is filled where it is shown.
 
     Below zero an arm is better than the first one. Each is a little further to the right, so that no interval hides
-    another.
+    another. `styles` are those of arms without their size.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
-    groups = grouped((arm.without_size, (flops[arm.size] or 1.0, each)) for arm, each in found.items() if each.complete)
-    styles = arm_styles(list(dict.fromkeys(arm.without_size for arm in found)))
+    groups = grouped((arm.without_size, (flops[arm.size], each)) for arm, each in found.items() if each.complete)
     for number, (arm, rungs) in enumerate(groups.items()):
         style = styles[arm.name] | {"fillstyle": "full"}
         x = [compute * 1.2 ** (number / len(groups)) for compute, _ in rungs]
@@ -105,7 +108,10 @@ def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[str, float | None],
         axes.plot(*np.reshape(shown, (-1, 2)).T, **(style | {"linestyle": ""}))
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xscale("log")
-    axes.set_xlabel("FLOPs of a run; arms of a size are side by side; filled: a difference is shown")
+    sizes = {arm.width: flops[arm.size] for arm in found}
+    axes.set_xticks([*sizes.values()], [f"{width}\n{compute:.2g}" for width, compute in sizes.items()])
+    axes.minorticks_off()
+    axes.set_xlabel(f"FLOPs of a run; arms of a size are side by side\n{FILLED}")
     axes.set_ylabel(f"difference in val_bpb\n{SIDES}")
     axes.grid(alpha=0.3)
     left_out = dict.fromkeys(arm.without_size.name for arm, each in found.items() if not each.complete)
@@ -115,11 +121,11 @@ def plot_ladder(found: Mapping[Arm, Finding], flops: Mapping[str, float | None],
     return figure
 
 
-def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> "Figure":
+def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> "Figure | None":
     """Each arm's mean training loss and val_bpb over the steps that all its runs logged, or over tokens.
 
-    Tokens are the unit if arms differ in those of a step. A metric that no arm has at two steps is left out. About ten
-    points of a line have markers. The line of an arm with a diverged run ends with a cross.
+    Tokens are the unit if arms differ in those of a step. A metric that no arm has at two steps is left out; there may
+    be none. About ten points of a line have markers. The line of an arm with a diverged run ends with a cross.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -128,7 +134,8 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
     batches = {row["tokens"] / row["step"] for run in runs for row in run.log if "tokens" in row}
     unit = "step" if len(batches) <= 1 else "tokens"
     metrics = [metric for metric in METRICS if any(len(curve(group, metric, unit)) > 1 for group in arms.values())]
-    metrics = metrics or [*METRICS]
+    if not metrics:
+        return None
     figure = Figure(figsize=(WIDTH, 0.4 + 2.5 * len(metrics)), layout="constrained")
     column = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for axes, metric in zip(column, metrics, strict=True):
@@ -140,7 +147,7 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
             if len(points) and diverged:
                 axes.plot(*points[-1], "X", color=style["color"], markeredgecolor="black", markersize=8)
         axes.set(ylabel=METRICS[metric])
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     column[-1].set_xlabel(unit)
     figure.suptitle(fill(title, LONG), fontsize="medium")

@@ -34,10 +34,14 @@ class Optimum:
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
     unsure: Sequence[float] = ()  # rates where the minimum seems to be, if two parabolas disagree
 
-    def holds(self, losses: Iterable[float]) -> bool:
-        """Whether the reported seeds end, on average, near the parabola. If not, training is a matter of luck."""
+    def regret_at(self, lr: float, losses: Iterable[float]) -> float | None:
+        """The regret of runs at `lr`. None if it is another rate, or if their losses are far from the parabola.
+
+        Then training is a matter of luck.
+        """
         values = list(losses)
-        return self.regret is not None and not (values and abs(fmean(values) - self.loss) > WINDOW)
+        far = bool(values) and abs(fmean(values) - self.loss) > WINDOW
+        return self.regret if lr == self.lr and not far else None
 
 
 def find_optimum(losses: Losses) -> Optimum:
@@ -98,7 +102,7 @@ def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
         return (close, seeds + 1) if found.regret > half_width / 4 else None
     if found.unsure:
         low, high = max(pairwise(found.unsure), key=lambda pair: pair[1] / pair[0])
-        between = [float(f"{math.sqrt(low * high):.3g}")] if high > SPACING * low else []
+        between = [float(f"{math.sqrt(low * high):.3g}")] if high > 1.1 * SPACING * low else []
         return sorted([*found.unsure, *between]), seeds + (not between)
     few, at = len(close) < POINTS, rates.index(found.lr)
     if at == 0 or (few and close[0] == rates[0]):

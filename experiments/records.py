@@ -2,9 +2,9 @@
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, combinations
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -20,7 +20,7 @@ SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are 
 # Options that change no result. A run that is continued gets those of the command that continues it.
 RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
 NOT_COMPARED = {*RESUMED_WITH, "out"}
-NAMED = 3  # options in the name of an arm; if so many do not tell arms apart, all that differ are in it
+COSTS = ("parameters", "tokens", "flops", "step_time")
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The norm, the placement, the recipe, and other factors with their names."""
-        named = ("norm", "placement", "recipe", "run", SIZE)
-        return " ".join(value if name in named else f"{name}={value}" for name, value in self.factors) or "model"
+        """The width, the norm, the placement, the recipe, and other factors with their names."""
+        named = ("norm", "placement", "recipe", "run", "folder")
+        values = [value if name in named else f"{name}={value}" for name, value in self.without_size.factors]
+        return " ".join(filter(None, [self.width, *values])) or "model"
 
     @property
     def size(self) -> str:
@@ -102,14 +103,12 @@ class Record:
 
     @property
     def options(self) -> dict[str, str]:
-        """All that is known of what it was asked."""
-        return {**dict(self.arm.factors), **self.settings}
+        """All that is known of what it was asked. A factor is spelled as the user did."""
+        return {**self.settings, **dict(self.arm.factors)}
 
     @property
-    def row(self) -> Row:
-        """Its row in `runs.csv`."""
-        own = {name: getattr(self, name) for name in COLUMNS}
-        return {"arm": self.arm.name, **dict(self.arm.factors)} | own | dict(self.settings)
+    def steps(self) -> int:
+        return int(self.options.get("steps", UNNAMED["steps"]))
 
     def __str__(self) -> str:
         result = f"diverged at step {self.step}" if self.diverged else f"val_bpb {self.val_bpb:.4f}"
@@ -151,19 +150,28 @@ def settings_of(run: RunFile) -> dict[str, str]:
     options = compared(run["resolved"])
     if TRAITS.get(options["norm"], Traits()).per_token:
         options["micro_batch_size"] = options["batch_size"]  # micro-batches change rounding only
-    settings = {name: as_text(value) for name, value in options.items() if value != DEFAULTS[name]}
+    settings = {name: spelled(value) for name, value in options.items()}
     for kind in ("norm", "placement"):
-        if arguments := settings.pop(f"{kind}_args", "").replace(" ", ","):
-            settings[kind] = f"{options[kind]}:{arguments}"
-    if run["imports"]:  # their files may have changed what is computed
-        settings["imports"] = " ".join(sorted({f"{each['file']}@{each['sha256'][:6]}" for each in run["imports"]}))
-    if "weights_from" in run:
-        settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
-    settings = {name: text for name, text in settings.items() if name not in ("val_data", "text_column", "seed", "lr")}
+        if arguments := settings.pop(f"{kind}_args").replace(" ", ","):
+            settings[kind] += f":{arguments}"
     if "recipe" in run["asked"]:
         settings["recipe"] = run["asked"]["recipe"]
+    if "weights_from" in run:
+        settings["init_from"] += f"@{digest(run['weights_from']['sha256'])[:6]}"
+    # Their files may have changed what is computed.
+    settings["imports"] = " ".join(sorted({f"{each['file']}@{each['sha256'][:6]}" for each in run["imports"]}))
     settings["data"] = f"{run['corpus']['name']}@{run['corpus']['hash'][:12]}"
-    return settings | {"tokenizer": f"{run['tokenizer']['kind']}@{run['tokenizer']['hash'][:12]}"}
+    settings["tokenizer"] = f"{run['tokenizer']['kind']}@{run['tokenizer']['hash'][:12]}"
+    others = ("val_data", "text_column", "seed", "lr")
+    return {name: text for name, text in settings.items() if text != UNNAMED[name] and name not in others}
+
+
+def spelled(value: Any) -> str:
+    """An option's value as a user writes it: "1" for 1.0."""
+    return as_text(value).removesuffix(".0") if isinstance(value, float) else as_text(value)
+
+
+UNNAMED = {name: spelled(value) for name, value in DEFAULTS.items()} | {"recipe": "llama", "imports": ""}
 
 
 def final_bpb(records: Iterable[Record]) -> dict[int, float]:
@@ -182,39 +190,52 @@ def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
+def rows_of(records: Iterable[Record]) -> list[Row]:
+    """What `runs.csv` has of the records. An option is in all rows if one of them does not have its default."""
+    names = dict.fromkeys(name for record in records for name in record.settings)
+    rows = []
+    for record in records:
+        own = {"arm": record.arm.name, **dict(record.arm.factors)}
+        own |= {name: getattr(record, name) for name in COLUMNS}
+        rows.append(own | {name: record.settings.get(name, UNNAMED[name]) for name in names if name not in own})
+    return rows
+
+
 def read_csv(file: Path) -> list[Record]:
-    """The records in a `runs.csv`. Columns before the learning rate are factors.
+    """The records in a `runs.csv`. Columns before the learning rate are factors, and those that are not ours options.
 
     Earlier files lack the costs, which arms.csv has, the options, and which runs are the search. Raises ValueError,
     naming the file, for a column that is missing and a value of the wrong type.
     """
-    with file.open(newline="", encoding="utf-8", errors="replace") as opened:
-        reader = csv.DictReader(opened)
-        columns, rows = list(reader.fieldnames or ()), list(reader)
+    columns, rows = _read_table(file)
     for name in ("lr", "seed", "diverged", "step", "val_loss", "val_bpb"):
         require(name in columns, f"{file} lacks the column {name!r}; it is not a runs.csv of this project")
     require(rows, f"{file} has no runs")
     factors = [name for name in columns[: columns.index("lr")] if name not in ("arm", "run")]
-    options = [name for name in columns if name in FIELDS and name not in (*factors, *COLUMNS)]
-    costs = {}
-    if "flops" not in columns and (arms := file.with_name("arms.csv")).exists():
-        with arms.open(newline="", encoding="utf-8", errors="replace") as opened:
-            costs = {row["arm"]: {name: row[name] for name in COSTS if row.get(name)} for row in csv.DictReader(opened)}
+    options = [name for name in columns if name in UNNAMED and name not in (*factors, *COLUMNS)]
+    arms = file.with_name("arms.csv")
+    costs = {row["arm"]: row for row in _read_table(arms)[1]} if "flops" not in columns and arms.exists() else {}
     records = []
     for number, row in enumerate(rows, 2):
-        arm = Arm(tuple((name, row[name]) for name in factors) or (("run", row.get("arm") or ""),))
-        row = row | costs.get(arm.name, {})
+        arm = Arm(tuple((name, row[name]) for name in factors) or (("run", row["arm"]),))
+        row |= {name: costs[key].get(name, "") for name in COSTS if (key := row.get("arm") or arm.name) in costs}
         where = f"{file}, line {number}"
         values = {name: _read(row[name], kind, f"{where}: {name}") for name, kind in COLUMNS.items() if row.get(name)}
         require(values.keys() >= {"lr", "seed"}, f"{where} has no learning rate or no seed")
-        if "search" not in columns:
-            values["search"] = values["seed"] >= SEARCH
-        settings = {name: row[name] for name in options if row[name] not in ("", as_text(DEFAULTS[name]))}
+        values = {"search": values["seed"] >= SEARCH} | values
+        settings = {name: row[name] for name in options if row[name] not in ("", UNNAMED[name])}
         records.append(Record(arm, **values, settings=settings, folder=str(file.parent)))
     return records
 
 
-COSTS = ("parameters", "tokens", "flops", "step_time")
+def _read_table(file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the rows of a .csv. Raises ValueError, naming the line, if a row has more or fewer values."""
+    with file.open(newline="", encoding="utf-8", errors="replace") as opened:
+        reader = csv.DictReader(opened)
+        columns, rows = list(reader.fieldnames or ()), list(reader)
+    for number, row in enumerate(rows, 2):
+        require(None not in (*row, *row.values()), f"{file}, line {number} does not have {len(columns)} values")
+    return columns, rows
 
 
 def _read(text: str, kind: Any, what: str) -> Any:
@@ -228,52 +249,44 @@ def _read(text: str, kind: Any, what: str) -> Any:
     return value
 
 
-def rows_of(records: Iterable[Record]) -> list[Row]:
-    """What `runs.csv` has of the records. An option is in all rows if one of them does not have its default."""
-    rows = [record.row for record in records]
-    names = dict.fromkeys(name for record in records for name in record.settings)
-    return [row | {name: UNNAMED.get(name, "") for name in names if name not in row} for row in rows]
-
-
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
 def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
-    """The records with arms named by the fewest options that tell them apart, and which other options differ.
+    """The records with arms named by few options that tell them apart, and which other options differ.
 
-    The records of one ablation have its factors. Otherwise runs that differ in nothing but their seed are an arm. A
-    learning rate counts, unless it was searched for, and so does a folder, if runs of two have the same options and
-    seed, or if the options of one are not known. Options that follow from a recipe or a size are not returned.
+    Factors of an ablation that do are kept. Otherwise runs that differ in nothing but their seed are an arm. A learning
+    rate counts, unless it was searched for, and so does a folder, if runs of two have the same options and seed, or if
+    the options of one are not known. Options that follow from a recipe or a size are not returned.
     """
     searched = {record.folder for record in records if record.search}
-    given = [record.options | {"lr": "best" if record.folder in searched else f"{record.lr:g}"} for record in records]
+    given = [record.options | {"lr": "best" if record.folder in searched else spelled(record.lr)} for record in records]
     folders = {record.folder for record in records}
     unknown = len(folders) > 1 and not all(record.known for record in records)
-    if unknown or len({(*sorted(each.items()), run.seed) for each, run in zip(given, records, strict=True)}) < len(
-        given
-    ):
-        unique = len({Path(folder).name for folder in folders}) == len(folders)
+    distinct = {(*sorted(each.items()), run.seed) for each, run in zip(given, records, strict=True)}
+    if unknown or len(distinct) < len(records):
+        short = len({Path(folder).name for folder in folders}) == len(folders)
         for each, record in zip(given, records, strict=True):
-            each["folder"] = Path(record.folder).name if unique else record.folder
+            each["folder"] = Path(record.folder).name if short else record.folder
 
-    def values(names: Iterable[str]) -> list[tuple[str, ...]]:
+    def values(*names: str) -> list[tuple[str, ...]]:
         return [tuple(each.get(name, UNNAMED.get(name, "")) for name in names) for each in given]
+
+    def count(*names: str) -> int:
+        return len(set(values(*names)))
 
     factors = dict.fromkeys(name for record in records for name, _ in record.arm.factors)
     order = dict.fromkeys(["recipe", "norm", "placement", *FIELDS, *chain.from_iterable(given)])
-    differing = [name for name in order if len(set(values([name]))) > 1]
-    names: Sequence[str] = [name for name in (*factors, "folder") if name in differing]
-    if not unknown and (len(folders) > 1 or not factors):
-        count = len(set(values(differing)))
-        choices = chain.from_iterable(combinations(differing, size) for size in range(1, NAMED + 1))
-        names = next((choice for choice in choices if len(set(values(choice))) == count), differing)
+    differing = [name for name in order if count(name) > 1]
+    names = [name for name in (*factors, "folder") if name in differing]
+    if count(*names) < count(*differing):
+        names = names if unknown else []
+        while count(*names) < count(*differing):
+            names.append(max(differing, key=lambda name: count(*names, name)))
+        names.sort(key=[*order].index)
     names = names or [*factors] or ["norm", "placement"]
-    arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(names)]
-    others = [] if unknown else [name for name in differing if name not in (*names, "lr", "folder")]
-    for leader in {"recipe", SIZE}.intersection(names):
-        count = len(set(values([leader])))
-        others = [name for name in others if len(set(values([leader, name]))) > count]
+    leading = [name for name in ("recipe", SIZE) if name in names]
+    others = [name for name in differing if name not in (*names, "lr", "folder")]
+    others = [name for name in others if not unknown and count(*leading, name) > count(*leading)]
+    arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others
-
-
-UNNAMED = {name: as_text(value) for name, value in DEFAULTS.items()} | {"recipe": "llama"}  # of what has its default

@@ -4,30 +4,30 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from experiments.costs import PRECISE
 from experiments.findings import (
+    AS_GOOD,
+    AT_A_RATE,
     MARGIN,
     NO_VERDICT,
     SEEDS,
     UNDECIDED,
     VERDICTS,
     WIDE,
+    Comparison,
     Finding,
-    Pair,
-    Trend,
-    baselines_of,
     compare,
     find,
 )
 from experiments.plots import arm_styles, plot_curves, plot_differences, plot_ladder
-from experiments.rates import POINTS, WINDOW, Optimum, find_optimum, losses_of
-from experiments.records import SIZE, UNNAMED, Arm, Record, final_bpb, grouped, name_arms, rows_of
+from experiments.rates import POINTS, WINDOW
+from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of
 from experiments.statistics import ALPHA
 from files import write_atomically
 from pages.html import figure, folded, markdown, page, save_plot, settings_list
@@ -40,130 +40,61 @@ if TYPE_CHECKING:
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 FEW = 3  # compared arms; the conclusion has no numbers of more
+TITLE = 12  # arms
 MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
-PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
-SAME = 0.01  # costs that differ by less are the same
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: as "
     "far as their shapes allow, each seed gives both arms the same initial weights and batches. Below zero is better. "
-    "p tests for no difference (paired t test). All p-values of this report are corrected together (Holm); each "
-    "interval is for one comparison. `detectable` is about the smallest true difference that so many seeds show in "
-    "four of five experiments, with the strictest correction; for two or three seeds it is too small, by up to a "
-    "quarter. These statistics are about chance in seeds, not about other texts.",
-    f"An arm is {VERDICTS[2]} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or "
-    f"worse if p is below {ALPHA} with at least {SEEDS} seeds: two show a true difference so seldom that most of what "
-    "they seem to show is chance. Else it is undecided, which does not mean equal. At a learning rate that was not "
-    "searched for, an arm is only better at this rate: arms that are equal at their best rates often differ at one.",
+    "p tests for no difference (paired t test), corrected for all tests of this report (Holm); an interval is for one. "
+    "`detectable` is about the smallest true difference that so many seeds show in four of five experiments, with the "
+    "strictest correction; for three seeds it is too small, by up to a quarter. All this is about chance in "
+    "seeds, not about other texts.",
+    f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or worse "
+    f"if p is below {ALPHA} with at least {SEEDS} seeds: what two seem to show is mostly chance. Else it is undecided, "
+    "which does not mean equal. At a learning rate that was not searched for, an arm is only better at this rate: arms "
+    "that are equal at their best rates often differ at one.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged (its loss was not finite, or ended above that of a "
     "uniform prediction) or has not ended. The others may be the easy ones, so their mean has no p.",
 )
 SEARCH = (
-    f"val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses within "
+    "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses within "
     f"{WINDOW:.3f} bits per byte (0.1 nats) of the lowest, of at least {POINTS} rates. The regret is what an error of "
-    "the vertex is expected to cost: intervals are wider by it, and p-values count only what is beyond. No optimum is "
-    f"found if fewer than {POINTS} rates are that close, if the vertex is not among them, or if the {POINTS} rates "
-    "nearest to it have another. The arm is then reported at its best rate and has no p-value. The same holds if its "
-    "reported seeds end, on average, further than that from the parabola."
+    "the vertex may cost: intervals are wider by it, and p-values count only what is beyond. The optimum is not found "
+    f"if fewer than {POINTS} rates are that close, if the vertex is not among them, if the {POINTS} rates nearest to "
+    "it have another, or if the reported seeds end further than that from the parabola. Then there is no p-value."
 )
 LADDER = (
-    "The slope is that of a line through an arm's differences, for each doubling of the first arm's FLOPs. Each seed "
-    f"has its own line. A trend is shown if p is below {ALPHA} with at least {SEEDS} seeds. A size whose interval is "
-    f"more than {WIDE} times as wide as the best (*) does not count."
+    "The slope is that of a line through an arm's differences, for each doubling of the first arm's FLOPs, a line for "
+    f"each seed. A trend is shown if p is below {ALPHA} with at least {SEEDS} seeds. A size does not count (*) if its "
+    f"interval is more than {WIDE} times as wide as the best, and by more than chance."
 )
-
-
-# --- what is found ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Comparison:
-    """What is found of all arms."""
-
-    arms: dict[Arm, list[Record]]  # their reported runs
-    search: dict[Arm, list[Record]]  # the runs that looked for learning rates
-    optima: dict[Arm, Optimum]  # empty while the search goes on
-    baselines: dict[Arm, Arm]  # what each arm is compared with: the first one with its size and text
-    pairs: dict[Pair, Finding]
-    trends: dict[Arm, Trend]  # in a ladder
-    tests: int  # that are corrected together
-    others: list[str]  # options in which arms differ, besides those in their names
-
-    @property
-    def found(self) -> dict[Arm, Finding]:
-        """The difference of each arm from its baseline."""
-        return {arm: each for (arm, other), each in self.pairs.items() if other == self.baselines[arm]}
-
-    @property
-    def against(self) -> str:
-        """What arms are compared with."""
-        first = next(iter(self.arms))
-        if len(set(self.baselines.values())) == 1:
-            return first.name
-        sizes = {arm.size for arm in self.arms}
-        return f"{first.without_size.name} of the same size" if len(sizes) > 1 else "the first arm with the same text"
-
-    @property
-    def ordered(self) -> list[Arm]:
-        """Each baseline, and the arms that are compared with it, by their difference. A ladder stays as it is."""
-        if next(iter(self.arms)).size:
-            return [*self.arms]
-        means = {arm: each.estimate.mean for arm, each in self.found.items() if each.estimate}
-        first = [*dict.fromkeys(self.baselines.values())]
-
-        def position(arm: Arm) -> tuple[int, bool, float]:
-            return first.index(self.baselines[arm]), arm not in first, means.get(arm, math.inf)
-
-        return sorted(self.arms, key=position)
-
-
-def compare_records(records: list[Record]) -> Comparison:
-    named, others = name_arms(records)
-    arms = grouped((each.arm, each) for each in named if not each.search)
-    search = grouped((each.arm, each) for each in named if each.search)
-    optima = {arm: find_optimum(losses_of(runs)) for arm, runs in search.items() if arms and losses_of(runs)}
-    bpb = {arm: final_bpb(runs) for arm, runs in arms.items()}
-    regrets = {arm: each.regret if each.holds(bpb.get(arm, {}).values()) else None for arm, each in optima.items()}
-    flops = {arm: runs[0].flops for arm, runs in arms.items() if arm.size and runs[0].flops}
-    planned = {arm: [run.seed for run in runs] for arm, runs in arms.items()}
-    texts = {arm: text_of(runs[0]) for arm, runs in arms.items()}
-    pairs, trends, tests = compare(bpb, planned, regrets, flops, texts) if bpb else ({}, {}, 0)
-    return Comparison(arms, search, optima, baselines_of([*arms], texts), pairs, trends, tests, others)
-
-
-def text_of(record: Record) -> tuple[str, ...]:
-    """What runs must share besides the seed to be paired. Where that is not known, the folder."""
-    return tuple(record.settings.get(name, UNNAMED[name]) for name in PAIRED_BY) if record.known else (record.folder,)
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------
 
 
-def summary_of(found: Comparison) -> list[str]:
-    """What is shown, under which conditions, and at which costs: a line each."""
-    if not found.arms:
-        return [""]
-    return [verdicts(found), conditions(found), resolution(found)]
-
-
 def verdicts(found: Comparison) -> str:
-    lrs = {run.lr for runs in found.arms.values() for run in runs}
-    rates = "each at its own best learning rate"
-    if not found.optima:
+    """What is shown of each arm, and at which learning rates."""
+    lrs = {run.lr for run in found.runs}
+    rates = f"at learning rate {min(lrs):g}, which was not tuned"
+    if len(lrs) > 1:
         rates = "at learning rates that differ and were not tuned"
-        rates = f"at learning rate {lrs.pop():g}, which was not tuned" if len(lrs) == 1 else rates
+    if found.search:
+        rates = "each at its own best learning rate" if found.tuned else "at learning rates that were not all tuned"
     parts = []
     if found.trends:
-        groups = grouped((slope.verdict, arm.name) for arm, slope in found.trends.items())
+        groups = grouped(((slope.words, slope.verdict[1]), arm.name) for arm, slope in found.trends.items())
         said = [f"{trend} for {listed(arms)}" + (f", as {why}" if why else "") for (trend, why), arms in groups.items()]
         parts.append(f"With compute, {'; '.join(said)}.")
     if found.found:
         parts.append(f"Compared with {found.against}, {rates}: {by_verdict(found.found)}.")
     if len(found.arms) == 1:
-        ((arm, runs),) = found.arms.items()
-        parts.append(f"One arm, {arm.name}: val_bpb {mean_of(runs)}.")
-    elif alone := [arm.name for arm, other in found.baselines.items() if [*found.baselines.values()].count(other) == 1]:
+        ((arm, group),) = found.arms.items()
+        parts.append(f"One arm, {arm.name}: val_bpb {mean_of(group.runs)}.")
+    elif alone := [arm.name for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]:
         parts.append(f"Not compared, as no other arm has the same text and batches: {listed(alone)}.")
-    return " ".join(parts)
+    text = " ".join(parts)
+    return text.replace(AT_A_RATE, " at these rates") if len(lrs) > 1 else text
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
@@ -172,10 +103,10 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
     In a ladder: `a (dim=32, dim=64) is better`.
     """
     few, parts = len(found) <= FEW, []
-    groups = grouped(((each.words, each.verdict), arm) for arm, each in found.items())
+    groups = grouped(((each.words, *each.verdict), arm) for arm, each in found.items())
     order = [*VERDICTS, NO_VERDICT]
-    for words, (verdict, reason) in sorted(groups, key=lambda key: order.index(key[1][0])):
-        arms = groups[words, (verdict, reason)]
+    for words, verdict, reason in sorted(groups, key=lambda key: order.index(key[1])):
+        arms = groups[words, verdict, reason]
         names = [f"{arm.name}{numbers(found[arm]) if few else ''}" for arm in arms]
         if arms[0].size and not few:
             at = grouped((arm.without_size.name, arm.width) for arm in arms)
@@ -191,45 +122,55 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
     return "; ".join(parts)
 
 
-def conditions(found: Comparison) -> str:
+def conditions(found: Comparison, others: Sequence[str]) -> str:
     """`n = 3; 0.2M parameters, 0.5M tokens of python, bfloat16; equal tokens.`"""
-    runs = [run for each in found.arms.values() for run in each]
     counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
-    known = all(run.known for run in runs)
-    texts = sorted({run.settings["data"].partition("@")[0] for run in runs}) if known else []
-    dtypes = sorted({run.settings["dtype"] for run in runs}) if known else []
-    if sizes := [run.parameters for run in runs if run.parameters]:
-        tokens = " of ".join([f"{span([run.tokens or 0 for run in runs])} tokens", *filter(None, [listed(texts)])])
+    if sizes := [run.parameters for run in found.runs if run.parameters]:
+        texts, dtypes = (values_of(found, name) for name in ("data", "dtype"))
+        tokens = f"{span([run.tokens or 0 for run in found.runs])} tokens"
+        tokens = " of ".join([tokens, *filter(None, [listed(texts)])])
         parts += [", ".join([f"{span(sizes)} parameters", tokens, *dtypes]), equal_in(found)]
-    if found.others:
-        parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in found.others])}")
+    if others:
+        parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return "; ".join(parts) + "." if parts else ""
 
 
-def span(values: Sequence[float]) -> str:
+def values_of(found: Comparison, name: str) -> list[str]:
+    """The values of an option, without hashes, if those of all runs are known."""
+    values = {run.options.get(name, "").partition("@")[0] for run in found.runs}
+    return [] if "" in values else sorted(values)
+
+
+def millions(value: float) -> str:
+    return f"{value / 1e6:,.1f}M" if value >= 1e5 else f"{value:,}"
+
+
+def span(values: Sequence[float], show: Callable[[float], str] = millions) -> str:
     """`0.2M`, or `0.2M to 0.8M`."""
-    ends = dict.fromkeys(f"{value / 1e6:.2g}M" for value in (min(values), max(values)))
-    return " to ".join(ends)
+    return " to ".join(dict.fromkeys(map(show, (min(values), max(values)))))
 
 
-COSTS: dict[str, Callable[[Record], float]] = {  # of a run
+COSTS_OF_A_RUN: dict[str, Callable[[Record], float]] = {
     "tokens": lambda run: run.tokens or math.nan,
     "FLOPs": lambda run: run.flops or math.nan,
-    "time": lambda run: (run.tokens or math.nan) * (run.step_time or math.nan),
+    "time": lambda run: run.steps * (run.step_time or math.nan),
 }
 
 
-def relative_costs(found: Comparison, cost: Callable[[Record], float]) -> dict[Arm, float]:
-    """The cost of a run of each arm over that of what it is compared with. NaN if it is not known."""
-    return {arm: cost(runs[0]) / cost(found.arms[found.baselines[arm]][0]) for arm, runs in found.arms.items()}
+def relative_costs(found: Comparison, name: str, of_a_step: bool = False) -> dict[Arm, float]:
+    """A cost of each arm, of a run or of a step, over that of what it is compared with. NaN if it is not known."""
+    cost, runs = COSTS_OF_A_RUN[name], {arm: group.runs[0] for arm, group in found.arms.items()}
+    costs = {arm: cost(run) / (run.steps if of_a_step else 1) for arm, run in runs.items()}
+    return {arm: each / costs[found.baselines[arm]] for arm, each in costs.items()}
 
 
 def equal_in(found: Comparison) -> str:
     """The cost that is the same for all arms of a size."""
-    relative = {name: relative_costs(found, cost).values() for name, cost in COSTS.items()}
-    equal = (name for name, values in relative.items() if all(abs(each - 1) <= SAME for each in values))
-    return f"equal {name}" if (name := next(equal, "")) else "at different costs"
+    for name in COSTS_OF_A_RUN:
+        if all(abs(each - 1) <= PRECISE for each in relative_costs(found, name).values()):
+            return f"equal {name}"
+    return "at different costs"
 
 
 def resolution(found: Comparison) -> str:
@@ -240,16 +181,14 @@ def resolution(found: Comparison) -> str:
         parts.append(f"Four of five repetitions would show a true difference of {median(detectable):.3f}{several}")
     if changes := [each.detectable * each.doublings for each in found.trends.values() if each.detectable]:
         parts.append(f"the whole ladder would show a change of {median(changes):.3f}")
-    of_a_step: dict[str, Callable[[Record], float]] = {
-        "as long": lambda run: run.step_time or math.nan,
-        "the FLOPs": lambda run: (run.flops or math.nan) / (run.tokens or math.nan),
-    }
-    for what, cost in of_a_step.items():
-        other = {arm.name: ratio for arm, ratio in relative_costs(found, cost).items() if abs(ratio - 1) > SAME}
+    for name, what in (("time", "as long"), ("FLOPs", "the FLOPs")):
+        relative = relative_costs(found, name, of_a_step=True).items()
+        other = grouped((arm.without_size.name, ratio) for arm, ratio in relative if abs(ratio - 1) > PRECISE)
         if len(other) > FEW:
-            parts.append(f"steps take {min(other.values()):.2f} to {max(other.values()):.2f} times {what}")
-        else:
-            parts += [f"a step of {name} takes {ratio:.2f} times {what}" for name, ratio in other.items()]
+            other = {"": [*chain.from_iterable(other.values())]}
+        for arm, ratios in other.items():
+            of = f" of {arm}" if arm else ""
+            parts.append(f"a step{of} takes {span(ratios, '{:.2f}'.format)} times {what}")
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
@@ -299,26 +238,27 @@ def columns_of(finding: Finding) -> list[str]:
 
 def comparison_table(found: Comparison) -> str:
     """A row for each arm: the difference and the verdict first, then what they rest on."""
-    names = [name.replace("_", " ") for name, _ in next(iter(found.arms)).factors]
-    titles = [*names, f"difference from {found.against} (n)", "verdict", "p", "detectable"]
-    titles += ["val_bpb (n)", "lr", "diverged"]
+    titles = ["arm", f"difference from {found.against} (n)", "verdict", "p", "detectable"]
+    titles += ["val_bpb (n)", "lr", "diverged", "relative FLOPs", "relative time"]
+    flops, seconds = (relative_costs(found, name) for name in ("FLOPs", "time"))
     rows = []
     for arm in found.ordered:
-        runs = found.arms[arm]
+        runs = found.arms[arm].runs
         columns = columns_of(found.found[arm]) if arm in found.found else [NONE] * 4
         diverged = f"{sum(run.diverged for run in runs)} of {sum(run.ended for run in runs)}"
-        rows.append([*dict(arm.factors).values(), *columns, mean_of(runs), f"{runs[0].lr:g}", diverged])
+        costs = [NONE if math.isnan(each) else f"{each:.2f}" for each in (flops[arm], seconds[arm])]
+        rows.append([arm.name, *columns, mean_of(runs), f"{runs[0].lr:g}", diverged, *costs])
     return table(titles, rows)
 
 
 def ladder_table(found: Comparison) -> str:
-    sizes = {arm.size: f"{runs[0].flops:.2g} FLOPs" for arm, runs in reversed(found.arms.items())}
-    rows = []
+    """A row for each arm: its slope, and its difference at each size."""
+    sizes, rows = found.flops, []
     for arm, slope in found.trends.items():
-        known = [f"{statistic(slope.rungs[size])}{'*' * (size in slope.left_out)}" for size in slope.rungs]
-        rows.append([arm.name, *known, *columns_of(slope)])
-    titles = [sizes[size] for size in next(iter(found.trends.values())).rungs]
-    return table(["arm", *titles, "slope for each doubling (n)", "trend", "p", "detectable"], rows)
+        marked = {size: f"{statistic(each)}{'*' * (size in slope.left_out)}" for size, each in slope.rungs.items()}
+        rows.append([arm.name, *columns_of(slope), *(marked.get(size, NONE) for size in sizes)])
+    titles = [f"{size}: {flops:.2g} FLOPs" for size, flops in sizes.items()]
+    return table(["arm", "slope for each doubling (n)", "trend", "p", "detectable", *titles], rows)
 
 
 def factor_table(found: Comparison) -> str:
@@ -343,9 +283,9 @@ def search_table(found: Comparison) -> str:
             diverged = any(run.diverged for run in tried) and not final_bpb(tried)
             row.append("diverged" if diverged else mean_of(tried))
         best = regret = NONE
-        if arm in found.optima:
-            best = f"{found.optima[arm].lr:g}"
-            regret = "optimum not found" if found.optima[arm].regret is None else f"{found.optima[arm].regret:.4f}"
+        if group := found.arms.get(arm):
+            best = f"{group.runs[0].lr:g}"
+            regret = "optimum not found" if group.regret is None else f"{group.regret:.4f}"
         rows.append([*row, best, regret])
     return table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows)
 
@@ -363,13 +303,13 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
 
     Figures that only an earlier report had are deleted. `notes` are said beside the command.
     """
-    found, records = compare_records(records), name_arms(records)[0]
-    ended = sum(run.ended for run in records)
-    summary = summary_of(found)
-    if not found.arms:
-        summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs have.**"]
-    elif ended < len(records):
-        summary[0] = f"**Partial: {ended} of {len(records)} runs have ended.** {summary[0]}"
+    records, others = name_arms(records)
+    found, ended = compare(records), sum(run.ended for run in records)
+    summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs have.**", "", ""]
+    if found.arms:
+        summary = [verdicts(found), conditions(found, others), resolution(found)]
+        if ended < len(records):
+            summary[0] = f"**Partial: {ended} of {len(records)} runs have ended.** {summary[0]}"
     arms = arm_rows(found)
     for name, rows in (("runs", rows_of(records)), ("arms", arms)):
         file = io.StringIO()
@@ -378,91 +318,83 @@ def write_report(folder: Path, records: list[Record], command: str = "", notes: 
         writer.writerows(rows)
         write_atomically(folder / f"{name}.csv", file.getvalue())
     write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms), indent=2) + "\n")
-    machines = sorted({run.machine for run in records if run.machine})
+    machines = known_values(run.machine for run in records)
     about = [f"`{command}`" if command else "", "; ".join([seeds_of(found), *machines]), *notes, *HOW_TO_READ]
-    sections = []
+    sections, more = [], []
     if found.arms:
         sections += ["## Comparison", comparison_table(found)]
     if found.trends:
         sections += ["## Effect over compute", LADDER, ladder_table(found)]
     if len(found.pairs) > len(found.found):
-        sections += ["## One factor at a time", factor_table(found)]
+        more += ["## One factor at a time", factor_table(found)]
     if found.search:
-        sections += ["## Learning rates", SEARCH, search_table(found)]
-    text = "\n\n".join(filter(None, [*summary, *sections, *about]))
-    write_atomically(folder / "table.md", text + "\n")
-    parts, figures = [markdown("\n\n".join([*summary, *sections]))], figures_of(found)
+        more += ["## Learning rates", SEARCH, search_table(found)]
+    first, middle, last = ("\n\n".join(filter(None, part)) for part in ([*summary, *sections], more, about))
+    write_atomically(folder / "table.md", "\n\n".join(filter(None, (first, middle, last))) + "\n")
+    figures = figures_of(found)
     for name in ("ladder", "differences", "curves", "watch"):
         for kind in ("png", "svg", "pdf"):
             if name in figures:
                 save_plot(figures[name], folder / f"{name}.{kind}")
             else:
                 (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    parts += [figure(plot, alt=f"{name} of the arms") for name, plot in figures.items()]
-    parts += [folded("How to read this", markdown("\n\n".join(filter(None, about))))]
+    parts = [markdown(first), *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items())]
+    parts += [markdown(middle), folded("How to read this", markdown(last))]
     parts += [folded("Settings of the first arm", settings_list(records[0].options))]
     write_atomically(folder / "report.html", page(title_of(found), parts))
-    return summary
+    return [*filter(None, summary)]
 
 
 def arm_rows(found: Comparison) -> list[Row]:
     """The rows of arms.csv."""
     rows = []
-    for arm in found.ordered if found.arms else ():
-        runs = found.arms[arm]
-        mean = find([*final_bpb(runs).values()], len(runs))
-        row = {"arm": arm.name, **dict(arm.factors), "lr": runs[0].lr, "seeds": mean.planned, "n": len(mean.values)}
+    for arm in found.ordered:
+        group, run = found.arms[arm], found.arms[arm].runs[0]
+        mean = find([*group.bpb.values()], len(group.runs))
+        row = {"arm": arm.name, **dict(arm.factors), "lr": run.lr, "seeds": mean.planned, "n": len(mean.values)}
         row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
-        row |= {"diverged": sum(run.diverged for run in runs), "dtype": runs[0].settings.get("dtype")}
-        row |= {name: getattr(runs[0], name) for name in ("parameters", "tokens", "flops", "step_time")}
-        if arm in found.optima:
-            regret = found.optima[arm].regret
-            row |= {"regret": regret, "optimum_found": regret is not None}
+        row |= {"diverged": sum(run.diverged for run in group.runs), "dtype": run.options.get("dtype")}
+        row |= {name: getattr(run, name) for name in COSTS}
+        if group.search:
+            row |= {"regret": group.regret, "optimum_found": group.regret is not None}
         rows.append(row | (found.found[arm].row if arm in found.found else {}))
     return rows
 
 
 def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
     """What report.json contains."""
-    runs = [run for each in found.arms.values() for run in each]
+    runs = found.runs
     pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in found.pairs.items()]
-    sizes = {"flops": flops_of(found)}
+    sizes = {"flops": found.flops}
     slopes = [{"arm": arm.name, **each.row, **sizes, "left_out": each.left_out} for arm, each in found.trends.items()]
     return {
-        "summary": summary[0],
-        "conditions": summary[1] if len(summary) > 1 else "",
-        "resolution": summary[2] if len(summary) > 2 else "",
+        **dict(zip(("summary", "conditions", "resolution"), summary, strict=True)),
         "arms": arms,
         "comparisons": pairs,
         "slopes": slopes,
-        "tests": found.tests,
+        "tests": max((each.tests for each in found.pairs.values()), default=0),
         "correction": "Holm",
         "alpha": ALPHA,
         "margin": MARGIN,
-        "tuned": bool(found.optima),
-        "data": sorted({run.settings.get("data", "") for run in runs}),
-        "tokenizer": sorted({run.settings.get("tokenizer", "") for run in runs}),
-        "dtype": sorted({run.settings.get("dtype", "") for run in runs}),
-        "commits": sorted({run.commit for run in runs}),
-        "machines": sorted({run.machine for run in runs}),
+        "tuned": found.tuned,
+        **{name: known_values(run.options.get(name) for run in runs) for name in ("data", "tokenizer", "dtype")},
+        "commits": known_values(run.commit for run in runs),
+        "machines": known_values(run.machine for run in runs),
     }
 
 
-def flops_of(found: Comparison) -> dict[str, float | None]:
-    """FLOPs of a run of the first arm of each size."""
-    return {arm.size: runs[0].flops for arm, runs in reversed(found.arms.items())}
+def known_values(values: Iterable[str | None]) -> list[str]:
+    return sorted({*filter(None, values)})
 
 
 def seeds_of(found: Comparison) -> str:
-    seeds = sorted({run.seed for runs in found.arms.values() for run in runs})
+    seeds = sorted({run.seed for run in found.runs})
     return f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}" if seeds else "no seeds yet"
 
 
 def title_of(found: Comparison) -> str:
-    """`norm: rmsnorm, layernorm; placement: pre`."""
-    factors = chain.from_iterable(arm.factors for arm in found.arms or found.search)
-    levels = grouped(dict.fromkeys((name, value.split(",")[0] if name == SIZE else value) for name, value in factors))
-    return "; ".join(f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in levels.items())
+    names = [arm.name for arm in found.arms or found.search]
+    return ", ".join(names[:TITLE]) + (f" and {len(names) - TITLE} more" if len(names) > TITLE else "")
 
 
 def figures_of(found: Comparison) -> dict[str, "Figure"]:
@@ -473,12 +405,12 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
     if any(each.values for each in found.found.values()):
         title = f"Difference from {found.against}, {seeds}"
         if found.trends:
-            figures["ladder"] = plot_ladder(found.found, flops_of(found), title)
-        named = {arm.name: found.found[arm] for arm in found.ordered if arm in found.found}
-        figures["differences"] = plot_differences(named, title, styles)
-    ended = [run for arm in found.ordered for run in found.arms[arm] if run.ended and run.log] if found.arms else []
-    if ended:
-        figures["curves"] = plot_curves(ended, styles, f"Means of {seeds}")
+            plain = arm_styles(dict.fromkeys(arm.without_size for arm in found.arms))
+            figures["ladder"] = plot_ladder(found.found, found.flops, title, plain)
+        figures["differences"] = plot_differences(found.found, title, styles)
+    ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
+    if curves := plot_curves(ended, styles, f"Means of {seeds}"):
+        figures["curves"] = curves
     logs = {run.arm.name: read_rows(run.path / "watch.jsonl") for run in ended}  # of each arm's last seed
     if watched := {name: log for name, log in logs.items() if log}:
         figures["watch"] = plot_streams(watched, styles)

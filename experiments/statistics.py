@@ -30,7 +30,6 @@ class Estimate:
     half_width: float | None  # None for a single value
     n: int
     p: float | None  # two-sided p-value of "the mean is 0", by the one-sample t test; None for a single value
-    detectable: float | None = None  # about the smallest true mean that four of five experiments detect
 
     @property
     def low(self) -> float:
@@ -47,20 +46,25 @@ class Estimate:
         return f"{self.mean:{spec}}{half}"
 
 
-def estimate(values: Sequence[float], slack: float = 0.0, comparisons: int = 1) -> Estimate:
-    """The mean of `values`, which are finite, with its interval and the p-value of "the mean is 0".
-
-    `detectable` is that of a test which is corrected for so many comparisons, by the strictest of Holm's steps.
-    """
+def estimate(values: Sequence[float], slack: float = 0.0) -> Estimate:
+    """The mean of `values`, which are finite, with its interval and the p-value of "the mean is 0"."""
     middle, n = mean(values), len(values)
     if n == 1:
         return Estimate(middle, None, 1, None)
     error = stdev(values) / math.sqrt(n)
     beyond = max(0.0, abs(middle) - slack)
     t = beyond / error if error else math.inf if beyond else 0.0
-    half_width = t_quantile(n - 1) * error + slack
-    strict = t_quantile(n - 1, 1 - (1 - CONFIDENCE) / comparisons) + t_quantile(n - 1, 2 * POWER - 1)
-    return Estimate(middle, half_width, n, t_tails(t, n - 1), slack + strict * error)
+    return Estimate(middle, t_quantile(n - 1) * error + slack, n, t_tails(t, n - 1))
+
+
+def detectable(values: Sequence[float], slack: float, comparisons: int) -> float:
+    """About the smallest true mean that four of five experiments detect with as much noise.
+
+    The test is corrected for so many comparisons, by the strictest of Holm's steps.
+    """
+    degrees = len(values) - 1
+    strict = t_quantile(degrees, 1 - (1 - CONFIDENCE) / comparisons) + t_quantile(degrees, 2 * POWER - 1)
+    return slack + strict * stdev(values) / math.sqrt(len(values))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -74,6 +78,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[index] = largest
     return corrected
+
+
+def differ(one: float, other: float, n: int) -> bool:
+    """Whether two standard deviations of n values, or widths of intervals, differ by more than chance.
+
+    This is the F test. With as many degrees of freedom on both sides, F gives a Student's t.
+    """
+    ratio = one / other if other else math.inf
+    return t_tails(math.sqrt(n - 1) / 2 * (ratio - 1 / ratio), n - 1) < ALPHA
 
 
 def t_tails(t: float, degrees: int) -> float:

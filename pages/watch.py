@@ -36,7 +36,7 @@ def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}
     for axes, name in ((first, "first step"), (last, "last step")):
         axes.set_title(name, fontsize="medium")
         axes.set(xlabel="block", yscale="log")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     first.set_ylabel("residual stream, RMS")
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

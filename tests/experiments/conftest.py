@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from experiments.ablation.grid import Cell, Grid
+from experiments.grid import Cell, Grid
 
 
 @pytest.fixture
@@ -23,5 +23,5 @@ def in_process(monkeypatch) -> list[tuple[Cell, str]]:
         return SimpleNamespace(returncode=code, poll=lambda: code, terminate=lambda: None, wait=lambda: code)
 
     monkeypatch.setattr(Grid, "start", start)
-    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("experiments.grid.POLL_SECONDS", 0.0)
     return started

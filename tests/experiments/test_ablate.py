@@ -9,16 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from experiments.ablation.run import AblationConfig
 
 import ablate
+from experiments.ablation import AblationConfig
 from files import lock_file
 from runtime.run_dir import LOCK
 
 FLAGS = (
     "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
-    "--lr 0.01 --steps 12 --norms rmsnorm layernorm:bias=false --placements pre --seeds 1 --jobs 2"
+    "--lr 0.01 --steps 12 --norms rmsnorm layernorm:bias=false --placements pre --factor clip=0 --seeds 1 --jobs 2"
 )
+SCRIPTS = ("runs.csv", "arms.csv", "report.json")
 
 
 @pytest.fixture(scope="module")
@@ -40,38 +41,36 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
         rows = list(csv.DictReader(file))
     assert [(row["norm"], row["seed"]) for row in rows] == [("rmsnorm", "0"), ("layernorm:bias=false", "0")]
     for row in rows:
-        cell = folder / "cells" / f"{row['norm'].replace(':', '-')}-pre-lr0.01-seed{row['seed']}"
+        cell = folder / "cells" / f"{row['norm'].replace(':', '-')}-pre-clip=0-lr0.01-seed{row['seed']}"
         last = json.loads((cell / "metrics.jsonl").read_text().splitlines()[-1])
         assert (float(row["val_loss"]), float(row["val_bpb"])) == (last["val_loss"], last["val_bpb"])
         run = json.loads((cell / "run.json").read_text())
         assert run["resolved"]["norm_args"] == ({} if row["norm"] == "rmsnorm" else {"bias": False})
+        assert (int(row["parameters"]), row["steps"], row["commit"]) == (run["parameters"], "12", str(run["commit"]))
+        assert row["data"] == f"text@{run['corpus']['hash'][:12]}"
     base, arm = (float(row["val_bpb"]) for row in rows)
     table = (folder / "table.md").read_text()
-    assert f"| rmsnorm | pre | 0.01 | {base:.4f} (1) | – | – | – | 0 of 1 | – |" in table and "Partial" not in table
-    assert (
-        f"| layernorm:bias=false | pre | 0.01 | {arm:.4f} (1) | {arm - base:+.4f} (1) | – | – | 0 of 1 | undecided |"
-        in table
-    )
+    assert f"| rmsnorm | – | – | – | – | {base:.4f} (1) | 0.01 | 0 of 1 | 1.00 | 1.00 |" in table
+    assert f"| layernorm:bias=false | {arm - base:+.4f} (1) | no verdict | – | – | {arm:.4f} (1) | 0.01 |" in table
     report = json.loads((folder / "report.json").read_text())
     assert report["summary"] == table.splitlines()[0] and report["arms"][0]["val_bpb"] == base
     (found,) = report["comparisons"]
-    assert (found["difference"], found["verdict"], found["baseline"]) == (arm - base, "undecided", "rmsnorm pre")
-    with open(folder / "arms.csv", newline="") as file:
-        sizes = [int(row["parameters"]) for row in csv.DictReader(file)]
-    assert sizes == [run["parameters"]] * 2
+    assert (found["difference"], found["verdict"], found["baseline"]) == (arm - base, "no verdict", "rmsnorm")
     command = "python ablate.py " + " ".join(arguments)
     assert (folder / "command.txt").read_text() == command + "\n" and command in table and ", torch " in table
-
-
-def test_the_page_has_conclusion_plots_table_and_folded_the_rest(folder):
-    html = (folder / "report.html").read_text("utf-8")
-    assert "<td>layernorm:bias=false</td>" in html
-    order = "a single seed.*<img.*<h2>Comparison.*<details><summary>How to.*python ablate.py --dim 16"
-    assert re.search(f"Compared with rmsnorm pre: .*{order}.*<details><summary>Settings", html, re.DOTALL)
-    assert "<h1>norm: rmsnorm, layernorm:bias=false; placement: pre</h1>" in html and html.count('src="data:') == 2
     for plot in ("curves", "differences"):
         for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
             assert (folder / f"{plot}.{kind}").read_bytes().startswith(start)
+
+
+def test_compare_makes_the_same_files_of_the_folder_and_of_its_runs_csv_alone(folder, tmp_path, capsys, undrawn):
+    (tmp_path / "published").mkdir()
+    shutil.copy(folder / "runs.csv", tmp_path / "published")
+    for source in (folder, tmp_path / "published"):
+        ablate.main(["compare", str(source), "--out", str(tmp_path / "again")])
+        assert f"see {tmp_path / 'again'}/report.html" in capsys.readouterr().out
+        for name in SCRIPTS:
+            assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 def test_commands_of_runs_for_other_machines(arguments, folder, capsys, monkeypatch, tmp_path):
@@ -96,6 +95,15 @@ def test_commands_of_runs_for_other_machines(arguments, folder, capsys, monkeypa
     shutil.rmtree(run)
 
 
+def test_steps_of_equal_flops_are_written_down_and_printed(arguments, tmp_path, capsys):
+    more = ["--factor", "mlp=gated,plain", "--equal", "flops", "--print-commands", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        ablate.main([*arguments, *more])
+    asked = json.loads((tmp_path / "out/costs.json").read_text())["asked"]
+    assert [each["steps"] for each in asked.values()] == [12, 14] * 2
+    assert re.findall(r"; else .*? --steps=(\d+) ", capsys.readouterr().out) == ["12", "14"] * 2
+
+
 def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, arguments, ends):
     before = (folder / "command.txt").read_text()
     with lock_file(folder / LOCK):
@@ -107,7 +115,7 @@ def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, argu
 def test_flags_of_the_comparison_and_of_train_py_are_told_apart_in_any_order():
     mine = "--norms rmsnorm dyt --seeds 2 --jobs 1 --print-commands --lrs 0.1 1e-3 --out x --placements pre post"
     theirs = "--data a b c --no-compile --lr 0.5 --preset small --watch 3"
-    options = AblationConfig(["rmsnorm", "dyt"], ["pre", "post"], [], 2, [0.1, 1e-3], 1, 1, True)
+    options = AblationConfig(["rmsnorm", "dyt"], ["pre", "post"], [], 2, [0.1, 1e-3], "tokens", 1, 1, True)
     asked = {"data": ["a", "b", "c"], "compile": False, "lr": 0.5, "preset": "small", "watch": 3, "out": "x"}
     for line in (f"{mine} {theirs}", f"{theirs} {mine}", f"--data a b c {mine} {theirs.removeprefix('--data a b c ')}"):
         assert ablate.parse(line.split()) == (options, asked)

@@ -110,7 +110,7 @@ def test_every_command_of_the_list_for_a_gpu_is_valid(tmp_path, monkeypatch, ref
     text.touch()
     script = ["bash", str(ROOT / "results/gpu.sh"), str(tmp_path / "the out"), str(text)]
     lines = subprocess.check_output(script, text=True, env=os.environ | {"PYTHON": "true"}).splitlines()
-    monkeypatch.setattr(benchmarks, "pick_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr("runtime.run.pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu"))
     assert len({line.partition(":")[0] for line in lines}) == 9 and str(text) in "".join(lines)
     for line in lines:
@@ -140,14 +140,3 @@ def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):
     calls = {"a": lambda: call("a"), "b": lambda: call("b")}
     assert benchmarks.time_alternately(calls, 3, torch.device("cpu")) == {"a": 2, "b": 5}
     assert made == ["a", "b"] * (3 + benchmarks.WARMUP_ROUNDS)
-
-
-def test_growth_by_hand(monkeypatch, tmp_path):
-    """A step of 64 tokens takes 1 s. With twice the FLOPs for each, half the speed is predicted."""
-    flops = {32: 50.0, 64: 100.0}
-    monkeypatch.setattr(benchmarks, "SHAPE", {"dim": 32, "layers": 1, "context": 16, "batch_size": 4})
-    monkeypatch.setattr(benchmarks, "AXES", {"dim": [32, 64]})
-    monkeypatch.setattr(benchmarks, "flops_per_token", lambda model: flops[model.config.dim])
-    monkeypatch.setattr(benchmarks, "time_alternately", lambda steps, *_: dict(zip(steps, (1.0, 2.5), strict=True)))
-    rows = report_of("growth --device cpu", tmp_path / "report.json")["rows"]
-    assert [list(row.values()) for row in rows] == [["dim", 32, 64, 64], ["dim", 64, 26, 32]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.statistics import Estimate, estimate, holm, t_quantile, t_tails
+from experiments.statistics import Estimate, detectable, differ, estimate, holm, t_quantile, t_tails
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -42,16 +42,23 @@ def test_slack_widens_the_interval_and_a_detectable_effect_is_shown_four_times_i
     exact, found = estimate(values.tolist()), estimate(values.tolist(), slack=1.0)
     assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), exact.low - 1, exact.high + 1))
     assert found.p == pytest.approx(stats.ttest_1samp(values, math.copysign(1, center)).pvalue, rel=1e-9)
-    assert estimate(values.tolist(), slack=3.0).p == 1 and found.detectable
-    shift = (found.detectable - 1) / stats.sem(values)
+    assert estimate(values.tolist(), slack=3.0).p == 1
+    shift = (detectable(values.tolist(), 1.0, 1) - 1) / stats.sem(values)
     assert stats.nct.sf(stats.t.isf(0.025, n - 1), n - 1, shift) == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_standard_deviations_differ_by_the_f_test(n):
+    limit = stats.f.isf(0.025, n - 1, n - 1) ** 0.5
+    assert [differ(limit * times, 1.0, n) for times in (0.99, 1.01)] == [False, True]
+    assert [differ(1.0, limit * times, n) for times in (0.99, 1.01)] == [False, True] and differ(1.0, 0.0, n)
 
 
 def test_a_single_value_has_no_interval_and_equal_values_leave_no_doubt():
     found = estimate([1.5])
     assert found == Estimate(1.5, None, 1, None)
     assert (found.low, found.high) == (-math.inf, math.inf)
-    assert estimate([0.1, 0.1, 0.1]) == Estimate(0.1, 0, 3, 0, 0) and estimate([0.0, 0.0]) == Estimate(0, 0, 2, 1, 0)
+    assert estimate([0.1, 0.1, 0.1]) == Estimate(0.1, 0, 3, 0) and estimate([0.0, 0.0]) == Estimate(0, 0, 2, 1)
 
 
 def test_holm_by_hand():

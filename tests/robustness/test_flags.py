@@ -65,6 +65,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--factor clip=1,high": (ablate.main, "--factor: clip must be of type float, not 'high'"),
     "--seeds 2 --seed 9223372036854775807": (ablate.main, "--seed must be below 2**63"),
     "--lrs 0.005 --min-lr 0.01": (ablate.main, "--min-lr must be from 0 to --lr, 0.005, not 0.01"),
+    "--equal cost": (ablate.main, "invalid choice: 'cost' (choose from"),
+    "--ladder 32 40 --head-dim 16": (ablate.main, "--dim follows from --ladder; leave it out"),
     "--tokens-per-parameter 5": (ablate.main, "--tokens-per-parameter is for a --ladder"),
     "--seeds 0": (ablate.main, "--seeds must be at least 1, not 0"),
     "--lrs 0.1 nan": (ablate.main, "--lrs must be positive numbers"),

@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,18 +12,19 @@ from typing import Any, get_origin
 
 import pytest
 import torch
-from experiments.ablation.grid import Cell, Grid, resolve_arms, resolve_devices
-from experiments.ablation.outcome import Arm
-from experiments.ablation.rates import Optimum
-from experiments.ablation.run import resolve_ablation, run_ablation
-from matplotlib.figure import Figure
 
 import ablate
 import runtime.run
 from config import FIELDS, configure, flag_name
 from data.tokenizer import train_tokenizer
+from experiments.ablation import resolve_ablation, run_ablation
+from experiments.arms import ladder, resolve_arms
+from experiments.grid import Cell, Grid, resolve_devices
+from experiments.rates import Optimum
+from experiments.records import RESUMED_WITH, Arm
 from files import InUse, said
 from machine.process import Stopped, exit_codes
+from model import Llama
 from runtime.flags import read_train
 from runtime.run_dir import read_rows, write_run_file
 
@@ -34,8 +34,9 @@ ARM, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt"))
 
 
 @pytest.fixture
-def resolve(tmp_path):
-    """An ablation with more flags in one string, of ARM if they name no others. Nothing is trained."""
+def resolve(tmp_path, monkeypatch):
+    """An ablation with more flags in one string, of ARM if they name no others. Nothing is trained or timed."""
+    monkeypatch.setattr("experiments.ablation.step_times", lambda arms, *_, briefly: dict.fromkeys(arms, (1.25, 0, 0)))
     (tmp_path / "text.txt").write_text(TEXT)
     common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'}"
 
@@ -54,7 +55,7 @@ def finish(grid: Grid, cell: Cell, bpb: float) -> None:
     folder = grid.cell_folder(cell)
     folder.mkdir(parents=True)
     training = {"train_loss": 2.0, "tokens_per_second": 1.0, "seconds": 1.0, "tokens": 640}
-    rows = [{"step": 4} | row for row in (training, {"val_loss": 2.0, "val_bpb": bpb})]
+    rows = [{"step": grid.configs[cell.arm][1].steps} | row for row in (training, {"val_loss": 2.0, "val_bpb": bpb})]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -67,45 +68,51 @@ def csv_rows(file: Path) -> list[dict[str, str]]:
 
 
 def test_arms_are_the_product_of_all_factors(resolve):
-    grid = resolve(
-        "--norms rmsnorm dyt:alpha=0.5 --placements mhc:streams=2 --factor clip=0,8 "
-        "--factor tie-embeddings=true,false --watch 3"
-    )
-    arms = grid.settings
-    assert [tuple(value for _, value in arm.factors) for arm in arms] == [
+    flags = "--norms rmsnorm dyt:alpha=0.5 --placements mhc:streams=2 --factor clip=0,8 "
+    grid = resolve(flags + "--factor tie-embeddings=true,false --watch 3")
+    assert [tuple(value for _, value in arm.factors) for arm in grid.configs] == [
         (norm, "mhc:streams=2", clip, tied)
         for norm in ("rmsnorm", "dyt:alpha=0.5") for clip in "08" for tied in ("true", "false")
     ]  # fmt: skip
-    cell = grid.reported(dict.fromkeys(arms, Optimum(0.02, 0.0)))[-1]
-    asked = read_train(grid.command(cell)[2:])
-    expected = {"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 8.0, "tie_embeddings": False}
-    expected |= {"placement": "mhc", "placement_args": {"streams": 2}}
-    assert asked.items() >= (expected | {"lr": 0.02, "seed": 2, "compile": False, "watch": 3}).items()
+    cell = grid.reported(dict.fromkeys(grid.configs, Optimum(0.02, 0.0)))[-1]
+    expected: dict[str, Any] = {"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 8.0, "tie_embeddings": False}
+    expected |= {"placement": "mhc", "placement_args": {"streams": 2}, "lr": 0.02, "seed": 2, "compile": False}
+    assert read_train(grid.command(cell)[2:]).items() >= (expected | {"watch": 3}).items()
     assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=2 clip=8 tie_embeddings=false"
     with pytest.raises(ValueError, match="text has at most"):  # too little for the longest context
         resolve("--factor context=16,4000", rest="--dtype float32")
-    grid.cell_folder(cell).mkdir(parents=True)
-    (grid.cell_folder(cell) / "run.json").touch()
-    assert read_train(grid.command(cell)[2:])["watch"] == 3
 
 
 def test_arms_of_recipes_are_single_runs(resolve):
     """At the same sizes, with a norm or a placement only if it is asked for, then also over the recipe's."""
     grid = resolve("--factor recipe=llama,gemma2,olmo,nanochat --factor clip=1,2")
-    assert [arm.name for arm in grid.settings][2:4] == ["gemma2 clip=1", "gemma2 clip=2"]
-    for arm, configs in grid.settings.items():
+    assert [arm.name for arm in grid.configs][2:4] == ["gemma2 clip=1", "gemma2 clip=2"]
+    for arm, configs in grid.configs.items():
         recipe, clip = (value for _, value in arm.factors)
         flags = f"{FLAGS} --recipe {recipe} --clip {clip} --context 16 --dtype float32"
-        single = runtime.run.fields_of(*runtime.run.resolve(read_train(flags.split()))[1:])
+        single = runtime.run.fields_of(*runtime.run.resolve(read_train(flags.split()))[1:3])
         found = runtime.run.fields_of(*configs)
         assert {name for name in single if single[name] != found[name]} == {"data", "cache_dir"}
         command = grid.command(Cell(arm, 0.01, 0))
         assert read_train(command[2:]).items() >= {"recipe": recipe, "clip": float(clip)}.items()
     for flags, norms in (("", {"rmsnorm", "layernorm"}), ("--norms dyt", {"dyt"}), ("--norms rmsnorm", {"rmsnorm"})):
-        models = [model for model, _ in resolve(f"--factor recipe=gemma2,olmo {flags}").settings.values()]
+        models = [model for model, _ in resolve(f"--factor recipe=gemma2,olmo {flags}").configs.values()]
         assert {model.norm for model in models} == norms
         assert [bool(model.norm_args) for model in models] == [not flags] * 2
         assert [model.placement for model in models] == ["sandwich", "pre"]
+
+
+def test_an_arm_has_the_arguments_that_its_name_says_and_the_options_of_a_run(resolve, tmp_path):
+    asked: dict[str, Any] = {"norm": "dyt", "norm_args": {"alpha": 0.3}, "clip": 3.0}
+    resolved = runtime.run.fields_of(*configure(asked))
+    write_run_file(tmp_path / "run.json", {"asked": asked, "resolved": resolved, "imports": []})
+    grid = resolve(f"--config {tmp_path / 'run.json'} --norms dyt:alpha=2 rmsnorm dyt")
+    found = [(model.norm_args, config.clip) for model, config in grid.configs.values()]
+    assert found == [({"alpha": 2}, 3.0), ({}, 3.0), ({}, 3.0)]
+    for arm, (model, config) in grid.configs.items():  # what its command leads to
+        asked = read_train(grid.command(Cell(arm, 0.07, 5))[2:])
+        _, *there, _ = runtime.run.resolve(asked, runtime.run.read_config_file(asked))
+        assert there == [model, replace(config, lr=0.07, seed=5)]
 
 
 def test_arms_share_a_tokenizer_of_ones_own(resolve, tmp_path):
@@ -113,8 +120,7 @@ def test_arms_share_a_tokenizer_of_ones_own(resolve, tmp_path):
     tokenizer.save(tmp_path)
     grid = resolve(f"--norms rmsnorm dyt --tokenizer {tmp_path}")
     assert grid.data.tokenizer.hash == tokenizer.hash
-    assert {model.vocab_size for model, _ in grid.settings.values()} == {tokenizer.vocab_size}
-    assert f"--tokenizer={tmp_path}" in grid.command(Cell(ARM, 0.01, 0))
+    assert {model.vocab_size for model, _ in grid.configs.values()} == {tokenizer.vocab_size}
     with pytest.raises(ValueError, match=r"^--vocab-size 100 is too small: --tokenizer .* has 280 ids$"):
         resolve(f"--tokenizer {tmp_path} --vocab-size 100")
 
@@ -128,6 +134,40 @@ def test_unsupported_arms_are_skipped_with_the_reason():
         resolve_arms(wanted[2:], {"device": "cpu", "dtype": "float32"})
 
 
+def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
+    shared = read_train(f"--data {text} --tokenizer bytes --layers 2 --head-dim 16 --batch-size 4 --context 8".split())
+    arms = ladder([64, 32], [Arm.of(norm="rmsnorm"), Arm.of(norm="dyt:alpha=1")], shared, 3.0)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count(" parameters, 3 tokens for each")) == ("", 2)  # --print-commands has stdout
+    configs = resolve_arms(arms, shared | {"dtype": "float32", "device": "cpu"})
+    assert [arm.name for arm in configs][1:3] == ["dim=32 dyt:alpha=1", "dim=64 rmsnorm"]
+    for (model, config), dim in zip(configs.values(), (32, 32, 64, 64), strict=True):
+        first = Llama(dim=dim, layers=2, heads=dim // 16, vocab_size=257)
+        tokens = 3.0 * sum(weight.numel() for weight in first.parameters())
+        assert (model.dim, model.heads, config.steps) == (dim, dim // 16, round(tokens / (4 * 8)))
+
+
+WRONG = {
+    "--ladder 32 40 --head-dim 16": "--ladder 40 must be a multiple of the size of a head, 16; --head-dim sets it",
+    "--ladder 32 64 --heads 5": "--heads follows from --ladder; leave it out",
+    "--ladder 2048 4096 --preset 1b": "--ladder derives --hidden-dim from the width, and",
+    "--ladder 32 64 --factor steps=5,6": "--steps follows from --ladder; leave it out",
+    "--ladder 32 64 32": "--ladder needs two or more distinct positive widths",
+    "--ladder 32 64 --tokens-per-parameter 0": "--tokens-per-parameter must be positive, not 0.0",
+    "--factor steps=5,6 --equal time": "--equal sets --steps; leave out its factor",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_what_does_not_go_together_is_refused(flags, text, refused, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    common = f"--data {text} --tokenizer bytes --dtype float32 --device cpu --context 16"
+    assert WRONG[flags] in refused(ablate.main, f"{common} {flags}".split())
+
+
+# --- what an ablation keeps ------------------------------------------------------------------------------------------
+
+
 def test_the_dtype_is_measured_once_and_kept_when_the_ablation_continues(resolve, monkeypatch):
     measured = iter([torch.bfloat16, torch.float32])
 
@@ -136,18 +176,38 @@ def test_the_dtype_is_measured_once_and_kept_when_the_ablation_continues(resolve
 
     monkeypatch.setattr("runtime.run.pick_dtype", pick)
     grid = resolve("--norms rmsnorm dyt derf", rest="--context 16")
-    found = {config.dtype for _, config in grid.settings.values()}
-    commands = [read_train(grid.command(Cell(arm, 0.01, 0))[2:]) for arm in grid.settings]
-    assert found == {asked["dtype"] for asked in commands} == {"bfloat16"}
+    commands = [read_train(grid.command(Cell(arm, 0.01, 0))[2:]) for arm in grid.configs]
+    assert {asked["dtype"] for asked in commands} == {"bfloat16"}
     cell = grid.cell_folder(Cell(ARM, 0.01, 7))
     cell.mkdir(parents=True)
     (cell / "run.json").touch()
-    run = {"resolved": {"dtype": "bfloat16"}}
-    monkeypatch.setattr("experiments.ablation.run.read_run_file", lambda path: run)
+    monkeypatch.setattr("experiments.ablation.read_run_file", lambda path: {"resolved": {"dtype": "bfloat16"}})
     grid = resolve("--norms rmsnorm dyt derf", rest="--context 16")  # the second measurement says float32
-    assert {config.dtype for _, config in grid.settings.values()} == {"bfloat16"}
+    assert {config.dtype for _, config in grid.configs.values()} == {"bfloat16"}
     asked = resolve("--norms rmsnorm", rest="--context 16 --dtype float32")
-    assert asked.settings[ARM][1].dtype == "float32"  # not that of the run, which is refused
+    assert asked.configs[ARM][1].dtype == "float32"  # not that of the run, which is refused
+
+
+def test_steps_of_equal_time_are_kept_when_the_ablation_continues_or_gets_arms(resolve, monkeypatch):
+    """Each measurement says something else. They are in the command of a run."""
+    times = iter([{"rmsnorm": 1.0, "dyt": 2.0}, {"rmsnorm": 1.0, "dyt": 9.0, "derf": 0.5}])
+
+    def measured(arms: Any, *_: Any, briefly: bool) -> dict[Arm, tuple[float, int, int]]:
+        assert not briefly
+        return {arm: (seconds, 0, 0) for arm, seconds in zip(arms, next(times).values(), strict=True)}
+
+    monkeypatch.setattr("experiments.ablation.step_times", measured)
+    flags = "--steps 40 --warmup 10 --equal time --norms"
+    for norms in ("rmsnorm dyt", "rmsnorm dyt", "rmsnorm dyt derf"):
+        grid = resolve(f"{flags} {norms}")
+        assert [config.steps for _, config in grid.configs.values()] == [40, 20, 80][: len(grid.configs)]
+    asked = read_train(grid.command(Cell(DYT, 0.01, 0))[2:])
+    assert (asked["steps"], asked["warmup"]) == (20, 5)
+    assert [costs["step_time"] for costs in grid.costs.values()] == [1.0, 2.0, 0.5]
+    wrong = {"dyt rmsnorm": "baseline rmsnorm pre, not dyt pre", "rmsnorm dyt --steps 50": "steps 40, not 50"}
+    for more, message in (wrong | {"rmsnorm dyt --equal flops": "equal time, not flops"}).items():
+        with pytest.raises(ValueError, match=f"was made with {message}; choose another --out"):
+            resolve(f"{flags} {more}")
 
 
 def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypatch, tmp_path):
@@ -160,68 +220,54 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
     first = folder("--norms rmsnorm layernorm")
     same = ["--seeds 4", "--lrs 0.1 0.2", "--save-every 7 --keep 1 --jobs 2 --watch 9"]
     assert {folder(f"--norms rmsnorm layernorm {flags}") for flags in same} == {first}
-    others = ["--norms rmsnorm", "--norms rmsnorm layernorm --steps 5"]
-    assert len({folder(flags) for flags in others} | {first}) == 3
+    others = ["--norms rmsnorm", "--norms rmsnorm layernorm --steps 5", "--norms rmsnorm layernorm --equal flops"]
+    assert len({folder(flags) for flags in others} | {first}) == 4
 
 
-def test_an_arm_has_the_arguments_that_its_name_says_and_the_options_of_a_run(resolve, tmp_path):
-    asked: dict[str, Any] = {"norm": "dyt", "norm_args": {"alpha": 0.3}, "clip": 3.0}
-    resolved = runtime.run.fields_of(*configure(asked))
-    write_run_file(tmp_path / "run.json", {"asked": asked, "resolved": resolved, "imports": []})
-    grid = resolve(f"--config {tmp_path / 'run.json'} --norms dyt:alpha=2 rmsnorm dyt")
-    found = [(model.norm_args, config.clip) for model, config in grid.settings.values()]
-    assert found == [({"alpha": 2}, 3.0), ({}, 3.0), ({}, 3.0)]
-    for arm, (model, config) in grid.settings.items():  # what its command leads to
-        asked = read_train(grid.command(Cell(arm, 0.07, 5))[2:])
-        _, *there = runtime.run.resolve(asked, runtime.run.read_config_file(asked))
-        assert there == [model, replace(config, lr=0.07, seed=5)]
+def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
+    """Micro-batches change rounding only. Texts and tokenizers are compared by their hashes."""
+    grid, cell = resolve("--seeds 1"), Cell(ARM, 0.01, 0)
+    model, config = grid.configs[ARM]
+    resolved = runtime.run.fields_of(model, replace(config, seed=0))
+    file = grid.cell_folder(cell) / "run.json"
+    file.parent.mkdir()
+    run: dict[str, Any] = {"asked": {}, "imports": [], "device": "CPU", "instruction_set": "AVX2", "commit": "abc"}
+    run |= {"versions": {"torch": "2"}, "corpus": {"name": grid.data.corpus_name, "hash": grid.data.corpus_hash}}
+    run |= {"tokenizer": {"kind": "bytes", "hash": grid.data.tokenizer.hash}}
+    free = {*RESUMED_WITH, "out", "data", "val_data", "text_column", "tokenizer", "micro_batch_size"}
+    for name, value in resolved.items():
+        others: dict[Any, Any] = {bool: not value, int: 77, float: 0.77, str: "other", list: ["x"], dict: {"eps": 1}}
+        other = (others | {UnionType: 3.0})[get_origin(FIELDS[name].type) or FIELDS[name].type]
+        write_run_file(file, run | {"resolved": resolved | {name: other}})
+        flag = flag_name(name.removesuffix("_args") if name in ("norm_args", "placement_args") else name)
+        with nullcontext() if name in free else pytest.raises(ValueError, match=f"has {flag} "):
+            grid.record(cell)
+    for name, flag in (("corpus", "data"), ("tokenizer", "tokenizer")):
+        write_run_file(file, run | {name: run[name] | {"hash": "another"}, "resolved": resolved})
+        with pytest.raises(ValueError, match=f"the run in .* has --{flag} .*@another, not .*; choose another --out"):
+            resolve("--seeds 1 --seed 0")
+    write_run_file(file, run | {"resolved": resolved | {"device": "cuda:1"}})  # a card is as good as another
+    replace(grid, configs={ARM: (model, replace(config, device="cuda:0"))}).record(cell)
 
 
 # --- learning rates --------------------------------------------------------------------------------------------------
 
 
-def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds_and_its_regret(resolve, undrawn, monkeypatch):
-    """All runs have ended, so nothing is trained. One seed lies around a parabola: the regrets are those of numpy.
-
-    They widen the interval of 12.7062 · 0.05. The second arm's vertex is outside, so it tries one more rate.
-    """
+def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, monkeypatch):
+    """All runs have ended, so nothing is trained. The second arm's vertex is outside, so it tries one more rate."""
     grid = resolve("--norms rmsnorm dyt --lrs 0.005 0.02 0.04 0.08 --seed 5 --seeds 2")
-    for arm, vertex, found, more, reported in (
-        (ARM, 0.02, 0.02, [], (1.95, 2.05)),
-        (DYT, 0.1, 0.121, [0.128], (2.0, 2.2)),
-    ):
-        for seed, bpb in zip((5, 6), reported, strict=True):
-            finish(grid, Cell(arm, found, seed), bpb)
+    for arm, vertex, found, more in ((ARM, 0.02, 0.02, []), (DYT, 0.1, 0.121, [0.128])):
+        for seed in (5, 6):
+            finish(grid, Cell(arm, found, seed), 2.0)
         for number, lr in enumerate([*grid.lrs, *more]):
             finish(grid, Cell(arm, lr, 1005), 2 + 0.02 * math.log(lr / vertex) ** 2 + 0.005 * (-1) ** number)
     monkeypatch.setattr(Grid, "start", lambda grid, cell, device: pytest.fail(f"{cell.name} would be trained"))
-    figures: list[Figure] = []
-    monkeypatch.setattr("experiments.ablation.run.save_plot", lambda plot, path: figures.append(plot))
-    run_ablation(grid, "command")
-    (axes,) = figures[0].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["dyt pre"]
-    assert re.match("val_bpb, paired by seed\n← better +worse →", axes.get_xlabel())
-    assert figures[0].get_suptitle() == "Difference from rmsnorm pre, seeds 5 to 6"
+    assert run_ablation(grid, "command")[0].startswith("Compared with rmsnorm, each at its own best learning rate: dyt")
     rows = [(row["norm"], row["lr"], row["seed"]) for row in csv_rows(grid.folder / "runs.csv")]
     assert rows[:4] == [(norm, lr, seed) for seed in "56" for norm, lr in (("rmsnorm", "0.02"), ("dyt", "0.121"))]
     assert len(rows) == 4 + 11 and {seed for _, _, seed in rows[4:]} == {"1005"}
-    table = (grid.folder / "table.md").read_text()
-    assert table.startswith("Compared with rmsnorm pre: dyt pre (+0.1000 ± 0.6375, p = 0.3) is undecided. In bits per")
-    assert (
-        "| dyt | pre | 0.121 | 2.1000 ± 1.2706 (2) | +0.1000 ± 0.6375 (2) | 0.7063 | 0.3 | 0 of 2 | undecided |"
-        in table
-    )
-    assert "| 0.02 | 0.0001 |" in table and "| 0.121 | 0.0021 |" in table and "Partial" not in table
-    (grid.folder / "ladder.png").touch()  # of an earlier report
-    monkeypatch.setattr("experiments.ablation.grid.find_optimum", lambda losses: 1 / 0)  # after all rounds
-    with pytest.raises(ZeroDivisionError):
-        run_ablation(grid, "command")
-    report = json.loads((grid.folder / "report.json").read_text())
-    assert not report["arms"] and "search" in report["summary"] and not (grid.folder / "ladder.png").exists()
-    assert [row["search"] for row in csv_rows(grid.folder / "runs.csv")] == ["True"] * 11
-    monkeypatch.undo()
-    found = grid.tune({DYT: grid.lrs}, widen=0)[0][DYT]
-    assert (found.lr, found.regret) == (0.08, None)
+    monkeypatch.setattr("experiments.grid.WIDEN", 0)
+    assert (grid.tune()[DYT].lr, grid.tune()[DYT].regret) == (0.08, None)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -246,39 +292,13 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues_to_the_same_bit
     assert [cell.seed for cell, _ in in_process] == [4]
     assert [row["seed"] for row in csv_rows(grid.folder / "runs.csv")] == ["3", "4"]
     rows = read_rows(grid.cell_folder(Cell(ARM, 0.01, 4)) / "watch.jsonl")
-    assert {row["step"] for row in rows} == {1, grid.settings[ARM][1].steps}
+    assert {row["step"] for row in rows} == {1, grid.configs[ARM][1].steps}
 
 
-def test_a_diverged_run_is_a_row_and_is_not_trained_again(resolve, in_process, undrawn):
-    grid = resolve("--seeds 1 --lr 1e30")
+def test_a_diverged_run_is_not_trained_again(resolve, in_process, undrawn):
     for _ in range(2):
-        run_ablation(grid, "command")
-    (row,) = csv_rows(grid.folder / "runs.csv")
-    assert row["diverged"] == "True" and len(in_process) == 1
-    assert "| rmsnorm | pre | 1e+30 | – | – | – | – | 1 of 1 | – |" in (grid.folder / "table.md").read_text()
-
-
-def test_every_option_but_eight_must_be_that_of_the_run(resolve):
-    cell = Cell(ARM, 0.01, 0)
-    grid = resolve("--seeds 1")
-    model, config = grid.settings[ARM]
-    resolved = runtime.run.fields_of(model, replace(config, seed=0))
-    file = grid.cell_folder(cell) / "run.json"
-    file.parent.mkdir()
-    run = {"corpus": {"hash": grid.data.corpus_hash}, "imports": []}
-    for name, value in resolved.items():
-        others: dict[Any, Any] = {bool: not value, int: 77, float: 0.77, str: "other", list: ["x"], dict: {"eps": 1}}
-        others[UnionType] = 3.0
-        other = others[get_origin(FIELDS[name].type) or FIELDS[name].type]
-        write_run_file(file, run | {"resolved": resolved | {name: other}})
-        may = name in ("out", "cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
-        with nullcontext() if may else pytest.raises(ValueError, match=f"has {flag_name(name)} "):
-            grid.check(cell)
-    write_run_file(file, {"corpus": {"hash": "another"}, "imports": [], "resolved": resolved})
-    with pytest.raises(ValueError, match=r"the run in .* was trained on other text"):
-        resolve("--seeds 1 --seed 0")
-    write_run_file(file, run | {"resolved": resolved | {"device": "cuda:1"}})  # a card is as good as another
-    replace(grid, settings={ARM: (model, replace(config, device="cuda:0"))}).check(cell)
+        run_ablation(resolve("--seeds 1 --lr 1e30"), "command")
+    assert len(in_process) == 1
 
 
 def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch):
@@ -301,7 +321,7 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
         return SimpleNamespace(returncode=code, poll=poll)
 
     monkeypatch.setattr(Grid, "start", start)
-    monkeypatch.setattr("experiments.ablation.grid.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("experiments.grid.POLL_SECONDS", 0.0)
     grid = resolve("--seeds 5 --jobs 2")
     wanted = grid.reported({ARM: Optimum(0.01, 0.0)})
     outcomes = replace(grid, devices=("one", "other")).run(wanted)
@@ -309,19 +329,18 @@ def test_runs_wait_for_a_free_place_and_for_a_folder_in_use(resolve, monkeypatch
     assert sorted(seed for seed, _ in started[4:]) == [0, 4] and list(outcomes) == wanted
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "expected"),
-    [
-        ('echo "error: $OMP_NUM_THREADS and $MKL_NUM_THREADS" >&2; echo warning; exit 1', 1, "3 and 3"),
-        (r"printf 'error: \351t\351' >&2; exit 2", 2, "\ufffdt\ufffd"),  # not UTF-8
-        ("echo oh; exit 1", 1, "oh"),
-        ("kill -9 $$", 1, "killed by SIGKILL"),
-    ],
-)
-def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code_and_reason(
-    script, code, expected, resolve, monkeypatch, capsys, undrawn
-):
+FAILURES = {
+    'echo "error: $OMP_NUM_THREADS and $MKL_NUM_THREADS" >&2; echo warning; exit 1': (1, "3 and 3"),
+    r"printf 'error: \351t\351' >&2; exit 2": (2, "\ufffdt\ufffd"),  # not UTF-8
+    "echo oh; exit 1": (1, "oh"),
+    "kill -9 $$": (1, "killed by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("script", FAILURES)
+def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code(script, resolve, monkeypatch, capsys, undrawn):
     """The runs that have ended are reported. A run gets its threads and a new log."""
+    code, expected = FAILURES[script]
     monkeypatch.setattr(Grid, "command", lambda *_: ["sh", "-c", script])
     grid = resolve("--seeds 2 --jobs 1")
     finish(grid, Cell(ARM, 0.01, 0), 2.0)
@@ -331,9 +350,6 @@ def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code_and_reason(
         run_ablation(replace(grid, threads=3), "command")
     assert capsys.readouterr().err.endswith(f"error: {log}: {expected}\n") and exit.value.code == code
     assert "**Partial: 1 of 2 runs have ended.**" in (grid.folder / "table.md").read_text()
-
-
-# --- devices ---------------------------------------------------------------------------------------------------------
 
 
 def test_several_cards(monkeypatch, resolve):

@@ -1,0 +1,79 @@
+"""What arms cost, and steps that cost the same: by hand, with a clock that only the steps advance."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from config import configure
+from experiments.costs import MOST_ROUNDS, PRECISE, ROUNDS, costs, equal_steps, interval, step_times
+from experiments.records import Arm
+
+LLAMA, GEMMA = Arm.of(recipe="llama"), Arm.of(recipe="gemma3")
+SIZES = {"dim": 16, "layers": 1, "heads": 2, "context": 16, "tokenizer": "bytes", "device": "cpu", "compile": False}
+SIZES |= {"dtype": "float32", "batch_size": 4, "steps": 100}
+ARMS = {arm: configure(SIZES | {"recipe": arm.name}) for arm in (LLAMA, GEMMA)}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock(noise)`: a step takes 1 second, and gemma3's 1.27. Returns the seconds of all steps that were taken."""
+
+    def give(noise: float, slow: float = 1.0) -> list[float]:
+        taken, draw = list[float](), np.random.default_rng(0)
+
+        def make(model, config, whole):
+            assert whole
+            middle = 1.27 if model.config == ARMS[GEMMA][0] else 1.0
+            return lambda: taken.append(slow * middle * (1 + noise * draw.uniform(-1, 1)))
+
+        now = SimpleNamespace(perf_counter=lambda: sum(taken), monotonic=lambda: sum(taken))
+        monkeypatch.setattr("experiments.costs.Step", make)
+        for module in ("benchmarks", "costs"):
+            monkeypatch.setattr(f"experiments.{module}.time", now)
+        return taken
+
+    return give
+
+
+def test_costs_by_hand():
+    """A plain MLP has two matrices where SwiGLU has three, and a weight in a product has 6 FLOPs a token."""
+    found, plain = costs(*ARMS[LLAMA]), costs(*configure(SIZES | {"mlp": "plain", "hidden_dim": 64}))
+    assert found["tokens"] == 100 * 4 * 16 and found["parameters"] == 257 * 16 + 4 * 16**2 + 3 * 16 * 64 + 3 * 16
+    assert found["flops"] - plain["flops"] == found["tokens"] * 6 * 16 * 64
+
+
+def test_rounds_go_on_until_the_median_of_their_ratios_is_known(clock):
+    """Or a line says that the machine is busy. A brief one ends after 5 s, and leaves out what it does not know."""
+    for noise in (0.0, 0.2):
+        taken = clock(noise)
+        found = step_times(ARMS, 1, briefly=False)
+        assert found[LLAMA] == (1, 1, 1) and found[GEMMA][0] == pytest.approx(1.27, rel=PRECISE)
+        assert len(taken) == 2 * (ROUNDS + 3) if noise == 0 else 2 * ROUNDS < len(taken) < 2 * MOST_ROUNDS
+    clock(0.9)
+    busy = (
+        r"^--equal time: this machine is busy: a step takes 1\.\d\d \([01]\.\d\d to 1\.\d\d\) times as long; try again"
+    )
+    with pytest.raises(ValueError, match=busy):
+        step_times(ARMS, 1, briefly=False)
+    for noise, slow, known in ((0.9, 0.1, [LLAMA]), (0.0, 0.1, [LLAMA, GEMMA]), (0.0, 1.0, [])):
+        taken = clock(noise, slow)
+        assert [*step_times(ARMS, 1, briefly=True)] == known and sum(taken) < 5 + 2.3 * slow
+
+
+def test_an_interval_covers_the_median_nineteen_times_in_twenty():
+    draws = np.random.default_rng(0).exponential(size=(2000, 100))
+    covered = [low <= np.log(2) <= high for _, low, high in map(interval, draws.tolist())]
+    assert 0.93 < np.mean(covered) < 0.98
+
+
+def test_steps_of_the_same_cost():
+    """A warmup that was asked for goes with them. Whether to compile is as it was measured."""
+    assert equal_steps(ARMS, "tokens", {}) == {}
+    base = {"steps": 100, "compile": False}
+    assert equal_steps(ARMS, "time", {"llama": 1.0, "gemma3": 1.27}) == {LLAMA: base, GEMMA: base | {"steps": 79}}
+    warm = {arm: configure(SIZES | {"recipe": arm.name, "warmup": 20}) for arm in ARMS}
+    assert equal_steps(warm, "time", {"llama": 1.0, "gemma3": 0.5})[GEMMA] == base | {"steps": 200, "warmup": 40}
+    wide = ARMS | {GEMMA: configure(SIZES | {"hidden_dim": 128})}
+    ratio = costs(*wide[GEMMA])["flops"] / costs(*wide[LLAMA])["flops"]
+    assert equal_steps(wide, "flops", {})[GEMMA]["steps"] == round(100 / ratio) < 90

@@ -1,0 +1,169 @@
+"""Records of runs: what came of them, their settings, runs.csv, and the names of arms."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from config import configure
+from experiments.records import Arm, Record, name_arms, outcome, read_csv, settings_of
+from experiments.report import write_report
+from files import ROOT
+from runtime.run import fields_of
+from tests.experiments.made import KNOWN, records, search
+
+STUDY = ROOT / "results/study"
+TRAINING = {"step": 10, "train_loss": 5.0, "seconds": 1.0, "tokens_per_second": 300.0}
+MIDDLE = {"step": 15, "train_loss": 4.5, "seconds": 2.0, "tokens_per_second": 280.0}
+LATER = {"step": 20, "train_loss": 4.0, "seconds": 2.5, "tokens_per_second": 100.0}
+EARLY = {"step": 10, "val_loss": 3.5, "val_bpb": 2.2}
+LAST = {"step": 20, "val_loss": 4.0, "val_bpb": 2.5}
+NOT_FINITE = {"step": 20, "not_finite": True}
+
+
+@pytest.mark.parametrize(
+    "log, expected",
+    [
+        pytest.param([TRAINING, EARLY, MIDDLE, LATER, LAST], (False, 20, 4.0, 2.5, 3.5, 280.0, 2.5), id="done"),
+        pytest.param([LATER, LAST | {"val_loss": 5.54}], (False, 20, 5.54, 2.5, 5.54, 100.0, 2.5), id="uniform"),
+        pytest.param([LATER, LAST | {"val_loss": 5.56}], (True, 20, 5.56, 2.5, 5.56, 100.0, 2.5), id="above"),
+        pytest.param([TRAINING, NOT_FINITE], (True, 20, None, None, None, 300.0, 1.0), id="not finite"),
+        pytest.param([TRAINING, LATER, LAST, NOT_FINITE], (True, 20, None, None, 4.0, 200.0, 2.5), id="unsaved"),
+        pytest.param([TRAINING, LAST | {"step": 10}], (False, 10, None, None, 4.0, 300.0, 1.0), id="not at the end"),
+        pytest.param([], (False, 0, None, None, None, None, None), id="empty"),
+    ],
+)
+def test_what_a_log_says(log, expected):
+    """A run diverged if it ends above a uniform prediction, ln 257 = 5.549 nats."""
+    found = outcome(log, steps=20, vocab_size=257)
+    assert tuple(found.values()) == (*expected, log)
+    assert Record(Arm(), 0.01, 0, **found).ended == (expected[0] or expected[3] is not None)
+
+
+def test_settings_are_what_can_change_a_result_and_is_not_at_its_default():
+    """What is only saved, logged or watched is none. Micro-batches are one if a norm has statistics over them."""
+
+    def settings(imports: tuple = (), weights: str = "", **asked: Any) -> dict[str, str]:
+        run: dict[str, Any] = {"asked": asked, "resolved": fields_of(*configure(asked)), "imports": imports}
+        run |= {"corpus": {"name": "text", "hash": "c" * 64}, "tokenizer": {"kind": "bytes", "hash": "d" * 64}}
+        run |= {"weights_from": {"sha256": {"model.safetensors": weights}}} if weights else {}
+        del run["resolved"]["min_lr"]  # as before there was one
+        return settings_of(run)
+
+    derived = settings()
+    assert derived.items() >= {"data": "text@cccccccccccc", "tokenizer": "bytes@dddddddddddd"}.items()
+    files = [({"file": "p.py", "sha256": digit * 8},) for digit in "12"]
+    weights: list[dict[str, Any]] = [{"init_from": "w", "tokenizer": "pretrained", "weights": digit} for digit in "12"]
+    changes: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"seed": 5, "lr": 0.1, "out": "x", "keep": 9, "watch": 3, "micro_batch_size": 4, "recipe": "llama"}, {}),
+        ({"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 3.0}, {"norm": "dyt:alpha=0.5", "clip": "3"}),
+        ({"norm": "batchnorm", "micro_batch_size": 4}, {"norm": "batchnorm", "micro_batch_size": "4"}),
+        ({"device": "cuda:1", "steps": 500, "momentum": 0.85}, {"device": "cuda"}),
+        ({"recipe": "olmo", "norm": "rmsnorm"}, {"recipe": "olmo"}),
+        ({"imports": files[0]}, {"imports": "p.py@111111"}),
+    ]
+    for asked, expected in changes:
+        assert dict(settings(**asked).items() - derived.items()) == expected
+    assert len({settings(**each)["init_from"] for each in weights}) == 2
+
+
+# --- runs.csv --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
+    """Also a run that diverged, one that has not ended, a search, factors as they were spelled, a recipe, imports."""
+    arms = [Arm.of(norm=norm, clip=clip) for norm in ("rmsnorm", "dyt:alpha=1e-1") for clip in ("1", "0.50")]
+    settings = KNOWN | {"recipe": "olmo", "imports": "p.py@111111", "norm": "dyt:alpha=0.1", "clip": "0.5"}
+    runs = records({arm: [2.0, 2.1, None] for arm in arms}, settings=settings, machine="CPU, AVX2", commit="abc")
+    runs += [replace(runs[0], seed=3, step=0, val_loss=None, val_bpb=None, best_val_loss=None)]
+    runs += search(arms[1], {0.003: [2.5], 1e-05: [None]}, settings=settings)
+    write_report(tmp_path, runs)
+    again = read_csv(tmp_path / "runs.csv")
+    assert [run.options for run in again] == [run.options for run in runs]
+    assert [replace(run, settings={}) for run in again] == [replace(run, settings={}) for run in runs]
+    (tmp_path / "again").mkdir()
+    write_report(tmp_path / "again", again)
+    for name in ("runs.csv", "arms.csv", "report.json"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
+def test_earlier_files_lack_columns():
+    """The costs come from arms.csv. Seeds from 1000 on are the search. A factor may be in the name of the arm."""
+    muon = read_csv(STUDY / "recipes-muon/runs.csv")
+    assert len(muon) == 193 and sum(run.search for run in muon) == 193 - 13 * 8
+    assert muon[1].arm == Arm.of(recipe="qwen3_next") and (muon[1].lr, muon[1].flops) == (0.0193, 855834624000.0)
+    rates = read_csv(STUDY / "rates/runs.csv")
+    assert rates[0].arm == Arm.of(run="plain-0.01-0") and rates[0].parameters == 230016 and not rates[0].known
+    assert read_csv(STUDY / "deep/runs.csv")[0].tokens == 512000  # its arms are named by rates as well in arms.csv
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("val_bpb", "bpb", " lacks the column 'val_bpb'; it is not a runs.csv of this project"),
+        ("0.01,1,", "fast,1,", ", line 3: lr is 'fast', not of type float"),
+        ("0.01,1,", ",1,", ", line 3 has no learning rate or no seed"),
+        ("False,False", "no,False", ", line 2: search is 'no', not of type bool"),
+        ("2.25", "nan", ", line 2: val_loss is nan, which is not finite"),
+        ("python@123456789abc", "a,b", ", line 2 does not have"),
+        (None, "", " lacks the column 'lr'"),
+    ],
+)
+def test_what_is_no_runs_csv_is_refused_in_a_line_that_names_it(old, new, message, tmp_path, undrawn):
+    write_report(tmp_path, records({"rmsnorm": [2.25, 2.5]}))
+    file = tmp_path / "runs.csv"
+    file.write_text(file.read_text().replace(old, new, 1) if old else "")
+    with pytest.raises(ValueError) as error:
+        read_csv(file)
+    assert str(error.value).startswith(f"{file}{message}")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+GEMMA = {"recipe": "gemma3", "placement": "sandwich", "activation": "gelu"}
+STAR = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"momentum": "0.5"}]  # no three options tell them apart
+
+
+@pytest.mark.parametrize(
+    "runs, names, others",
+    [
+        ([{}, {"seed": 1}], ["rmsnorm pre"] * 2, []),
+        ([{}, {"norm": "dyt:alpha=1"}], ["rmsnorm", "dyt:alpha=1"], []),
+        ([{}, {"steps": "1000", "warmup": "50"}], ["steps=20", "steps=1000"], ["warmup"]),
+        ([{}, {"lr": "0.03"}, {"lr": "0.03", "seed": 1}], ["lr=0.015", "lr=0.03", "lr=0.03"], []),
+        ([{}, GEMMA], ["llama", "gemma3"], []),
+        ([{}, GEMMA, GEMMA | {"clip": "0"}], ["llama clip=1", "gemma3 clip=1", "gemma3 clip=0"], []),
+        ([{}, *STAR], ["dim=128 lr=0.015 momentum=0.85 clip=1", "dim=32 lr=0.015 momentum=0.85 clip=1"], []),
+        ([{"folder": "x"}, {"folder": "y"}], ["x", "y"], []),  # the same options and seed
+        ([{"folder": "x/runs"}, {"folder": "y/runs"}], ["x/runs", "y/runs"], []),
+        ([{"folder": "x"}, {"folder": "y", "seed": 1}], ["rmsnorm pre"] * 2, []),
+    ],
+)
+def test_arms_are_named_by_the_fewest_options_that_tell_them_apart(runs, names, others):
+    """What follows from a recipe is not said. What differs besides the name is."""
+    made = []
+    for number, options in enumerate(runs):
+        own = {"lr": 0.015, "seed": 0, "folder": "runs"} | options
+        settings = KNOWN | {name: value for name, value in options.items() if name not in ("lr", "seed", "folder")}
+        run = Record(Arm(), float(own["lr"]), own["seed"], run=str(number), settings=settings, folder=own["folder"])
+        made.append(run)
+    found, differing = name_arms(made)
+    assert ([run.arm.name for run in found][: len(names)], differing) == (names, others)
+
+
+def test_factors_of_an_ablation_are_kept_and_those_of_two_ablations_joined():
+    """A learning rate that was searched for is no option, and the options of an earlier report are not known."""
+    arms = [Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt")]
+    runs = records({arms[0]: [2.0], arms[1]: [2.1]})
+
+    def names(*more: Record) -> list[str]:
+        return list(dict.fromkeys(run.arm.name for run in name_arms([*runs, *more])[0]))
+
+    assert names(*search(arms[0], {0.02: [2.0], 0.03: [2.0]})) == ["rmsnorm", "dyt"]
+    changed = [replace(run, folder="x/more", settings=KNOWN | {"steps": "40"}) for run in runs]
+    assert names(*changed) == ["rmsnorm steps=20", "dyt steps=20", "rmsnorm steps=40", "dyt steps=40"]
+    assert names(*(replace(run, folder="x/more", seed=5) for run in runs)) == ["rmsnorm", "dyt"]
+    earlier = (replace(run, folder="x/old", seed=5, settings={}) for run in runs)
+    assert names(*earlier) == ["rmsnorm folder", "dyt folder", "rmsnorm old", "dyt old"]
+    arm = Arm((("size", "dim=64,heads=4,steps=40"), ("norm", "dyt"), ("clip", "0")))
+    assert (arm.name, arm.without_size.name, Arm().name) == ("dim=64 dyt clip=0", "dyt clip=0", "model")

@@ -1,0 +1,288 @@
+"""What a report says: each kind of sentence, the tables, the files for scripts, and the published runs once more."""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from experiments.compare import find_records
+from experiments.findings import Finding, compare
+from experiments.records import Arm, Record, name_arms
+from experiments.report import columns_of, figures_of, write_report
+from experiments.statistics import holm
+from files import ROOT
+from tests.experiments.made import KNOWN, record, records, search
+
+STUDY = ROOT / "results/study"
+FOUR = "Four of five repetitions would show a true difference of "
+TUNED, UNTUNED = ", each at its own best learning rate: ", ", at learning rate 0.01, which was not tuned: "
+RATES = [0.01 * 1.5**i for i in range(-2, 3)]
+
+
+@pytest.fixture
+def summarize(tmp_path, undrawn) -> Callable[..., list[str]]:
+    """`summarize(records)`: the summary of a report in the folder `tmp_path`."""
+    return lambda runs, **options: write_report(tmp_path, runs, **options)
+
+
+def shifted(*searches: str, lr: float = 0.01, **differences: float) -> list[Record]:
+    """Three seeds of each norm. Differences of -0.01, 0, 0.01 around their mean are ± 4.3027 · 0.01 / √3 = 0.0248.
+
+    The losses of the norms that were searched for a learning rate are a parabola with its lowest point at `lr`.
+    """
+    means = {norm: [1.99 + each, 3 + each, 4.01 + each] for norm, each in differences.items()}
+    losses = {rate: [3 + 0.1 * math.log(rate / lr) ** 2] for rate in RATES}
+    return records({"rmsnorm": [2.0, 3.0, 4.0]} | means) + [
+        run for norm in searches for run in search(Arm.of(norm=norm), losses)
+    ]
+
+
+def changed(norm: str, runs: list[Record], **values: Any) -> list[Record]:
+    """With other values in the runs of this norm."""
+    return [replace(run, **values) if run.arm.name == norm else run for run in runs]
+
+
+# --- sentences -------------------------------------------------------------------------------------------------------
+
+MANY = shifted(dyt=0.001, none=1.0, layernorm=-1.0, derf=-2.0)
+MANY += records({"seednorm": [2.0, 3.4, 4.8], "groupnorm": [2.0, None, 3.0], "scalenorm": [2.0, 3.0, 4.0]})
+UNDECIDED = records({norm: [2.0, 3.4, 4.8] for norm in ("prmsnorm", "batchnorm", "a", "b", "c")})
+ONE, OTHER = records({"rmsnorm": [2.0], "dyt": [2.5]}), KNOWN | {"data": "text@ff"}
+ENDED = "as runs diverged or have not ended, here or in the baseline"
+NOT_FOUND = "as the best learning rate was not found, here or in the baseline"
+
+
+SENTENCES: list[tuple[list[Record], str]] = [
+    (
+        shifted(layernorm=-0.1, dyt=0.1),
+        f"Compared with rmsnorm{UNTUNED}layernorm (−0.100 ± 0.025, p = 0.0066) is better at this rate; dyt (+0.100 ± "
+        "0.025, p = 0.0066) is worse at this rate.",
+    ),
+    (
+        changed("dyt", shifted(dyt=0.1), lr=0.02),
+        "Compared with rmsnorm, at learning rates that differ and were not tuned: dyt (+0.100 ± 0.025, p = 0.0033) is "
+        "worse at these rates.",
+    ),
+    (
+        [*shifted("rmsnorm", "layernorm", layernorm=-0.1, none=0.1), *shifted("none", lr=1.0)[3:]],
+        f"Compared with rmsnorm{TUNED}layernorm (−0.100 ± 0.025, p = 0.0066) is better; none (+0.100 ± 0.025) is "
+        f"undecided, {NOT_FOUND}.",
+    ),
+    (
+        shifted("rmsnorm", "layernorm", layernorm=-0.1, none=0.1),
+        "Compared with rmsnorm, at learning rates that were not all tuned: layernorm (−0.100 ± 0.025, p = 0.0066) is "
+        f"better; none (+0.100 ± 0.025) is undecided, {NOT_FOUND}.",
+    ),
+    (
+        MANY,
+        f"Compared with rmsnorm{UNTUNED}derf and layernorm are better at this rate; none is worse at this rate; "
+        f"scalenorm is as good up to 0.01 at this rate; groupnorm is undecided, {ENDED}; dyt and seednorm are "
+        "undecided.",
+    ),
+    (MANY + UNDECIDED, "; 7 of 12 arms are undecided."),
+    (ONE, f"Compared with rmsnorm{UNTUNED}one seed, so no verdict: dyt +0.500."),
+    (
+        records({"rmsnorm": [2.0, 2.0], "dyt": [2.5, 2.502]}),
+        ": dyt (+0.501 ± 0.013, p = 0.0013) is undecided, as two seeds are too few to tell.",
+    ),
+    (records({"dyt": [2.0, 2.2]}), "One arm, dyt: val_bpb 2.1000 ± 1.2706 (2)."),
+    (
+        [*ONE, *records({"none": [2.0]}, settings=OTHER)],
+        ": dyt +0.500. Not compared, as no other arm has the same text and batches: none.",
+    ),
+    (
+        [*ONE, *records({"none": [2.0], "derf": [2.25]}, settings=OTHER)],
+        f"Compared with the first arm with the same text and batches{UNTUNED}one seed, so no verdict: derf +0.250, dyt "
+        "+0.500.",
+    ),
+    (
+        [*records({"rmsnorm": [2.0, None], "dyt": [2.0, None]}), record(Arm.of(norm="dyt"), 2, 2.0, val_loss=None)],
+        f"**Partial: 4 of 5 runs have ended.** Compared with rmsnorm{UNTUNED}dyt is undecided, {ENDED}.",
+    ),
+    (
+        changed("dyt", shifted("rmsnorm", "dyt")[3:], val_loss=None),
+        "**Partial: the search for learning rates has not ended; 5 of its runs have.**",
+    ),
+]
+
+
+@pytest.mark.parametrize("runs, sentence", SENTENCES, ids=range(len(SENTENCES)))
+def test_a_sentence_says_what_is_known(runs, sentence, summarize, tmp_path):
+    found = summarize(runs)[0]
+    assert found == sentence or (found.endswith(sentence) and sentence[0] in ";:")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["summary"] == found and report["tuned"] == (", each at its own" in found)
+
+
+@pytest.mark.parametrize(
+    "changes, conditions, resolution",
+    [
+        ({}, "n = 3; 0.2M parameters, 0.5M tokens of python, float32; equal tokens.", f"{FOUR}0.031."),
+        (
+            {"step_time": 1.27, "parameters": 9000},
+            "9,000 to 0.2M parameters",
+            "; a step of dyt takes 1.27 times as long.",
+        ),
+        ({"step_time": 1.02, "flops": 8.1e11}, "; equal tokens.", f"{FOUR}0.031."),
+        ({"flops": 1e12}, "; equal tokens.", "; a step of dyt takes 1.25 times the FLOPs."),
+        ({"tokens": 409_600, "step_time": 1.3}, "; equal FLOPs.", "1.30 times as long."),
+        ({"tokens": 409_600, "flops": 9e11, "settings": KNOWN | {"steps": "10"}, "step_time": 2.0}, "; equal time", ""),
+        ({"tokens": 409_600, "flops": 9e11, "step_time": None}, "; at different costs.", "takes 1.12 times the FLOPs."),
+        ({"settings": KNOWN | {"qk_norm": "head"}}, "; equal tokens; arms also differ in qk norm.", ""),
+    ],
+)
+def test_conditions_and_costs_are_said_where_they_differ(changes, conditions, resolution, summarize):
+    """By more than 3%, to which the time of a step is measured. Several arms get a median and a range."""
+    summary = summarize(changed("dyt", shifted(dyt=0.1), **changes))
+    assert conditions in summary[1] and summary[2].startswith(FOUR) and summary[2].endswith(resolution)
+    runs = changed("dyt", shifted(dyt=0.1, none=0.2, derf=0.3, seednorm=0.4), step_time=0.8)
+    for norm in ("none", "derf", "seednorm"):
+        runs = changed(norm, runs, step_time=1.3)
+    assert summarize(runs)[2] == f"{FOUR}0.057, the median of all arms; a step takes 0.80 to 1.30 times as long."
+
+
+def test_a_ladder_says_trends_and_what_it_could_have_shown(summarize, tmp_path):
+    sizes = [("size", f"dim={dim},heads=2,steps=9") for dim in (32, 64)]
+    arms = [Arm((size, ("norm", norm))) for size in sizes for norm in ("rmsnorm", "dyt")]
+    losses = [[3.0, 3.1, 3.2, 3.4], [3.5, 3.61, 3.69, 3.9], [2.0, 2.1, 2.2, 2.4], [2.1, 2.2, 2.31, 2.49]]
+    runs = records(dict(zip(arms, losses, strict=True)))
+    runs = [replace(run, flops=1e9 if run.arm.width == "dim=32" else 8e9) for run in runs]
+    summary = summarize(runs)
+    assert summary[0] == (
+        f"With compute, the gap closes at this rate for dyt. Compared with rmsnorm of the same size{UNTUNED}dim=32 dyt "
+        "(+0.500 ± 0.013, p = 3.6e-06) and dim=64 dyt (+0.100 ± 0.013, p = 0.00015) are worse at this rate."
+    )
+    assert "; the whole ladder would show a change of 0.04" in summary[2]
+    (axes,) = figures_of(compare(runs))["ladder"].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["dim=32\n1e+09", "dim=64\n8e+09"]
+    assert sum(line.get_marker() == "s" for line in axes.lines) == 2  # hollow, then filled
+    (slope,) = json.loads((tmp_path / "report.json").read_text())["slopes"]
+    assert [*slope["flops"].values()] == [1e9, 8e9] and slope["left_out"] == []
+    row = r"\| dyt \| -0\.1333 ± 0\.0075 \(4\) \| the gap closes at this rate \| < 0\.0001 \| 0\.\d+ \| \+0\.5000 ± "
+    assert re.search(row, (tmp_path / "table.md").read_text())
+    more = [replace(run, arm=Arm((run.arm.factors[0], ("norm", "x")))) for run in runs if "dyt" in run.arm.name]
+    assert "dyt (dim=32, dim=64) and x (dim=32, dim=64) are worse at this rate." in summarize([*runs, *more])[0]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_table_by_hand(summarize, tmp_path):
+    """The variance of 2, 3, 4 is 1; of 1.5, 2.6, 3.4 it is 0.91; of -0.5, -0.4, -0.6 it is 0.01.
+
+    The two values of batchnorm differ by 2, and the two differences are equal. (7.6489 + 1.0607) · 0.1/√3 is detectable
+    at 0.05/3. t is 5√3, p 0.0131, times three tests.
+    """
+    bpb: dict[str, list] = {"rmsnorm": [2.0, 3.0, 4.0], "none": [None] * 3, "layernorm": [1.5, 2.6, 3.4]}
+    runs = changed("layernorm", records(bpb | {"batchnorm": [1.9, None, 3.9]}), step_time=1.27, flops=8.8e11)
+    summarize(runs, command="python ablate.py", notes=["skipped: a."])
+    text = (tmp_path / "table.md").read_text()
+    start, end = text.index("| arm"), text.index("\n\n`python ablate.py`\n\nseeds 0 to 2\n\nskipped: a.")
+    titles, _, *rows = text[start:end].splitlines()
+    assert titles.startswith("| arm | difference from rmsnorm (n) | verdict | p | detectable | val_bpb (n) | lr | div")
+    assert rows == [
+        "| rmsnorm | – | – | – | – | 3.0000 ± 2.4841 (3) | 0.01 | 0 of 3 | 1.00 | 1.00 |",
+        "| layernorm | -0.5000 ± 0.2484 (3) | better at this rate | 0.039 | 0.5028 | 2.5000 ± 2.3697 (3) | 0.01 | 0 "
+        "of 3 | 1.10 | 1.27 |",
+        "| batchnorm | -0.1000 ± 0.0000 (2 of 3)† | undecided | – | – | 2.9000 ± 12.7062 (2 of 3)† | 0.01 | 1 of 3 "
+        "| 1.00 | 1.00 |",
+        "| none | – | undecided | – | – | – | 0.01 | 3 of 3 | 1.00 | 1.00 |",
+    ]
+    with (tmp_path / "arms.csv").open(newline="") as file:
+        by_arm = {row["arm"]: row for row in csv.DictReader(file)}
+    assert by_arm["layernorm"].items() >= {"step_time": "1.27", "dtype": "float32", "diverged": "0"}.items()
+    report = json.loads((tmp_path / "report.json").read_text())
+    (found,) = (each for each in report["comparisons"] if each["arm"] == "layernorm")
+    assert found["raw_p"] == pytest.approx(0.0131, abs=1e-4) and found["p"] == pytest.approx(3 * found["raw_p"])
+    assert (report["tests"], report["alpha"], report["margin"]) == (3, 0.05, 0.01)
+    assert report["dtype"] == ["float32"] and report["data"] == [KNOWN["data"]]
+    printed = [columns_of(Finding(None, 2, p=p))[2] for p in (0.0, 0.012, 0.0499, 0.0501)]
+    assert printed == ["< 0.0001", "0.012", "0.0499", "0.05"]
+
+
+def test_the_table_of_learning_rates(summarize, tmp_path):
+    """One of the runs is missing. For two values t is 12.7062."""
+    runs = search(Arm.of(norm="dyt"), {0.001: [3.0, 3.5], 0.003: [2.0, 2.25], 0.01: [None, None], 0.03: [4.0, 4.0]})
+    runs[-1] = replace(runs[-1], val_loss=None, val_bpb=None)
+    row = "| dyt | 3.2500 ± 3.1766 (2) | 2.1250 ± 1.5883 (2) | diverged | 4.0000 (1 of 2)† |"
+    for reported, found in (([], "– | – |"), (records({"dyt": [2.0]}, lr=0.003), "0.003 | optimum not found |")):
+        summarize([*runs, *reported])
+        table = (tmp_path / "table.md").read_text()
+        assert f"| arm | 0.001 | 0.003 | 0.01 | 0.03 | reported at | regret |\n|{'---|' * 7}\n{row} {found}\n" in table
+
+
+def test_the_page_has_sentences_table_figures_and_folded_the_rest(summarize, tmp_path):
+    (tmp_path / "ladder.png").touch()  # of an earlier report
+    log = [{"step": step, "train_loss": 5.0 - step / 10, "tokens": 8 * step} for step in (10, 20)]
+    runs = [replace(run, log=[] if run.search else log) for run in shifted("rmsnorm", "dyt", dyt=0.1)]
+    summarize(runs, command="python ablate.py --norms")
+    html = (tmp_path / "report.html").read_text("utf-8")
+    order = "<h1>rmsnorm, dyt</h1>.*Compared with.*<h2>Comparison.*<td>dyt</td>.*<img.*<img.*<h2>Learning rates"
+    assert re.search(f"{order}.*<details><summary>How to.*ablate.py --norms.*<summary>Settings", html, re.DOTALL)
+    assert html.count(" | 0.01 | 0.0000 |") == 0 and html.count("<td>0.01</td><td>0.0000</td>") == 2
+    assert html.count('src="data:') == 2 and not (tmp_path / "ladder.png").exists()
+    summarize(records({Arm.of(norm=str(n), clip=str(c)): [2.0] for n in range(7) for c in range(2)}))
+    assert ", 5 clip=1 and 2 more</h1>" in (tmp_path / "report.html").read_text("utf-8")
+    assert "| clip=1 − clip=0 | 6 |" in (tmp_path / "table.md").read_text()
+
+
+# --- the published runs ----------------------------------------------------------------------------------------------
+
+CHANGED = {  # arms with another verdict than published: one is unsure, and the others cannot exclude errors of rates
+    "recipes-adamw": ["gemma3"],
+    "derf": ["derf vector_lr=0.1"],
+    "trend": ["dim=64 qwen3_next"],
+    "decay": ["rmsnorm:zero_centered=true decay_gains=input"],
+}
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in STUDY.glob("*/runs.csv")))
+def test_published_runs_give_the_published_differences(folder):
+    """Their order is the same. Intervals and p-values are those of scipy, with what errors of learning rates may cost.
+
+    Without a search, everything is as it was published. With one, the allowance has grown, because the lowest point of
+    a cubic counts, and two arms are unsure.
+    """
+    published = json.loads((STUDY / folder / "report.json").read_text())["comparisons"]
+    found = compare(name_arms(find_records([STUDY / folder]))[0])
+    verdicts = []
+    for (pair, each), old in zip(found.pairs.items(), published, strict=True):
+        row, regrets = each.row, [found.arms[arm].regret for arm in pair]
+        assert row["difference"] == pytest.approx(old["difference"], abs=1e-12)
+        assert each.slack == sum(filter(None, regrets))
+        if not found.search:
+            for name in ("half_width", "p", "detectable"):
+                assert row[name] == pytest.approx(old[name], rel=1e-9)
+        elif None not in regrets:
+            assert row["half_width"] >= old["half_width"] - 1e-9
+        if row["verdict"].removesuffix(" at this rate") != old["verdict"]:
+            verdicts.append(pair[0].name)
+    assert verdicts == CHANGED.get(folder, [])
+    raw, everything = [], [*found.pairs.values(), *found.trends.values()]
+    for each in everything:
+        values, estimate = np.array(each.values), each.estimate
+        interval = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        assert estimate and estimate.high == pytest.approx(interval.high + each.slack, rel=1e-9)
+        beyond = max(0.0, abs(values.mean()) - each.slack) / scipy.stats.sem(values)
+        raw.append(1.0 if each.p is None else 2 * scipy.stats.t.sf(beyond, len(values) - 1))
+        strict = scipy.stats.t.isf([0.025 / len(everything), 0.2], len(values) - 1).sum() * scipy.stats.sem(values)
+        assert each.detectable == (None if each.p is None else pytest.approx(each.slack + strict, rel=1e-9))
+    assert [1.0 if each.p is None else each.p for each in everything] == pytest.approx(holm(raw), rel=1e-9)
+
+
+def test_two_published_folders_are_compared_each_with_its_own_baseline(summarize):
+    """Whether their text is the same is not known, nor whether that of new runs is."""
+    runs = find_records([STUDY / "recipes-muon", STUDY / "recipes-adamw"])
+    summary = summarize(runs)
+    assert summary[0].startswith("Compared with the first arm of its folder, each at its own best learning rate: muse")
+    assert "gemma3 recipes-adamw and gemma4 recipes-adamw are undecided, as the best learning rate was no" in summary[0]
+    assert summary[1] == "n = 6 or 8; 0.2M parameters, 0.5M to 1.0M tokens; equal tokens."
+    new = records({Arm.of(recipe=recipe): [2.0, 2.1] for recipe in ("llama", "qwen3")}, folder="new")
+    assert "; qwen3 new" in summarize([*runs, *new])[0] and "float32" not in summarize([*runs, *new])[1]
